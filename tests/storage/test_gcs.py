@@ -256,6 +256,7 @@ def test_a_missing_package_is_named() -> None:
 def failing(answers: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[GCSObjectStore]:
     """A store whose service is the one that the test lets fail."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", answers.endpoint_url)
+    answers.headers = {"x-goog-generation": "1"}
     with GCSObjectStore("b") as store:
         yield store
 
@@ -332,6 +333,27 @@ def test_a_page_of_a_proxy_is_no_absence(answers: Any, failing: GCSObjectStore, 
     ):
         with pytest.raises(ObjectStoreError, match=r"(?s)gs://b/run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
             use()
+
+
+def test_a_page_of_a_proxy_is_no_success(answers: Any, failing: GCSObjectStore, tmp_path: Path) -> None:
+    """A page of HTML with status 200 is not the service's: nothing counts as written, read or deleted."""
+    answers.body, answers.headers = b"<html>Sign in</html>", {"content-type": "text/html"}
+    (tmp_path / "source").write_bytes(b"x")
+    for verb, use in {
+        "write": lambda: failing.put_bytes("run/a", b"x"),
+        "create": lambda: failing.put_bytes("run/a", b"x", create_only=True),
+        "upload": lambda: failing.upload_object("run/a", tmp_path / "source"),
+        "download": lambda: failing.download_object("run/a", tmp_path / "copy"),
+        "read": lambda: failing.read_range("run/a", 0, 20),
+        "get the size": lambda: failing.get_object_size("run/a"),
+        "list": lambda: failing.list_objects("run/a"),
+        "delete": lambda: failing.delete_object("run/a"),
+    }.items():
+        with pytest.raises(ObjectStoreTransientError, match=f"gs://b/run/a: {verb}: .*not that of Google's service"):
+            use()
+    with pytest.raises(ObjectStoreError, match=r"gs://b/run/a.*: check"):
+        failing.check_writable("run/a")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_no_wait_is_endless(answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage.servers.scripted_http import Answer, running_scripted
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
@@ -153,6 +154,24 @@ def test_answers_are_what_they_mean(s3_server: S3Server, tmp_path: Path, answer:
             with pytest.raises(error):
                 store.put_bytes("a", b"x")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("provider", ["azure_blobs", "minio", "s3"])
+def test_a_page_of_a_proxy_is_no_success(provider: str, tmp_path: Path) -> None:
+    """A page of HTML with status 200, which a driver takes for the service's answer, is no written object."""
+    (tmp_path / "source").write_bytes(b"x")
+    with running_scripted(Answer(200, b"<html>Sign in</html>", {"Content-Type": "text/html"})) as proxy:
+        host, _, port = proxy.url.removeprefix("http://").partition(":")
+        kwargs = {"key": "a", "secret": "c2VjcmV0", "host": host, "port": int(port), "secure": False}
+        with LibcloudObjectStore(provider, "bucket", provider_kwargs=kwargs) as store:
+            for use in (
+                lambda: store.put_bytes("run/a", b"x"),
+                lambda: store.upload_object("run/a", tmp_path / "source"),
+                lambda: store.list_objects("run/a"),
+                lambda: store.check_writable("run/a"),
+            ):
+                with pytest.raises(ObjectStoreTransientError, match=f"libcloud://bucket/run/a.*: {provider}: "):
+                    use()
 
 
 def test_an_upload_is_not_waited_for_forever(s3_server: S3Server) -> None:

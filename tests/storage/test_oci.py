@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from storage.servers.scripted_http import Answer, running_scripted
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import ObjectStore, open_store
@@ -242,6 +243,33 @@ def test_a_page_of_a_proxy_is_no_absence(answers: Any, oci_server: Any, tmp_path
         ):
             with pytest.raises(ObjectStoreError, match=r"(?s)run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
                 use()
+
+
+def test_a_page_of_a_proxy_is_no_success(oci_server: Any, tmp_path: Path) -> None:
+    """A page of HTML with status 200 is not the service's: nothing counts as written, read or deleted."""
+    (tmp_path / "source").write_bytes(b"x")
+    with (
+        running_scripted(Answer(200, b"<html>Sign in</html>", {"Content-Type": "text/html"})) as proxy,
+        OCIObjectStore("b", config_file=oci_server.config_file, endpoint_url=proxy.url, namespace="n") as store,
+        OCIObjectStore("b", config_file=oci_server.config_file, endpoint_url=proxy.url) as asks_for_namespace,
+    ):
+        for verb, use in {
+            "write": lambda: store.put_bytes("run/a", b"x"),
+            "create": lambda: store.put_bytes("run/a", b"x", create_only=True),
+            "upload": lambda: store.upload_object("run/a", tmp_path / "source"),
+            "download": lambda: store.download_object("run/a", tmp_path / "copy"),
+            "read": lambda: store.read_range("run/a", 0, 20),
+            "get the size": lambda: store.get_object_size("run/a"),
+            "list": lambda: store.list_objects("run/a"),
+            "delete": lambda: store.delete_object("run/a"),
+            "check": lambda: store.check_writable("run/a"),
+            "start": lambda: store.start_parts("run/a"),
+            "list unfinished": lambda: store.unfinished_parts("run/a"),
+            "write.*": lambda: asks_for_namespace.put_bytes("run/a", b"x"),
+        }.items():
+            with pytest.raises(ObjectStoreTransientError, match=f"oci://b/run/a.*: {verb}.*not that of Oracle's"):
+                use()
+    assert not (tmp_path / "copy").exists()
 
 
 def test_no_wait_is_endless(oci_server: Any, bucket: str, kwargs: dict[str, Any], tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_service_that_says_when_is_not_asked_before(
 ) -> None:
     """``Retry-After`` is heeded: an upload does not spend its attempts while the service asks for time."""
     busy = Answer(status, headers={"Retry-After": "1"})
-    done = Answer(200, b'{"crc32c": "yZRlqg=="}' if scheme == "gs" else b"", {"ETag": '"x"'})
+    done = Answer(200, b'{"crc32c": "yZRlqg=="}' if scheme == "gs" else b"", {"ETag": '"x"', "opc-request-id": "1"})
     with running_scripted(busy, done) as service:
         kwargs: dict[str, dict[str, Any]] = {
             "s3": {"endpoint_url": service.url, "unsigned": True, "region_name": "us-east-1"},

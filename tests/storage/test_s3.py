@@ -26,6 +26,9 @@ from composerlite.storage.stores.s3 import S3ObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
 _KEYS = {"aws_access_key_id": "AKIATEST", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
+_ETAG = {"ETag": '"e"'}
+_DONE = Answer(200, headers=_ETAG)
+_PAGE = Answer(200, b"<html>Sign in</html>", {"Content-Type": "text/html"})
 _STARTED = Answer(
     200, b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>", {"ETag": '"e"'}
 )
@@ -212,7 +215,7 @@ def test_unsigned_requests_carry_no_credentials(s3_server: S3Server, bucket: str
     ):
         store.read_range("a", 0, 1)
     with (
-        running_scripted(Answer(206, b"x")) as server,
+        running_scripted(Answer(206, b"x", _ETAG)) as server,
         S3ObjectStore("b", unsigned=True, endpoint_url=server.url) as store,
     ):
         assert store.read_range("a", 0, 1) == b"x"
@@ -246,7 +249,7 @@ def test_credentials_that_cannot_be_renewed_are_a_permission_error(
     (tmp_path / "config").write_text(f"[default]\ncredential_process=cat {tmp_path}/expired.json\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with (
-        running_scripted(Answer(200)) as server,
+        running_scripted(_DONE) as server,
         S3ObjectStore("b", endpoint_url=server.url) as store,
         pytest.raises(PermissionError, match="expired"),
     ):
@@ -273,7 +276,7 @@ def test_the_environment_says_where_and_who(
 def test_acl_and_session_token_reach_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """The canned ACL goes with every write, the session token with every request."""
     monkeypatch.setenv("S3_CANNED_ACL", "bucket-owner-full-control")
-    with running_scripted(Answer(200), _STARTED) as server:
+    with running_scripted(_DONE, _STARTED) as server:
         for acl, sent in ((None, "bucket-owner-full-control"), ("private", "private")):
             server.requests.clear()
             with S3ObjectStore(
@@ -331,10 +334,10 @@ def test_answers_without_a_reason_are_told_apart(
 @pytest.mark.parametrize(
     "answer",
     [
-        pytest.param(Answer(200, b"half", claims_bytes=8), id="cut short"),
-        pytest.param(Answer(200, b"", claims_bytes=8), id="nothing"),
-        pytest.param(Answer(200, b"changed!", {"x-amz-checksum-crc32": "AAAAAA=="}), id="changed"),
-        pytest.param(Answer(200, b"9\r\nhalf", {"Transfer-Encoding": "chunked"}), id="a chunk cut short"),
+        pytest.param(Answer(200, b"half", _ETAG, claims_bytes=8), id="cut short"),
+        pytest.param(Answer(200, b"", _ETAG, claims_bytes=8), id="nothing"),
+        pytest.param(Answer(200, b"changed!", {"x-amz-checksum-crc32": "AAAAAA=="} | _ETAG), id="changed"),
+        pytest.param(Answer(200, b"9\r\nhalf", {"Transfer-Encoding": "chunked"} | _ETAG), id="a chunk cut short"),
     ],
 )
 def test_damaged_answers_are_transient_and_leave_no_file(
@@ -349,7 +352,7 @@ def test_damaged_answers_are_transient_and_leave_no_file(
 
 def test_a_late_answer_is_transient_and_leaves_no_file(script: ScriptedServer, tmp_path: Path) -> None:
     """So is a download that stalls for longer than the time out."""
-    script.script(Answer(200, b"late", after_seconds=2))
+    script.script(Answer(200, b"late", _ETAG, after_seconds=2))
     with (
         S3ObjectStore("b", endpoint_url=script.url, read_timeout_seconds=0.5, **_KEYS) as store,
         pytest.raises(ObjectStoreTransientError, match=r"s3://b/a: download"),
@@ -379,21 +382,21 @@ def test_damaged_listings_are_transient(script: ScriptedServer, scripted: S3Obje
 @pytest.mark.parametrize("status", [200, 206])
 def test_a_range_that_is_cut_short_is_transient(script: ScriptedServer, scripted: S3ObjectStore, status: int) -> None:
     """A range is never shorter than the object allows."""
-    script.script(Answer(status, b"half", claims_bytes=8))
+    script.script(Answer(status, b"half", _ETAG, claims_bytes=8))
     with pytest.raises(ObjectStoreTransientError, match=r"s3://b/a: read"):
         scripted.read_range("a", 0, 8)
 
 
 def test_a_service_without_ranges_is_read_anyway(script: ScriptedServer, scripted: S3ObjectStore) -> None:
     """Where the whole object comes instead of a range, the range is taken out of it."""
-    script.script(Answer(200, b"0123456789"))
+    script.script(Answer(200, b"0123456789", _ETAG))
     assert scripted.read_range("a", 3, 4) == b"3456"
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_service_that_cannot_create_atomically_is_noticed(there: bool) -> None:
     """Where a conditional write is refused, a look comes before the write, and the store says so."""
-    answers = _refused(501, "NotImplemented"), Answer(200 if there else 404), Answer(200)
+    answers = _refused(501, "NotImplemented"), _DONE if there else Answer(404), _DONE
     with running_scripted(*answers) as server, S3ObjectStore("b", endpoint_url=server.url, **_KEYS) as store:
         assert store.creates_atomically
         if there:
@@ -404,6 +407,32 @@ def test_a_service_that_cannot_create_atomically_is_noticed(there: bool) -> None
         assert not store.creates_atomically
         methods = [request.method for request in server.requests]
         assert methods == (["PUT", "HEAD"] if there else ["PUT", "HEAD", "PUT"])
+
+
+def test_a_page_of_a_proxy_is_no_success(script: ScriptedServer, scripted: S3ObjectStore, tmp_path: Path) -> None:
+    """A page of HTML with status 200 is not the service's: nothing counts as written, read or deleted."""
+    (tmp_path / "source").write_bytes(b"x")
+    for verb, use in {
+        "write": lambda: scripted.put_bytes("a", b"x"),
+        "create": lambda: scripted.put_bytes("a", b"x", create_only=True),
+        "upload": lambda: scripted.upload_object("a", tmp_path / "source"),
+        "download": lambda: scripted.download_object("a", tmp_path / "copy"),
+        "read": lambda: scripted.read_range("a", 0, 4),
+        "get the size": lambda: scripted.get_object_size("a"),
+        "list": lambda: scripted.list_objects("a"),
+        "delete": lambda: scripted.delete_object("a"),
+        "check": lambda: scripted.check_writable("a"),
+        "start": lambda: scripted.start_parts("a"),
+    }.items():
+        script.script(_PAGE)
+        with pytest.raises(ObjectStoreTransientError, match=f"s3://b/a.*: {verb}.*not that of an S3 service"):
+            use()
+    script.script(_STARTED, _STARTED, _PAGE)
+    upload = scripted.start_parts("a")
+    upload.send(1, memoryview(b"x"))
+    with pytest.raises(ObjectStoreTransientError, match=r"s3://b/a: complete.*not that of an S3 service"):
+        upload.complete(count=1)
+    assert not (tmp_path / "copy").exists()
 
 
 def test_an_end_that_fails_behind_a_good_status_is_noticed(script: ScriptedServer, scripted: S3ObjectStore) -> None:
@@ -490,7 +519,7 @@ def test_a_service_that_does_not_answer_is_transient_in_time() -> None:
 def test_buckets_are_addressed_as_the_service_wants(endpoint: str, host: str, path: str) -> None:
     """CoreWeave has the bucket in the host's name, any other service that is no Amazon in the path."""
     with (
-        running_scripted(Answer(200)) as proxy,
+        running_scripted(_DONE) as proxy,
         S3ObjectStore(
             "bucket", endpoint_url=endpoint, client_config={"proxies": {"http": proxy.url}}, **_KEYS
         ) as store,

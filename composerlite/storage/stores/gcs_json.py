@@ -37,6 +37,7 @@ _RANGE_BYTES = 8 << 20
 """Bytes of one read request: the SDK returns a range as a whole."""
 _GIVEN_UP = {200, 204, 404, 410, 499}
 """Answers of the service when an upload that was begun is given up: 499, if all is well."""
+_NOT_GCS = "it is not that of Google's service, or was cut short"
 _WAY_OUT = (
     "Set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, run 'gcloud auth application-default login',"
     " or set GCS_KEY and GCS_SECRET to an HMAC key."
@@ -93,8 +94,10 @@ class GCSJSONObjectStore(BackendStore):
             log.warning("%s%s: give up a check: %d %s", self._uri, key, answer.status_code, answer.text)
 
     def _download(self, name: str, key: str, file: WritesTold) -> None:
+        blob = self._bucket.blob(key)
         with self._translated("download", name):
-            self._bucket.blob(key).download_to_file(file, checksum="crc32c", raw_download=True, **self._always)
+            blob.download_to_file(file, checksum="crc32c", raw_download=True, **self._always)
+            _generation(blob)
 
     def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         assert size is not None, "whole objects are downloaded by the SDK, which verifies them"
@@ -108,8 +111,8 @@ class GCSJSONObjectStore(BackendStore):
                 )
             except RequestRangeNotSatisfiable:
                 return  # the object ends before the range begins
-            version(str(blob.generation))
-            generations.add(blob.generation)
+            generations.add(generation := _generation(blob))
+            version(str(generation))
             if len(generations) > 1:
                 raise ConnectionError("the object was replaced while it was read")
             if len(piece) > asked:
@@ -143,12 +146,21 @@ class GCSJSONObjectStore(BackendStore):
             return PermissionError, f"{error} {_WAY_OUT}"
         if isinstance(error, DataCorruption):
             return ObjectStoreTransientError, f"other bytes arrived than were sent: {error}"
+        if isinstance(error, requests.exceptions.JSONDecodeError):
+            return ObjectStoreTransientError, f"the answer is not JSON: {_NOT_GCS}"
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
             return ObjectStoreTransientError, root_cause(error)
         return None
 
     def _headers(self, error: Exception) -> Mapping[str, str]:
         return getattr(getattr(error, "response", None), "headers", {})
+
+
+def _generation(blob: Any) -> int:
+    """Return the generation of what was read. Only the service tells it: a proxy answers 200, too, with a page."""
+    if blob.generation is None:
+        raise ConnectionError(f"the answer has no generation: {_NOT_GCS}")
+    return blob.generation
 
 
 def _method(error: GoogleAPICallError) -> str:

@@ -41,6 +41,8 @@ with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "r
 _TIMEOUT_SECONDS = 60.0
 _MISSING = (ContainerDoesNotExistError, ObjectDoesNotExistError)
 _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceUnavailableError)
+_NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
+"""Errors of drivers that take an answer for the service's, such as the page of a proxy."""
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
 """Providers whose drivers list everything, and warn where they are asked for a prefix."""
 
@@ -227,6 +229,9 @@ class LibcloudObjectStore(BackendStore):
             return meaning_of_status(_status(error)), f"{self.provider}: {error}"
         if isinstance(error, OSError) and not isinstance(error, FileExistsError):
             return ObjectStoreError, f"{self.provider}: {error}"
+        if isinstance(error, _NOT_UNDERSTOOD):
+            said = f"{type(error).__name__}: {error}"
+            return ObjectStoreTransientError, f"{self.provider}: the driver does not understand the answer: {said}"
         return None
 
 

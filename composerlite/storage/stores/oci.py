@@ -189,8 +189,8 @@ class OCIObjectStore(MultipartStore):
         """Call the SDK's ``verb`` for this bucket and return its answer."""
         with self._lock:
             if self._namespace is None:
-                self._namespace = str(self._client.get_namespace().data)
-        return getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs)
+                self._namespace = str(_own(self._client.get_namespace()).data)
+        return _own(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
     def _pages(self, verb: str, *args: Any) -> Iterator[Any]:
         """Yield the items of all pages that the SDK's ``verb`` lists."""
@@ -212,6 +212,15 @@ class OCIObjectStore(MultipartStore):
 
     def _headers(self, error: Exception) -> Mapping[str, str]:
         return error.headers if isinstance(error, sdk.ServiceError) else {}
+
+
+def _own(answer: Any) -> Any:
+    """Return ``answer`` if it is the service's, which numbers them all: a proxy answers 200, too, with a page."""
+    if not answer.request_id:
+        if hasattr(answer.data, "close"):
+            answer.data.close()
+        raise ConnectionError("the answer has no opc-request-id: it is not that of Oracle's service")
+    return answer
 
 
 def _answered(error: sdk.ServiceError) -> Meaning:

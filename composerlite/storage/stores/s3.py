@@ -57,6 +57,7 @@ _TRANSIENT = (
     *("SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "XAmzContentChecksumMismatch"),
     "XAmzContentSHA256Mismatch",
 )
+_NOT_S3 = "it is not that of an S3 service, or was cut short"
 _NO_OBJECT = ("NoSuchKey", "NotFound", "404")
 _BEYOND = ("InvalidRange", "416")
 _MEANINGS: dict[str, Meaning] = {
@@ -205,7 +206,10 @@ class S3ObjectStore(MultipartStore):
     def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
         condition = {"IfNoneMatch": "*"} if create_only and self._conditional else {}
         try:
-            self._client.put_object(**self._at(key), Body=_body(data), **self._digest(data), **self._acl, **condition)
+            answer = self._client.put_object(
+                **self._at(key), Body=_body(data), **self._digest(data), **self._acl, **condition
+            )
+            _field(answer, "ETag")  # a proxy answers 200, too, with a page of its own
         except sdk.ClientError as e:
             if not condition or not _is_not_offered(e):
                 raise
@@ -216,7 +220,9 @@ class S3ObjectStore(MultipartStore):
 
     def _delete(self, key: str) -> None:
         with _suppressed(*_NO_OBJECT):
-            self._client.delete_object(**self._at(key))
+            answer = self._client.delete_object(**self._at(key))["ResponseMetadata"]
+            if answer["HTTPStatusCode"] != 204 and int(answer["HTTPHeaders"].get("content-length", 0)):
+                raise ConnectionError(f"the answer has a body: {_NOT_S3}")
 
     def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         # The checksum of a whole object says nothing of a range.
@@ -225,7 +231,7 @@ class S3ObjectStore(MultipartStore):
         with _suppressed(*_BEYOND):  # the object ends before the range begins
             answer = self._client.get_object(**self._at(key), **span, **verify)
             with contextlib.closing(answer["Body"]) as body:
-                version(answer.get("ETag", ""))
+                version(_field(answer, "ETag"))
                 if size is None:
                     _field(answer, "ContentLength")
                 elif answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
@@ -235,7 +241,9 @@ class S3ObjectStore(MultipartStore):
                     yield piece
 
     def _size(self, key: str) -> int:
-        return _field(self._client.head_object(**self._at(key)), "ContentLength")
+        answer = self._client.head_object(**self._at(key))
+        _field(answer, "ETag")
+        return _field(answer, "ContentLength")
 
     def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
         # Some services list folder by folder: their StartAfter leaves out some.
@@ -286,7 +294,8 @@ class S3ObjectStore(MultipartStore):
             {"PartNumber": number, "ETag": part.etag} | ({"ChecksumCRC32": part.crc32} if part.crc32 else {})
             for number, part in enumerate(parts, 1)
         ]
-        self._client.complete_multipart_upload(**self._at(key, upload_id), MultipartUpload={"Parts": named})
+        answer = self._client.complete_multipart_upload(**self._at(key, upload_id), MultipartUpload={"Parts": named})
+        _field(answer, "ETag")
 
     def _abort(self, key: str, upload_id: str) -> None:
         with _suppressed("NoSuchUpload"):
@@ -357,7 +366,7 @@ def _suppressed(*codes: str) -> Generator[None]:
 
 def _field(answer: Mapping[str, Any], name: str) -> Any:
     if name not in answer:
-        raise ConnectionError(f"the answer has no {name}: it is not that of an S3 service, or was cut short")
+        raise ConnectionError(f"the answer has no {name}: {_NOT_S3}")
     return answer[name]
 
 

@@ -351,7 +351,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = bytes([body[0] ^ 1]) + body[1:]
         self.send_response(status)
         kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
-        for name, value in {"content-type": kind, "content-length": str(len(body)), **(headers or {})}.items():
+        said = {"content-type": kind, "content-length": str(len(body)), "opc-request-id": secrets.token_hex(8)}
+        for name, value in {**said, **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
