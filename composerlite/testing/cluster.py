@@ -38,7 +38,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torchmetrics",
 ]
-_STACKS = signal.SIGUSR1
+_STACKS = signal.SIGQUIT  # the others are those of handlers of preemption, which tasks install
 _STACKS_SECONDS = 2.0
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 2.0

@@ -41,6 +41,8 @@ def _die_on_rank_1() -> str:
 
 def _sleep_here_on_rank_1() -> None:
     if dist.get_global_rank() == 1:
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # as PreemptionHandler does
+            signal.signal(number, lambda *_: None)
         time.sleep(60)
 
 
