@@ -101,7 +101,7 @@ def load_or_resume(
     else:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
         places = [_place_of(saver) for saver in savers]
-        buckets = [bucket for place in places for bucket in place.buckets]
+        buckets = [(bucket.remote, bucket.link) for place in places for bucket in place.buckets]
         state.lineage = begin_attempt([place.catalog for place in places], buckets, state.run_name, origin=origin)
     return Start(resumed, differences)
 
@@ -185,7 +185,7 @@ def _place_of(saver: CheckpointSaver) -> RunPlace:
     """Places in which ``saver`` keeps checkpoints."""
     where = saver.saver.where
     link = None if where.latest_filename is None else where.latest_filename.filename
-    buckets = [RunBucket(publisher.remote, publisher.link) for publisher in saver.saver.publishers]
+    buckets = [RunBucket(publisher.remote, publisher.link, publisher.template) for publisher in saver.saver.publishers]
     replication = saver.saver.replication
     memory = None if replication is None else replication.memory
     return RunPlace(where.catalog, where.filename.filename, link, buckets, saver.in_memory, memory)

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import FoundError, Line, line_in
+from adversary_oracle import FoundError, Line, begun_in, line_in
 from adversary_run import FILTERS, LONGEST, RUN, Order, elsewhere, live, load_saved, save_alone
 from forked import run_forked
 from hypothesis.stateful import precondition, rule
@@ -65,6 +65,18 @@ BAD: dict[str, Callable[[Path], object]] = {
     "out": hostile(path="../victim.txt"),
     "absolute": hostile(path="/nowhere/file"),
 }
+
+
+def flip_a_byte(paths: Iterable[Path]) -> None:
+    """Change the byte in the middle of each file, or change it back; the files are not newer than they were."""
+    for path in paths:
+        status = path.stat()
+        with path.open("r+b") as file:
+            file.seek(status.st_size // 2)
+            (byte,) = file.read(1)
+            file.seek(status.st_size // 2)
+            file.write(bytes([byte ^ 1]))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def may(kind: str) -> Callable[[Any], bool]:
@@ -157,6 +169,31 @@ class Adversary(Machine):
         project = self.projects[b]
         acceptable = self.acceptable(project, memory=False)
         self.run(project, self.order(project, until=self.later(acceptable, more), clock=clock), acceptable)
+
+    @precondition(may("wrong-bytes"))
+    @rule(b=st.booleans(), which=numbers, what=st.sampled_from(["manifests", "data", "both"]))
+    def launch_where_all_is_read_wrongly(self, b: bool, which: int, what: str) -> None:
+        """The run is started on a machine that reads other bytes than there are: it ends, and discards nothing."""
+        project = self.projects[b]
+        known = self.entries(project)
+        if (named := self.one_of(project, which)) is None or begun_in(project.folder):
+            return
+        manifests, data = what != "data", what != "manifests"
+        paths = [e.folder / ".manifest" / f"{e.name}.json" for e in known if manifests]
+        whole = [e.data for e in known if data and e.line is not None]  # what the disk has damaged would be whole again
+        paths += [part for path in whole for part in (path.glob("*.distcp") if path.is_dir() else [path])]
+        order = self.order(
+            project, until=LONGEST, filename=named.template, sharded=(named.folder / named.name).is_dir()
+        )
+        flip_a_byte(paths)
+        try:
+            self.let_live(order, may_refuse=True)
+        finally:
+            flip_a_byte(path for path in paths if path.exists())
+        if "started" in (told := self.told(order)):
+            raise FoundError(f"[resume] launch {order.launch} started at {told['started']}: nothing was good")
+        if gone := [path for path in paths if not path.exists()]:
+            raise FoundError(f"[gone] {gone} after launch {order.launch}, which could read nothing")
 
     # ── at the same time ─────────────────────────────────────────────────────────────────────────────────────────
     @precondition(may("beside"))

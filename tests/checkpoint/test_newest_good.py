@@ -14,6 +14,8 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.errors import CheckpointError
 
+TEMPLATE = "ba{batch}.pt"
+
 
 def test_it_is_the_newest_by_batch(tmp_path: Path) -> None:
     """Of all folders, whatever the order of saving."""
@@ -62,6 +64,41 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: P
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("manifests", ["flipped", "of another", "gone", "whole"])
+@pytest.mark.parametrize("data", ["whole", "cut", "zeros"])
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_over(tmp_path: Path, manifests: str, data: str) -> None:
+    """Whatever was damaged of all: the error names each, nothing is changed, and a good one is resumed from."""
+    for batch in (1, 2):
+        path = save_batch(tmp_path, batch)
+        contents = path.read_bytes()
+        path.write_bytes({"whole": contents, "cut": contents[:-1], "zeros": bytes(len(contents))}[data])
+        record = tmp_path / ".manifest" / f"{path.name}.json"
+        text = record.read_bytes()
+        record.write_bytes({"flipped": b"X" + text[1:], "of another": text.replace(b"ba", b"bb")}.get(manifests, text))
+        if manifests == "gone":
+            record.unlink()
+    if manifests in ("gone", "whole") and data == "whole":
+        assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == tmp_path / "ba2.pt"
+        return
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"none of them is good.*ba[12]\.pt.*ba[12]\.pt.*load_path"):
+            choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    good = save_batch(tmp_path, 0)
+    assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == good
+    assert {path.name for path in tmp_path.glob("ba*")} == {"ba0.pt", "ba1.pt.damaged", "ba2.pt.damaged"}
+    assert (tmp_path / "latest.pt").readlink() == Path("ba0.pt")
+
+
+def test_what_cannot_be_read_and_is_not_of_the_run_is_no_damage(tmp_path: Path) -> None:
+    """Manifests of names that the run does not write, of others or planted, keep no run from its beginning."""
+    save_batch(tmp_path, 1).rename(tmp_path / "copy.pt")
+    (tmp_path / ".manifest" / "ba1.pt.json").rename(tmp_path / ".manifest" / "copy.pt.json")
+    (tmp_path / ".manifest" / "other.json").write_text("{")
+    assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place is None
+
+
 def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was saved without its optimizer would start that afresh: it is taken only where there is nothing else."""
     part = save_batch(tmp_path, 2, ignore_keys=["state/optimizers"])
@@ -74,9 +111,6 @@ def test_a_whole_one_comes_before_newer_parts(tmp_path: Path, caplog: pytest.Log
 
 
 # ── without a manifest ───────────────────────────────────────────────────────────────────────────────────────────────
-TEMPLATE = "ba{batch}.pt"
-
-
 def unlisted_batch(folder: Path, batch: int, **arguments: Any) -> Path:
     """A checkpoint whose manifest was lost."""
     path = save_batch(folder, batch, **arguments)

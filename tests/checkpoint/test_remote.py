@@ -426,7 +426,8 @@ def test_a_manifest_that_is_too_large_is_left_out(remote: Catalog, store: Faulty
     path = tmp_path / "bucket/run/.manifest/notes.json"
     with path.open("wb") as file:
         file.truncate((64 << 20) + 1)
-    assert remote.manifests_and_damaged() == ([manifest], ["notes"])
+    manifests, damaged = remote.manifests_and_damaged()
+    assert (manifests, list(damaged)) == ([manifest], ["notes"])
 
 
 def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -137,8 +137,11 @@ def test_a_damaged_newest_begins_a_new_attempt_that_is_resumed(tmp_path: Path) -
     assert list(launch("resume", 0, 8).said) == [7, 8]
 
 
-def test_a_machine_that_reads_wrong_bytes_discards_nothing(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """All data of a bucket seem damaged: the run ends with an error, and elsewhere it resumes the newest."""
+@pytest.mark.parametrize("damaged", [".pt", ".json"])
+def test_a_machine_that_reads_wrong_bytes_discards_nothing(
+    tmp_path: Path, request: pytest.FixtureRequest, damaged: str
+) -> None:
+    """All data of a bucket, or all manifests, seem damaged: the run ends with an error, and resumes elsewhere."""
     server = request.getfixturevalue("s3_server")
     bucket, client = server.new_bucket(), server.client()
     launch = Launches(tmp_path, (f"s3://{bucket}/run", dict(server.environment)))
@@ -150,9 +153,9 @@ def test_a_machine_that_reads_wrong_bytes_discards_nothing(tmp_path: Path, reque
 
     names = listed()
     stored = {name: client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names}
-    for name in (name for name in names if name.endswith(".pt")):
+    for name in (name for name in names if name.endswith(damaged)):
         client.put_object(Bucket=bucket, Key=name, Body=bytes(len(stored[name])))
-    with pytest.raises(AssertionError, match=r"none of them is good.*ba4\.pt.*ba1\.pt"):
+    with pytest.raises(AssertionError, match=r"none of them is good.*ba[14]\.pt.*ba[14]\.pt"):
         launch("resume", 0, 9)
     assert listed() == names
     for name in names:  # as another machine reads it

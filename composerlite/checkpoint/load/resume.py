@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,10 +53,12 @@ class RunBucket(NamedTuple):
     Attributes:
         remote: the bucket.
         link: name of its link to the latest; ``None`` if it has none.
+        template: of the names of checkpoints; ``None``: those whose manifest cannot be read do not count.
     """
 
     remote: Catalog
     link: str | None
+    template: str | None = None
 
 
 @final
@@ -274,9 +276,6 @@ class _Search:
         links: Mapping[Path, _Links],
         elsewhere: Mapping[int, Sequence[Manifest]],
     ) -> None:
-        for place in places:
-            if place.template is not None:
-                place.catalog.quarantine_unreadable(name_pattern(place.template, run_name))
         self._places = places
         self._links = links
         self._run_name = run_name
@@ -286,14 +285,17 @@ class _Search:
         """Candidates whose upload has turned out to be incomplete: they only show which attempts there were."""
         self._damaged_records = False
         """A bucket has checkpoints with a manifest that cannot be read."""
-        self._unseen: set[str] = set()
+        self._damage: dict[str, CorruptCheckpointError] = {}
+        """Checkpoints of the run's names that are no candidates, since they or their manifests cannot be read."""
+        self._unlisted_damage: list[tuple[Catalog, str]] = []
+        """Those of them in folders that have no manifest."""
+        self._unseen: dict[str, RunBucket] = {}
         """Buckets of which only the latest is a candidate, until that does not hold."""
-        found = [
-            _Candidate(manifest, place.catalog, in_memory=place.in_memory)
-            for place in places
-            for manifest in place.catalog.manifests()
-            if manifest.run_name == run_name
-        ]
+        found: list[_Candidate] = []
+        for place in places:
+            manifests, damaged = place.catalog.manifests_and_damaged()
+            self._note(place.catalog, place.template, damaged)
+            found += [_Candidate(one, place.catalog, in_memory=place.in_memory) for one in self._of_run(manifests)]
         found += [
             _Candidate(manifest, places[number].catalog, in_memory=True, elsewhere=number)
             for number, manifests in elsewhere.items()
@@ -303,22 +305,31 @@ class _Search:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
             if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
                 found.append(_Candidate(manifest, catalog, bucket.remote))
-                self._unseen.add(bucket.remote.place.uri())
+                self._unseen[bucket.remote.place.uri()] = bucket
             else:
-                found += self._everything_in(bucket.remote, catalog)
+                found += self._everything_in(bucket, catalog)
         for place in places:
             if place.template is not None:
                 found += self._unlisted(place.catalog, place.template, [candidate.manifest for candidate in found])
         self._known = found
         self._look_at_line()
 
-    def _everything_in(self, remote: Catalog, catalog: Catalog) -> list[_Candidate]:
+    def _everything_in(self, bucket: RunBucket, catalog: Catalog) -> list[_Candidate]:
         """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
+        remote = bucket.remote
         manifests, damaged = remote.manifests_and_damaged()
         self._damaged_records |= bool(damaged)
-        found = [_Candidate(manifest, catalog, remote) for manifest in manifests]
-        found += [_Candidate(manifest, catalog, remote, begun=True) for manifest in remote.begun()]
-        return [one for one in found if one.manifest.run_name == self._run_name]
+        self._note(remote, bucket.template, damaged)
+        found = [_Candidate(manifest, catalog, remote) for manifest in self._of_run(manifests)]
+        return found + [_Candidate(one, catalog, remote, begun=True) for one in self._of_run(remote.begun())]
+
+    def _of_run(self, manifests: Iterable[Manifest]) -> list[Manifest]:
+        return [manifest for manifest in manifests if manifest.run_name == self._run_name]
+
+    def _note(self, catalog: Catalog, template: str | None, damaged: Mapping[str, CorruptCheckpointError]) -> None:
+        """Take note of checkpoints that cannot be read, if their names are the run's: so they may be its own."""
+        names = re.compile(r"(?!)") if template is None else name_pattern(template, self._run_name)
+        self._damage |= {catalog.place.uri(name): e for name, e in damaged.items() if names.fullmatch(name) is not None}
 
     def _look_at_line(self) -> None:
         """Find the living line of the known checkpoints, and the ones of it that were not tried."""
@@ -331,7 +342,9 @@ class _Search:
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
         """Find checkpoints without a manifest; their attempt is not known, unless the run has one only."""
-        without = _unlisted_in(catalog, template, self._run_name)
+        without, damaged = _unlisted_in(catalog, template, self._run_name)
+        self._note(catalog, template, damaged)
+        self._unlisted_damage += [(catalog, name) for name in damaged]
         lineages = {manifest.lineage for manifest in known} or {Lineage()}
         if without and len(lineages) > 1:
             log.warning(
@@ -365,7 +378,7 @@ class _Search:
             raise self._unreadable[0]
         rejected = [(one, error) for one, error in self._rejected if not _is_lost(one, error)]
         marked = [candidate for candidate, error in rejected if isinstance(error, _NotFiniteError)]
-        if marked and len(marked) == len(rejected):
+        if marked and len(marked) == len(rejected) + len(self._damage):
             newest = marked[0]
             raise CheckpointError(
                 f"run {self._run_name!r} has checkpoints, and all of them were saved while "
@@ -374,8 +387,9 @@ class _Search:
                 f"To resume from the newest all the same: load_path={newest.source!r} and autoresume=False. To start "
                 "over: another save_folder, or autoresume=False and save_overwrite=True."
             )
-        if rejected:
-            tried = "; ".join(f"{candidate.source}: {error}" for candidate, error in rejected)
+        found = [(candidate.source, error) for candidate, error in rejected] + [*self._damage.items()]
+        if found:
+            tried = "; ".join(f"{source}: {error}" for source, error in found)
             raise CheckpointError(
                 f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
                 f"itself. Tried: {tried}. Nothing was changed. If the files are good on another machine, this one "
@@ -397,9 +411,9 @@ class _Search:
         self._rejected.append((candidate, error))
         if isinstance(error, OSError) and not _is_lost(candidate, error):
             self._unreadable.append(error)
-        if candidate.remote is not None and (uri := candidate.remote.place.uri()) in self._unseen:
-            self._unseen.remove(uri)
-            others = self._everything_in(candidate.remote, candidate.catalog)
+        uri = "" if candidate.remote is None else candidate.remote.place.uri()
+        if (bucket := self._unseen.pop(uri, None)) is not None:
+            others = self._everything_in(bucket, candidate.catalog)
             self._known += [o for o in others if o.begun or o.manifest.name != candidate.manifest.name]
             self._look_at_line()
 
@@ -413,6 +427,7 @@ class _Search:
             if is_here and isinstance(error, CorruptCheckpointError):
                 rejected.catalog.quarantine(rejected.manifest)  # the run will write one of that name again
                 quarantined.append(rejected.manifest)
+        self._quarantine_unreadable(candidate)
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
@@ -429,6 +444,15 @@ class _Search:
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         known, resumable = [c.manifest for c in self._known], [c.manifest for c in self._candidates]
         return continued(candidate.manifest, known, resumable, damaged=self._damaged_records)
+
+    def _quarantine_unreadable(self, accepted: _Candidate) -> None:
+        """Quarantine files and manifests of folders that cannot be read: the run will save these names again."""
+        for place in self._places if self._damage else ():
+            if place.template is not None:
+                place.catalog.quarantine_unreadable(name_pattern(place.template, self._run_name))
+        for catalog, name in self._unlisted_damage:
+            if catalog.folder / name != accepted.place:  # what is good was fetched to take its place
+                catalog.quarantine_file(name)
 
 
 def _is_lost(candidate: _Candidate, error: Exception) -> bool:
@@ -567,13 +591,16 @@ def _manifest(candidate: _Candidate) -> Manifest:
 _NEEDED = {"model", "optimizers", "timestamp"}
 
 
-def _unlisted_in(catalog: Catalog, template: str, run_name: str) -> list[Manifest]:
+def _unlisted_in(
+    catalog: Catalog, template: str, run_name: str
+) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
     """The checkpoints of ``run_name`` named by ``template`` that have no manifest, each with one made of its contents.
 
-    Tensors are not read for it. What cannot be read at all is quarantined: the run will write that name again.
-    What is no checkpoint of this run is left alone.
+    Tensors are not read for it. What cannot be read at all is returned apart, with the reason. What is no checkpoint
+    of this run is left alone.
     """
     pattern = name_pattern(template, run_name)
+    damaged: dict[str, CorruptCheckpointError] = {}
     listed = {record.path for manifest in catalog.manifests() for record in manifest.files}
     found: list[Manifest] = []
     for name in list(catalog.files()):
@@ -583,14 +610,14 @@ def _unlisted_in(catalog: Catalog, template: str, run_name: str) -> list[Manifes
             manifest = _described(catalog, name, template)
         except CorruptCheckpointError as e:
             log.warning("skipped: %s", e)
-            catalog.quarantine_file(name)
+            damaged[name] = e
             continue
         except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
             log.warning("left alone: %s", e)
             continue
         if manifest is not None and manifest.run_name == run_name:
             found.append(manifest)
-    return found
+    return found, damaged
 
 
 def _check_unlisted(catalog: Catalog, manifest: Manifest) -> None:

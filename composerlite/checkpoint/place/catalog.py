@@ -63,12 +63,12 @@ class Catalog:
         """
         return self.manifests_and_damaged()[0]
 
-    def manifests_and_damaged(self) -> tuple[list[Manifest], list[str]]:
-        """Return manifests as :meth:`manifests` does, and the names whose manifest is damaged."""
-        names = self._records()
-        found = self.place.each(self._readable, names)
-        damaged = [name for name, manifest in zip(names, found, strict=True) if manifest is None]
-        return sorted((one for one in found if one is not None), key=lambda manifest: manifest.order), damaged
+    def manifests_and_damaged(self) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
+        """Return manifests as :meth:`manifests` does, and the names whose manifest is damaged, with the reason."""
+        found = self.place.each(self._read, names := self._records())
+        damaged = {name: e for name, e in zip(names, found, strict=True) if isinstance(e, CorruptCheckpointError)}
+        manifests = (manifest for manifest in found if isinstance(manifest, Manifest))
+        return sorted(manifests, key=lambda manifest: manifest.order), damaged
 
     def _records(self) -> list[str]:
         """Return the names that manifests are there for."""
@@ -76,12 +76,13 @@ class Catalog:
         records = (path for path in paths if path.suffix == ".json" and not path.name.startswith("."))
         return [str(path.relative_to(MANIFESTS)).removesuffix(".json") for path in records]
 
-    def _readable(self, name: str) -> Manifest | None:
+    def _read(self, name: str) -> Manifest | CorruptCheckpointError | None:
+        """Return the manifest of ``name``, or what is wrong with it."""
         try:
             return self.manifest_of(name)
         except CorruptCheckpointError as e:
             log.warning("left out: %s", e)
-            return None
+            return e
 
     def manifest_of(self, name: str) -> Manifest | None:
         """Return the manifest of the checkpoint ``name``; ``None`` if it has none.
@@ -340,7 +341,8 @@ class Catalog:
         announced manifest tells readers what they are, and ``link`` leads them to it.
         """
         self.place.acquire(manifest.name)
-        there = self._readable(manifest.name)
+        found = self._read(manifest.name)
+        there = found if isinstance(found, Manifest) else None
         if there is not None and there.files == manifest.files:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 self._complete_manifest(manifest.name)
@@ -428,12 +430,8 @@ class Catalog:
 
         The run will save these names again. Other files, such as a copy made by hand, are left alone.
         """
-        for name in self._records():
-            if names.fullmatch(name) is None:
-                continue
-            try:
-                self.manifest_of(name)
-            except CorruptCheckpointError as e:
+        for name, e in self.manifests_and_damaged()[1].items():
+            if names.fullmatch(name) is not None:
                 record = record_path(name)
                 remove_manifest(self.place, record, kept_as=self.place.damaged_name(record))
                 self.place.quarantine(name)
