@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -116,6 +117,16 @@ def go_on(folder: Path) -> dict[str, Any]:
     saver.fit_end(state, logger)
     saver.close(state, logger)
     return {**told, "left": sorted(path.name for path in Path("run").iterdir())}
+
+
+def save_on_small_disks(folder: Path, small: int, disks: int) -> None:
+    """Three saves to each of so many small disks of the node ``small``; the other one has room."""
+    on_nodes(folder)
+    for number in range(disks):
+        here = folder / f"disk{number}" if dist.get_global_rank() == small else Path(f"large{number}").absolute()
+        here.mkdir(exist_ok=True)
+        with contextlib.chdir(here):
+            save_some("run", sharded_state(), failure_limit=100)
 
 
 def lose_parts(folder: Path) -> dict[str, Any]:

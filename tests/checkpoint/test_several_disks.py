@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from checkpoint import disk_ranks
 from checkpoint.kill_points import kill_at_every_step
 from checkpoint.replacing import save_on_disks
 from forked import run_forked
+from tiny_training import saved_batches
 
 from composerlite.checkpoint import Catalog, load_keys
 from composerlite.errors import IncompatibleCheckpointError
@@ -77,6 +79,27 @@ def test_a_node_that_dies_in_a_save_changes_nothing(tmp_path: Path, rank: int, s
         assert told["found"] == f"run/ba{found}"
         assert (told["latest"], told["batch"]) == (f"ba{found}", found)
         assert told["left"] == [".manifest", f"ba{found + 1}", "latest"]
+
+
+@pytest.mark.parametrize("small", [0, 1])
+def test_no_checkpoint_is_committed_without_its_latest_on_any_node(
+    mount: Callable[[str], Path], tmp_path: Path, small: int
+) -> None:
+    """However many names the disk of a node has room for: both nodes have the same checkpoints, and ``latest`` leads to
+    the newest on both."""
+    room = range(11, 22)
+    disks = [mount(f"size=1m,nr_inodes={names}") / "run" for names in room]
+    run_ranks(disk_ranks.save_on_small_disks, 2, tmp_path, small, len(disks))
+    found: set[int] = set()
+    for number, (names, disk) in enumerate(zip(room, disks, strict=True)):
+        other = tmp_path / f"node{1 - small}" / f"large{number}" / "run"
+        kept = saved_batches(disk)
+        assert saved_batches(other) == kept, f"nr_inodes={names}"
+        for folder in (disk, other):
+            links = [link.readlink().name for link in folder.glob("latest")]
+            assert links == [f"ba{batch}" for batch in kept[-1:]], f"nr_inodes={names}: {folder}"
+        found.add(len(kept))
+    assert len(found) > 2, "the disks were too small or too large to show it"
 
 
 def test_what_one_node_has_lost_is_not_resumed_from(tmp_path: Path) -> None:

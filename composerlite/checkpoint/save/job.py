@@ -398,19 +398,23 @@ class PendingSave:
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
         seconds = self._note_ranks(parts)
         before_commit = time.perf_counter()
-        after = self.follow_up
-        with contextlib.nullcontext() if after is None else after.catalog.pointing(after.links):
+        with self._pointing():
             manifest = self.writer.commit(
                 dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
             )
         return self._after_commit(manifest, before_commit)
 
+    def _pointing(self) -> contextlib.AbstractContextManager[None]:
+        """Point this rank's links to the checkpoint when the block has committed it; see :meth:`Catalog.pointing`."""
+        after = self.follow_up
+        return contextlib.nullcontext() if after is None else after.catalog.pointing(after.links)
+
     def _commit_on_disks(self, writer: DiskWriter) -> SaveReport:
         """Commit where nodes have disks of their own, all of it or none.
 
-        When every rank has written, each disk's part is prepared: durable, and not yet a checkpoint. Then rank 0
-        commits its own part, which decides, and the others follow. A kill in between leaves prepared parts, which the
-        next start completes if the first disk has the checkpoint, and removes if it has not.
+        When every rank has written, each disk's part and its links are prepared: durable, and not yet a checkpoint.
+        Then rank 0 commits its own part, which decides, and the others follow. A kill in between leaves prepared parts,
+        which the next start completes if the first disk has the checkpoint, and removes if it has not.
         """
         written, prepared, completed = self.votes
         after = self.follow_up
@@ -422,14 +426,18 @@ class PendingSave:
         def follow() -> None:
             if not self.group.is_first:
                 writer.commit_part()
-            if after is not None:
-                for link, name in after.links.items():
-                    after.catalog.point_latest(link, name)
+            links.close()  # it publishes them
 
         sealed: FinalizedManifest = written.run(self._finish, seal)
-        prepared.run(lambda: writer.prepare(sealed), lambda _: writer.commit_part())
-        manifest = dataclasses.replace(sealed.manifest, node=0)
-        report: SaveReport = completed.run(follow, lambda _: self._after_commit(manifest, time.perf_counter()))
+        with contextlib.ExitStack() as links:
+
+            def prepare() -> None:
+                links.enter_context(self._pointing())
+                writer.prepare(sealed)
+
+            prepared.run(prepare, lambda _: writer.commit_part())
+            manifest = dataclasses.replace(sealed.manifest, node=0)
+            report: SaveReport = completed.run(follow, lambda _: self._after_commit(manifest, time.perf_counter()))
         if after is not None and not self.group.is_first:
             if after.publish is not None:
                 after.publish(self.manifest)
