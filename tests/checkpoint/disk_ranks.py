@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import random
 import shutil
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +132,42 @@ def save_on_small_disks(folder: Path, small: int, disks: int) -> None:
         here.mkdir(exist_ok=True)
         with contextlib.chdir(here):
             save_some("run", sharded_state(), failure_limit=100)
+
+
+def delete_on_the_second_node(folder: Path, how: str, asynchronous: bool, failures: int) -> dict[str, Any]:
+    """Three saves of which one is kept. Deletions on the second node fail, or wait until the third is begun."""
+    on_nodes(folder)
+    told: dict[str, Any] = {}
+    waited: list[bool] = []
+    third_is_begun = threading.Event()
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if told or event != "os.remove":  # the test is over, and this process serves others
+            return
+        if (path := Path(arguments[0])).suffix == ".distcp" and path.parent.name.startswith("ba"):
+            if how == "fail":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(arguments[0]))
+            waited.append(third_is_begun.wait(20))
+
+    if dist.get_global_rank() == 1:
+        sys.addaudithook(look)
+    state = sharded_state()
+    arguments: dict[str, Any] = {"num_checkpoints_to_keep": 1, "asynchronous": asynchronous, "failure_limit": failures}
+    saver, logger = ready(Path("run"), state, filename="ba{batch}.pt", save_interval="1ba", **arguments)
+
+    def save() -> None:
+        for _ in range(3):
+            step(state)
+            saver.batch_checkpoint(state, logger)
+        third_is_begun.set()
+        saver.fit_end(state, logger)
+
+    logging.getLogger("composerlite").addHandler(kept := BufferingHandler(1000))
+    said = [outcome(save), outcome(lambda: saver.close(state, logger))]
+    logging.getLogger("composerlite").removeHandler(kept)
+    told |= {"waited": waited, "saved": [Path(path).name for path in saver.saved_checkpoints]}
+    told |= {"outcome": said, "warnings": [record.getMessage() for record in kept.buffer]}
+    return told
 
 
 def lose_parts(folder: Path) -> dict[str, Any]:

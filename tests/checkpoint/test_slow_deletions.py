@@ -28,7 +28,7 @@ class Times(Callback):
             sys.stdout.write(f"{time.monotonic()}\n")
 
 
-def program(folder: str, how: str, failures: str = "0") -> None:
+def program(folder: str, how: str, failures: str = "0", save_async: str = "True") -> None:
     """Train four epochs, save each and keep one checkpoint, whose deletion takes ``how`` seconds, or fails."""
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -42,13 +42,14 @@ def program(folder: str, how: str, failures: str = "0") -> None:
     torch.set_num_threads(1)
     torch.manual_seed(7)
     arguments: dict[str, Any] = {"save_num_checkpoints_to_keep": 1, "save_failure_limit": int(failures)}
+    arguments["save_async"] = save_async == "True"
     with trainer(callbacks=[Times()], save_folder=folder, max_duration="4ep", **arguments) as run:
         run.fit()
         sys.stdout.write("ended\n")
 
 
-def launch(folder: Path, how: str, failures: int = 0) -> subprocess.CompletedProcess[str]:
-    return run_forked(program, str(folder), how, str(failures), cwd=Path.cwd())
+def launch(folder: Path, how: str, failures: int = 0, *, save_async: bool = True) -> subprocess.CompletedProcess[str]:
+    return run_forked(program, str(folder), how, str(failures), str(save_async), cwd=Path.cwd())
 
 
 def test_a_slow_deletion_does_not_hold_up_the_next_save(tmp_path: Path) -> None:
@@ -73,15 +74,18 @@ def test_a_deletion_that_fails_is_an_error_and_the_newest_is_there(tmp_path: Pat
     assert f"ba{newest}-" in str((tmp_path / "latest-rank0.pt").readlink())
 
 
-def test_deletions_that_fail_are_counted_where_failures_are_tolerated(tmp_path: Path) -> None:
-    """A warning for each with the number in a row, and training ends; one too many in a row is an error."""
-    run = launch(tmp_path / "many", "fail", failures=10)
+@pytest.mark.parametrize("save_async", [True, False])
+def test_deletions_that_fail_are_counted_where_failures_are_tolerated(tmp_path: Path, save_async: bool) -> None:
+    """A warning for each with the number in a row, and training ends; one too many in a row is an error. No save failed
+    with it."""
+    run = launch(tmp_path / "many", "fail", failures=10, save_async=save_async)
     assert run.returncode == 0, run.stderr
     assert "ended" in run.stdout
     for number in (1, 2, 3):
         assert f"a checkpoint could not be deleted ({number} in a row, save_failure_limit=10): OSError" in run.stderr
+    assert "could not be saved" not in run.stderr
     assert saved_batches(tmp_path / "many") == [16]
-    run = launch(tmp_path / "few", "fail", failures=1)
+    run = launch(tmp_path / "few", "fail", failures=1, save_async=save_async)
     assert run.returncode == 1
     assert "a checkpoint could not be deleted (1 in a row, save_failure_limit=1)" in run.stderr
 

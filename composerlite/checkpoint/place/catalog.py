@@ -55,17 +55,23 @@ class Catalog:
         return path
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def manifests(self) -> list[Manifest]:
+    def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
         """Return the manifest of every committed checkpoint, oldest first. A damaged one is logged and left out.
+
+        Args:
+            names: of the checkpoints to look for; ``None``: all.
 
         Raises:
             IncompatibleCheckpointError: one was written by a newer version.
         """
-        return self.manifests_and_damaged()[0]
+        return self.manifests_and_damaged(names)[0]
 
-    def manifests_and_damaged(self) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
+    def manifests_and_damaged(
+        self, names: Sequence[str] | None = None
+    ) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
         """Return manifests as :meth:`manifests` does, and the names whose manifest is damaged, with the reason."""
-        found = self.place.each(self._read, names := self._records())
+        names = self._records() if names is None else names
+        found = self.place.each(self._read, names)
         damaged = {name: e for name, e in zip(names, found, strict=True) if isinstance(e, CorruptCheckpointError)}
         manifests = (manifest for manifest in found if isinstance(manifest, Manifest))
         return sorted(manifests, key=lambda manifest: manifest.order), damaged

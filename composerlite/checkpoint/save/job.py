@@ -15,7 +15,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,7 +34,7 @@ from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
-from composerlite.errors import CorruptCheckpointError, SaveError
+from composerlite.errors import SaveError
 from composerlite.storage import RING_BYTES, HostMemory, start_threads, wait_at_exit, wait_no_more
 from composerlite.types import Lineage, StateDict
 
@@ -144,7 +144,7 @@ class PendingSave:
         snapshot: the copy, in memory that does not change; ``None`` to read from the tensors themselves.
         streamed: there was memory for a copy, but new: what is written was read when it was handed over.
         failure: why this rank cannot do its part: it votes against the checkpoint.
-        to_delete: what was given up and is not deleted yet.
+        to_delete: names of the checkpoints that this rank deletes from the disk that it sees, after the save.
         future: what comes of :meth:`start`; cancelled where the caller was interrupted before the work had begun.
         deletion_error: why older checkpoints could not be deleted.
     """
@@ -165,7 +165,7 @@ class PendingSave:
     snapshot: Snapshot | None = field(default=None, init=False)
     streamed: bool = field(default=False, init=False)
     failure: BaseException | None = field(default=None, init=False)
-    to_delete: list[Manifest] = field(default_factory=list[Manifest], init=False)
+    to_delete: Sequence[str] = field(default=(), init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
     deletion_error: Exception | None = field(default=None, init=False)
     _tidied: threading.Event = field(default_factory=threading.Event, init=False)
@@ -354,7 +354,7 @@ class PendingSave:
             )
         if self.snapshot is not None:
             self.snapshot.abandon()
-        self.to_delete = []
+        self.to_delete = ()
         self._tidied = threading.Event()
         self._tidied.set()
 
@@ -376,6 +376,8 @@ class PendingSave:
             self._close(may_be_committed=self.votes[-2 if len(self.votes) > 1 else 0].may_be_committed)
             if self.streamed and self.staging is not None:
                 self.staging.prepare(self.writer.size_bytes)
+        if self.follow_up is not None and self.follow_up.is_leader:
+            self.to_delete = report.deleted
         return self._as_seen_here(report)
 
     def _close(self, *, may_be_committed: bool) -> None:
@@ -438,17 +440,15 @@ class PendingSave:
             prepared.run(prepare, lambda _: writer.commit_part())
             manifest = dataclasses.replace(sealed.manifest, node=0)
             report: SaveReport = completed.run(follow, lambda _: self._after_commit(manifest, time.perf_counter()))
-        if after is not None and not self.group.is_first:
-            if after.publish is not None:
-                after.publish(self.manifest)
-            if after.is_leader:
-                _delete_named(after.catalog, report.deleted)
+        if after is not None and after.publish is not None and not self.group.is_first:
+            after.publish(self.manifest)
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
+        deleted: Sequence[str] = ()
         if (after := self.follow_up) is not None:
             size = bytes_text(manifest.size_bytes)
             log.log(after.log_level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
@@ -462,10 +462,7 @@ class PendingSave:
             if after.publish is not None:
                 after.publish(manifest)
             if after.retention is not None:
-                self.to_delete = after.retention.given_up(after.catalog.manifests(), manifest.template)
-        deleted = [old.name for old in self.to_delete]
-        if self.blocking:
-            self._delete_old()
+                deleted = [old.name for old in after.retention.given_up(after.catalog.manifests(), manifest.template)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -478,9 +475,11 @@ class PendingSave:
         )
 
     def _delete_old(self) -> None:
-        """Delete the checkpoints that retention no longer keeps. May be called twice."""
-        while self.follow_up is not None and self.to_delete:
-            self.follow_up.catalog.delete(self.to_delete.pop(0))
+        """Delete the checkpoints that retention no longer keeps from the disk that this rank sees."""
+        if self.follow_up is not None and self.to_delete:
+            catalog = self.follow_up.catalog
+            for manifest in catalog.manifests(self.to_delete):
+                catalog.delete(manifest)
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:
         """Report of rank 0 with this rank's path of the folder and its stall."""
@@ -819,13 +818,3 @@ def save_checkpoint(
         disks=form.disks(folder),
     )
     return str(path)
-
-
-def _delete_named(catalog: Catalog, names: Iterable[str]) -> None:
-    """Delete this disk's part of checkpoints that rank 0 has given up. A file that cannot be deleted is logged."""
-    for name in names:
-        try:
-            if (manifest := catalog.manifest_of(name)) is not None:
-                catalog.delete(manifest)
-        except (OSError, CorruptCheckpointError) as e:
-            log.warning("could not delete %s, which retention no longer keeps: %s", catalog.folder / name, e)

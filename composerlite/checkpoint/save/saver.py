@@ -522,7 +522,7 @@ class Saver:
             return None
         self._pending = pending
         if not options.asynchronous:
-            self.collect()
+            self.collect_all()
         return pending
 
     def save_after_exception(self, state: SavedState, error: Exception) -> None:
