@@ -154,3 +154,33 @@ def test_manifests_are_written_in_one_place() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("manifest.to_json")
     }
     assert writers == {"checkpoint/place/commit.py"}
+
+
+STARTS_THREADS = {
+    "Thread",
+    "Timer",
+    "ThreadPool",
+    "ThreadPoolExecutor",
+    "ProcessPoolExecutor",
+    "QueueListener",
+    "start_new_thread",
+    "to_thread",
+    "run_in_executor",
+}
+
+
+def starts_of_threads(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines that start threads or make a class of them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call | ast.ClassDef):
+            made = [node.func] if isinstance(node, ast.Call) else node.bases
+            if any(ast.unparse(one).rpartition(".")[2] in STARTS_THREADS for one in made):
+                yield node.lineno
+
+
+def test_one_function_starts_threads() -> None:
+    """It says so where the system gives none, and who calls it does the work then. What only tests use may fail."""
+    for code in ("threading.Thread(target=f).start()", "with ThreadPool(2) as pool: 1", "class A(Thread): 1"):
+        assert list(starts_of_threads(ast.parse(code))) == [1], code
+    found = {path for path, tree in trees() if list(starts_of_threads(tree)) and not path.startswith("testing/")}
+    assert found == {"threads.py"}, "let them call start_threads, and do without threads where there are none"

@@ -5,15 +5,16 @@ alone: the worker processes of loaders are kept from it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
 from composerlite import dist
 from composerlite.core.event import Event
+from composerlite.threads import start_threads
 
 __all__ = ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"]
 
@@ -153,8 +154,8 @@ def _forks(loader: Any) -> bool:
 
 def _watch_parent() -> None:
     """Exit, in a worker process, when the parent says so: it stops workers that hang in this way."""
-    if _shielded:
-        threading.Thread(target=_exit_with_parent, args=(_shielded,), name="signals", daemon=True).start()
+    if _shielded and not start_threads(functools.partial(_exit_with_parent, _shielded), 1, name="signals"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _shielded)  # it ends with the others, rather than never
 
 
 def _exit_with_parent(signals: Sequence[int]) -> None:

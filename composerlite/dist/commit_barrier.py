@@ -33,6 +33,7 @@ from composerlite.dist.store_barrier import (
     to_be_told,
 )
 from composerlite.errors import LateRankError, RankError
+from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -224,14 +225,12 @@ class CommitRound:
                 while not done.wait(self._timeout.total_seconds() / 5) and time.monotonic() < until:
                     self._append_rank("beats", self._rank)
 
-        thread = threading.Thread(target=beat, name="commit-vote", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can be started: the others wait for ``timeout`` only
-            thread.start()
+        threads = start_threads(beat, 1, name="commit-vote")  # without one the others wait for ``timeout`` only
         try:
             yield
         finally:
             done.set()
-            if thread.ident is not None:
+            for thread in threads:
                 thread.join()
 
     def _until(self, happened: Callable[[], bool]) -> bool:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 from composerlite.dist.store_barrier import Poll, StoreBarrier
+from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -38,8 +39,8 @@ class PeerWatch:
     """Watches the process of the next rank, and is watched by the rank before. Every rank makes one.
 
     If the connection to the next rank ends before that rank has called :meth:`stop`, all waits of ``barrier`` end with
-    an error that names it. Where ranks cannot connect, that is logged, and a rank that is gone is found when a wait
-    for it times out.
+    an error that names it. Where ranks cannot connect, or get no thread, that is logged, and a rank that is gone is
+    found when a wait for it times out.
     """
 
     def __init__(self, store: Store, barrier: StoreBarrier, timeout: timedelta) -> None:
@@ -75,8 +76,14 @@ class PeerWatch:
             )
         if self._ahead is not None:
             _keep_alive(self._ahead)
-            self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
-            self._thread.start()
+            self._thread = next(iter(start_threads(self._watch, 1, name="peer-watch")), None)
+            if self._thread is None:
+                _log.warning(
+                    "rank %d does not watch rank %d, for want of a thread: if that one is lost, the others wait until "
+                    "dist_timeout",
+                    barrier.rank,
+                    self._next,
+                )
 
     def stop(self) -> None:
         """End the watch: say to the rank before that this process ends by intention."""

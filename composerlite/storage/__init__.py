@@ -53,7 +53,6 @@ from composerlite.storage.workers import (
     leave_by,
     number_of,
     seconds_left,
-    start_threads,
     wait_at_exit,
     wait_no_more,
 )
@@ -114,7 +113,6 @@ __all__ = [
     "reserve",
     "retry",
     "seconds_left",
-    "start_threads",
     "temporary_name",
     "verify_file",
     "wait_at_exit",

@@ -1,5 +1,5 @@
-"""Threads: one pool for all that is done beside the caller, work that is done without them where there are none, and
-the wait for what they do when the program ends.
+"""Pools of threads for what is done beside the caller, who does it where there are none, and the wait for what is not
+done when the program ends.
 """
 
 from __future__ import annotations
@@ -19,54 +19,17 @@ from functools import partial
 from typing import NamedTuple, TypeVar, final
 
 from composerlite.errors import ConfigError
+from composerlite.threads import start_threads
 
 log = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-_warned = threading.Event()
 _T = TypeVar("_T")
 
 Job = Callable[["Batch"], int]
 """Job of one thread; returns the number of bytes moved, besides those that it has reported."""
-
-
-def start_threads(run: Callable[[], object], count: int, *, name: str) -> list[threading.Thread]:
-    """Start daemon threads that call ``run``: ``count`` of them, or as many as the system lets this process start.
-
-    Who calls this does the work by itself, or has it done by those that there are. The first time that some are
-    missing a warning says so. A handler of ``atexit`` gets none: the interpreter would end before they do.
-
-    Args:
-        run: called by each thread.
-        count: number of threads.
-        name: of each thread.
-
-    Returns:
-        The threads that were started.
-    """
-    threads: list[threading.Thread] = []
-    if threading.current_thread() is threading.main_thread() and not threading.main_thread().is_alive():
-        return threads
-    for _ in range(count):
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as e:  # "can't start new thread": a limit of the user's or of a container
-            if isinstance(e.__context__, KeyboardInterrupt):  # it came within threading, which the thread has outlived
-                raise e.__context__ from None
-            if not _warned.is_set():
-                _warned.set()
-                log.warning(
-                    "a thread (%s) could not be started: %s. Checkpoints are saved without it, and training waits "
-                    "longer. Raise the limit of processes and threads (ulimit -u, pids.max) to have it.",
-                    name,
-                    e,
-                )
-            break
-        threads.append(thread)
-    return threads
 
 
 def number_of(count: int | None, default: int, name: str = "thread_count") -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from forked import run_forked
+from scarce import forbid_threads
 from torch.distributed import HashStore, PrefixStore
 
 from composerlite.dist.peer_watch import PeerWatch
@@ -147,3 +152,32 @@ def test_a_rank_that_cannot_connect_to_the_next_one_is_not_reported_as_gone(
     finally:
         for watch in made.watches:
             watch.stop()
+
+
+def a_rank_without_threads() -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    store = HashStore()
+    barriers = [StoreBarrier(PrefixStore("barrier", store), rank, 2) for rank in range(2)]
+    is_limited = threading.Event()
+
+    def watch(rank: int) -> PeerWatch:
+        is_limited.wait(60)
+        return PeerWatch(PrefixStore("peers", store), barriers[rank], LONG)
+
+    with ThreadPoolExecutor(1) as threads:  # whose thread is not limited: it was there before
+        other = threads.submit(watch, 1)
+        forbid_threads()
+        is_limited.set()
+        watches = [watch(0), other.result()]
+    for one in watches:
+        one.stop()
+
+
+def test_a_rank_that_gets_no_more_threads_begins_all_the_same(tmp_path: Path) -> None:
+    """A warning says that a lost rank is found when the wait for it times out, and how to change that."""
+    done = run_forked(a_rank_without_threads, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Raise the limit of processes and threads" in done.stderr
+    assert "rank 0 does not watch rank 1, for want of a thread" in done.stderr
+    assert "rank 1 does not watch" not in done.stderr

@@ -7,22 +7,24 @@ import functools
 import logging
 import os
 import resource
+import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import run_forked
+from scarce import forbid_threads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, Logger, State, Trainer
+from composerlite import Callback, ComposerModel, Logger, State, Trainer, dist
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
+from composerlite.core import Interruption
 
 WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum
-_FIRST_USER, _SYS_ADMIN, _SYS_RESOURCE = 50_000, 21, 24
 
 
 class Model(ComposerModel):
@@ -78,21 +80,6 @@ def batches(folder: Path) -> list[int]:
 
 
 # ── no threads ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def forbid_threads() -> None:
-    """No thread and no process more, for good; root becomes somebody whom the limit holds, and who may read files."""
-    if os.getuid() == 0:
-        os.setresuid(_FIRST_USER + os.getpid() % 10_000, 0, 0)
-        libc = ctypes.CDLL(None)
-        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # capabilities(7), version 3
-        assert libc.capget(header, sets) == 0
-        for at in (0, 1):  # what is in effect, and what may be
-            sets[at] &= ~(1 << _SYS_ADMIN | 1 << _SYS_RESOURCE)
-        assert libc.capset(header, sets) == 0
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-    with pytest.raises(RuntimeError):
-        threading.Thread(target=print).start()
-
-
 def a_run_without_threads(folder: str, when: str, options: str) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     torch.set_num_threads(1)
@@ -120,6 +107,29 @@ def test_a_run_that_gets_no_more_threads_saves_every_checkpoint(tmp_path: Path, 
     assert not list((tmp_path / "run" / ".manifest").glob("*.lease"))
 
 
+def a_run_that_is_killed(folder: str) -> None:
+    torch.set_num_threads(1)
+    with trainer(Path(folder) / "run", At(4, functools.partial(os.kill, os.getpid(), signal.SIGKILL))) as run:
+        run.fit()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_killed_run_that_gets_no_threads_resumes(tmp_path: Path, cached: bool) -> None:
+    """The next launch reads the checkpoint in one thread, from the page cache or past it, and trains to the end."""
+    assert run_forked(a_run_that_is_killed, str(tmp_path), cwd=tmp_path, timeout=120).returncode == -signal.SIGKILL
+    before = Catalog(tmp_path / "run").manifests()
+    for path in [] if cached else (tmp_path / "run").glob("*.pt"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    done = run_forked(a_run_without_threads, str(tmp_path), "0", "file", cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert batches(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert before
+    assert Catalog(tmp_path / "run").manifests()[: len(before)] == before
+    assert done.stderr.count("could not be started") == 1
+
+
 def functions_without_threads(folder: str) -> None:
     torch.set_num_threads(1)
     model = Model(WIDE)
@@ -138,6 +148,25 @@ def test_functions_save_without_threads(tmp_path: Path) -> None:
     model = Model(WIDE)
     load_model_and_optim_state(tmp_path / "saved", model, torch.optim.Adam(model.parameters()))
     assert float(model.weight.detach()[-1]) == 3.0
+
+
+def a_worker_without_a_thread() -> None:
+    interruption = Interruption(dist.PiggybackCounters())
+    interruption.watch(print, [signal.SIGTERM])
+    forbid_threads(spare=1)
+    with interruption.shielding_workers(DataLoader(TensorDataset(torch.zeros(1)), num_workers=1)):
+        worker = os.fork()
+        if not worker:
+            time.sleep(30)
+            os._exit(0)
+    os.kill(worker, signal.SIGTERM)
+    assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGTERM
+
+
+def test_a_worker_of_a_loader_that_gets_no_thread_can_be_ended(tmp_path: Path) -> None:
+    """It is not kept from the signals of schedulers then, and heeds that by which a loader ends its workers."""
+    done = run_forked(a_worker_without_a_thread, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # ── no memory ────────────────────────────────────────────────────────────────────────────────────────────────────────

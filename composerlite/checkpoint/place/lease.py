@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from composerlite.errors import CorruptCheckpointError, ObjectStoreError, RunInUseError
-from composerlite.storage import Transfer, make_folder, seconds_left, start_threads
+from composerlite.storage import Transfer, make_folder, seconds_left
+from composerlite.threads import start_threads
 
 __all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases", "turn_at", "turn_of_this_node"]
 

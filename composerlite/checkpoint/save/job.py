@@ -35,7 +35,8 @@ from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
 from composerlite.errors import SaveError
-from composerlite.storage import RING_BYTES, HostMemory, start_threads, wait_at_exit, wait_no_more
+from composerlite.storage import RING_BYTES, HostMemory, wait_at_exit, wait_no_more
+from composerlite.threads import start_threads
 from composerlite.types import Lineage, StateDict
 
 __all__ = ["FollowUp", "PendingSave", "Pipeline", "SaveReport", "save", "save_checkpoint"]

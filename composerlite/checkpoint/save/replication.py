@@ -14,7 +14,7 @@ from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_fo
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.save.memory_folder import make_private
 from composerlite.errors import RankError
-from composerlite.storage import start_threads
+from composerlite.threads import start_threads
 
 __all__ = ["Replication"]
 

@@ -35,9 +35,9 @@ from composerlite.storage import (
     PageWatch,
     WarmMemory,
     available_memory,
-    start_threads,
     whole_pages,
 )
+from composerlite.threads import start_threads
 
 __all__ = [
     "OptimizerStepBarrier",

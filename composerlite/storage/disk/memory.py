@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.storage.workers import start_threads
+from composerlite.threads import start_threads
 
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # what madvise(2) can be told

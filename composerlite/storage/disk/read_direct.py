@@ -74,7 +74,7 @@ class DirectWork(Work):
     then. What is in the page cache already is taken from there.
 
     Attributes:
-        helpers: how many threads are to call :meth:`help`.
+        helpers: how many threads are to call :meth:`help`; set to those that do before :meth:`run`.
     """
 
     def __init__(self, file: OpenFile, places: ReadTargets, units: Sequence[Unit], depth: PrefetchDepth) -> None:

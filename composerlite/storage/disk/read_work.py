@@ -153,8 +153,11 @@ class Work(ABC):
     """Units of a file that are read by several threads, each taking the next one.
 
     Attributes:
+        helpers: number of threads that call :meth:`help` beside the caller of :meth:`run`.
         stopped: threads end after the part they are at.
     """
+
+    helpers = 0
 
     def __init__(self, file: OpenFile, places: ReadTargets, units: Sequence[Unit]) -> None:
         self.stopped = False

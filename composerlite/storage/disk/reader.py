@@ -34,6 +34,7 @@ from composerlite.storage.disk.read_work import (
     runs,
     touched_chunks,
 )
+from composerlite.threads import start_threads
 from composerlite.types import Piece
 
 _PIECE_BYTES = 1 << 20
@@ -225,13 +226,12 @@ class ParallelReader:
 
 
 def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
-    """Do ``work`` with ``helpers`` threads beside this one."""
+    """Do ``work`` with ``helpers`` threads beside this one, or as many as the system gives."""
     threads: list[threading.Thread] = []
     try:
-        for _ in range(helpers):
-            thread = threading.Thread(target=work.help, name="checkpoint-reader", daemon=True)
-            thread.start()
-            threads.append(thread)
+        while len(threads) < helpers and (new := start_threads(work.help, 1, name="checkpoint-reader")):
+            threads += new
+        work.helpers = len(threads)
         work.run(progress)
         for thread in threads:
             thread.join()

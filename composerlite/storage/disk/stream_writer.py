@@ -18,7 +18,7 @@ from isal import isal_zlib
 
 from composerlite.storage.disk.files import Digester, FileDigest, chunk_bytes_for, open_direct, write_all
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
-from composerlite.storage.workers import start_threads
+from composerlite.threads import start_threads
 
 _BLOCK_BYTES = 4096  # what O_DIRECT wants sizes and places in the file to be multiples of
 _SMALL_FILE_BYTES = 8 << 20
