@@ -69,7 +69,7 @@ class Batch:
         self._changed = threading.Condition()
         self._exhausted = False
         self._running = self._touching = 0
-        self._moved = 0
+        self._moved = self._told = 0
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
@@ -123,16 +123,21 @@ class Batch:
 
     def wait(self, progress: Callable[[int], object]) -> None:
         """Wait until all jobs are done, or one has failed: its error is raised, while others may be in the network."""
-        told, ended = 0, False
+        ended = False
         while not ended:
             with self._changed:
-                self._changed.wait_for(lambda seen=told: self._moved > seen or self._ended(), _LOOK_SECONDS)
-                new, ended = self._moved - told, self._ended()
-            if new:
-                progress(new)
-                told += new
+                self._changed.wait_for(lambda: self._moved > self._told or self._ended(), _LOOK_SECONDS)
+                ended = self._ended()
+            self.pass_on(progress)
         if self._error is not None:
             raise self._error
+
+    def pass_on(self, progress: Callable[[int], object]) -> None:
+        """Call ``progress``, in the thread that waits for the batch, with the bytes moved since the last time."""
+        with self._changed:
+            new, self._told = self._moved - self._told, self._moved
+        if new:
+            progress(new)
 
     def stop(self, error: BaseException) -> None:
         """Stop the jobs because of ``error``, and wait until none uses memory or files of the caller."""
@@ -207,7 +212,7 @@ class WorkerPool:
         """
         self._batches.append(batch)
         try:
-            self._add(batch.works(), threads=self._most)
+            self._add(batch.works(), threads=self._most, after_each=lambda: batch.pass_on(progress))
             batch.wait(progress)
         except BaseException as e:
             batch.stop(e)
@@ -236,8 +241,14 @@ class WorkerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _add(self, source: Iterator[Callable[[], None]], *, threads: int) -> None:
-        """Run the jobs of ``source`` in up to ``threads`` idle threads."""
+    def _add(
+        self,
+        source: Iterator[Callable[[], None]],
+        *,
+        threads: int,
+        after_each: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Run the jobs of ``source`` in up to ``threads`` idle threads, or here, calling ``after_each``."""
         with self._changed:
             if self._closed:
                 raise _closed()
@@ -249,6 +260,7 @@ class WorkerPool:
             has_threads = bool(self._threads)
         while not has_threads and (do := self._take()) is not None:
             do()
+            after_each()
 
     def _work(self) -> None:
         self._first()

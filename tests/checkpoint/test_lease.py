@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import started
+from scarce import forbid_threads
 from tiny_training import trainer
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import _own_name, _started, take_leases
 from composerlite.errors import RunInUseError
-from composerlite.storage import Transfer, open_store
+from composerlite.storage import LocalObjectStore, Transfer, open_store
 
 HOLD = """
 import os, sys, time
@@ -115,6 +117,43 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
         assert lease.lost_to == "process 2 on elsewhere"
         lease.release()
         assert transfer.exists(name), "it is another's by now"
+
+
+def say(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
+def hold_without_threads(folder: str) -> None:
+    forbid_threads()
+    lease = Bucket(Transfer(LocalObjectStore(folder)), "saves").lock("run", beat_seconds=0.2, dead_seconds=2)
+    take_leases([lease], "run 'run'", 0)
+    say("held")
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        time.sleep(0.1)  # a batch
+        lease.keep()
+    say(lease.lost_to)
+    sys.stdin.readline()
+    lease.keep()
+    say(lease.lost_to)
+
+
+def test_a_process_that_gets_no_threads_keeps_its_lease_in_a_bucket(tmp_path: Path) -> None:
+    """It renews it while it trains; when it has been silent for long another one may take it, and it is told so."""
+    with started(hold_without_threads, str(tmp_path)) as first, Transfer(LocalObjectStore(tmp_path)) as transfer:
+        assert first.stdout is not None
+        assert first.stdin is not None
+        assert first.stdout.readline() == "held\n"
+        lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.2, dead_seconds=2)
+        with pytest.raises(RunInUseError):
+            take_leases([lease], "run 'run'", 5)
+        assert first.stdout.readline() == "None\n"
+        take_leases([lease], "run 'run'", 20)
+        first.stdin.write("\n")
+        first.stdin.flush()
+        assert first.stdout.readline().startswith(f"process {os.getpid()} on ")
+        lease.release()
 
 
 def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import logging
 import os
 import resource
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Callback, ComposerModel, Logger, State, Trainer, dist
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
 from composerlite.core import Interruption
+from composerlite.storage import Transfer, WorkerPool, open_store
+from composerlite.storage.workers import Batch
 
 WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum
 
@@ -57,7 +60,13 @@ def trainer(folder: Path, *callbacks: Callback, batches: int = 6, frozen: int = 
     """A run that saves each batch."""
     inputs = torch.linspace(-1, 1, 24)[:, None]
     model = Model(WIDE, frozen)
-    how: dict[str, Any] = {"save_interval": "1ba", "save_filename": "ba{batch}.pt", "autoresume": True, **arguments}
+    how: dict[str, Any] = {
+        "save_folder": str(folder),
+        "save_interval": "1ba",
+        "save_filename": "ba{batch}.pt",
+        "autoresume": True,
+        **arguments,
+    }
     return Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False),
@@ -65,7 +74,6 @@ def trainer(folder: Path, *callbacks: Callback, batches: int = 6, frozen: int = 
         max_duration=f"{batches}ba",
         run_name="run",
         callbacks=list(callbacks),
-        save_folder=str(folder),
         progress_bar=False,
         **how,
     )
@@ -128,6 +136,72 @@ def test_a_killed_run_that_gets_no_threads_resumes(tmp_path: Path, cached: bool)
     assert before
     assert Catalog(tmp_path / "run").manifests()[: len(before)] == before
     assert done.stderr.count("could not be started") == 1
+
+
+def a_pool_without_threads() -> None:
+    forbid_threads()
+    happened: list[str] = []
+
+    def job(number: int, batch: Batch) -> int:
+        happened.append(f"job {number}")
+        return number
+
+    with WorkerPool(4, name="test") as pool:
+        jobs = [functools.partial(job, number) for number in (1, 2)]
+        pool.run(Batch(jobs), lambda moved: happened.append(f"moved {moved}"))
+    assert happened == ["job 1", "moved 1", "job 2", "moved 2"]
+
+
+def test_progress_is_told_between_jobs_without_threads(tmp_path: Path) -> None:
+    """A bar of an upload moves, and leases are renewed."""
+    done = run_forked(a_pool_without_threads, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Beats(Callback):
+    """Tells what the lease in the bucket says after each batch, which takes a while."""
+
+    def __init__(self, uri: str) -> None:
+        self.store = open_store(uri)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        time.sleep(3)
+        lease = json.loads(self.store.read_range("run/.manifest/.run.lease", 0, 4096))
+        sys.stdout.write(f"{int(state.timestamp.batch)} {lease['beat']}\n")
+
+
+def a_run_in_a_bucket(uri: str, dies: str) -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    torch.set_num_threads(1)
+    callbacks: list[Callback] = [Beats(uri)]
+
+    def die() -> None:
+        with Transfer(open_store(uri)) as transfer:
+            while not transfer.exists("run/.manifest/ba2.pt.json"):
+                time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dies:
+        callbacks = [At(3, die)]
+    else:
+        forbid_threads()
+    with trainer(Path("unused"), *callbacks, save_folder=f"{uri}/run", save_interval="2ba") as run:
+        run.fit()
+
+
+def test_a_killed_run_that_gets_no_threads_resumes_from_a_bucket(tmp_path: Path, s3_server: Any) -> None:
+    """On another machine. It renews its lease between batches, so that no third launch takes the run, and says so."""
+    uri, folders = f"s3://{s3_server.new_bucket()}", [tmp_path / "first", tmp_path / "second"]
+    ends: list[Any] = []
+    for folder, dies in zip(folders, ["dies", ""], strict=True):
+        folder.mkdir()
+        run: list[Any] = [a_run_in_a_bucket, uri, dies]
+        ends.append(run_forked(*run, cwd=folder, environment=s3_server.environment, timeout=200))
+    assert [end.returncode for end in ends] == [-signal.SIGKILL, 0], ends[-1].stderr[-3000:]
+    said = [tuple(map(int, line.split())) for line in ends[1].stdout.splitlines()]
+    assert [batch for batch, _ in said] == [3, 4, 5, 6]
+    assert said[-1][1] > said[0][1], "the lease was not renewed"
+    assert "renewed between batches" in ends[1].stderr
 
 
 def functions_without_threads(folder: str) -> None:

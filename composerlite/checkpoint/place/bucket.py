@@ -24,7 +24,7 @@ from composerlite.checkpoint.format import INDEXES, SUFFIX
 from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
 from composerlite.checkpoint.place.commit import Commit, deletion_of, remove_manifest, write_manifest
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
+from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, renew_leases, take_leases
 from composerlite.checkpoint.place.place import (
     DELETION,
     Leftover,
@@ -208,7 +208,7 @@ class Bucket(Place):
             target,
             overwrite=True,
             size_bytes=None if digest is None else digest.size_bytes,
-            callback=progress,
+            callback=_renewing(progress),
             check=None if digest is None else lambda file: verify_file(file, digest),
         )
 
@@ -236,7 +236,7 @@ class Bucket(Place):
         return digests
 
     def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
-        self.transfer.upload(self.name_of(path), source, progress)
+        self.transfer.upload(self.name_of(path), source, _renewing(progress))
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
         content = data if isinstance(data, bytes) else data.read_bytes()
@@ -548,6 +548,17 @@ class _BucketCommit(Commit):
                 self._bucket.delete(self._record + _NEXT)
         except (OSError, ObjectStoreError) as e:
             log.warning("could not remove the files that %s replaced: %s", self._bucket.uri(self._name), e)
+
+
+def _renewing(progress: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
+    """Return ``progress`` that renews the leases, too: a transfer without threads is one of the thread that trains."""
+
+    def tell(done: int, total: int) -> None:
+        renew_leases()
+        if progress is not None:
+            progress(done, total)
+
+    return tell
 
 
 def _is_saved(uri: str) -> None:

@@ -28,7 +28,7 @@ from composerlite.errors import CorruptCheckpointError, ObjectStoreError, RunInU
 from composerlite.storage import Transfer, make_folder, seconds_left
 from composerlite.threads import start_threads
 
-__all__ = ["FileLease", "HeartbeatLease", "Lease", "take_leases", "turn_at", "turn_of_this_node"]
+__all__ = ["FileLease", "HeartbeatLease", "Lease", "renew_leases", "take_leases", "turn_at", "turn_of_this_node"]
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
@@ -269,12 +269,18 @@ class HeartbeatLease(Lease):
     the one that creates an object named for the content of the dead holder's, its claim. The claim of a process that
     died over it is taken over in the same way. Where a store cannot create atomically, two may.
 
+    A thread of its own writes. Where none can be started :func:`renew_leases` does, whenever it is called, and who has
+    not called it for too long may lose the lease.
+
     Args:
         transfer: to the bucket. name: of the object.
         beat_seconds: between two writes of the holder.
         dead_seconds: a holder who has written nothing for so long, and so has missed three beats, is taken for dead;
             the same for all processes.
     """
+
+    _unattended: ClassVar[set[HeartbeatLease]] = set()
+    """Those that are held without a thread."""
 
     def __init__(
         self,
@@ -290,6 +296,7 @@ class HeartbeatLease(Lease):
         self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
         self._held, self._beating, self._vanished = False, list[threading.Thread](), 0
+        self._renewing, self._renewed = threading.Lock(), 0.0
 
     def try_to_take(self) -> str | None:
         seen, self._seen = self._seen, {}
@@ -313,7 +320,17 @@ class HeartbeatLease(Lease):
         if dead is not None:
             self._remove_claims()
         self._stop.clear()
-        self._held, self._beating = True, start_threads(self._beat, 1, name="lease")
+        self._held, self._renewed, self.lost_to = True, time.monotonic(), None
+        self._beating = start_threads(self._beat, 1, name="lease")
+        if not self._beating:
+            if not self._unattended:
+                log.warning(
+                    "no thread renews the lease %s: it is renewed between batches and parts of transfers, and another "
+                    "launch may take it when %.0f s pass without either",
+                    self._transfer.store.get_uri(self._name),
+                    self._dead_seconds,
+                )
+            self._unattended.add(self)
         return None
 
     def _claim(self, data: bytes, seen: dict[bytes, float]) -> str | None:
@@ -345,6 +362,7 @@ class HeartbeatLease(Lease):
         if not self._held:
             return
         self._held = False
+        self._unattended.discard(self)
         self._stop.set()
         left = max(seconds_left(), _LAST_SECONDS)
         for thread in self._beating:
@@ -362,7 +380,9 @@ class HeartbeatLease(Lease):
                 self._transfer.delete(self._name)
 
     def keep(self) -> bool:
-        return True  # a thread does that
+        if self in self._unattended:
+            self._renew_if_due()
+        return True
 
     def _is_own(self, data: bytes | None) -> bool:
         return _record(data).get("id") == self._own["id"]
@@ -378,18 +398,40 @@ class HeartbeatLease(Lease):
         return now - self._seen[data] > self._dead_seconds
 
     def _beat(self) -> None:
-        while not self._stop.wait(self._beat_seconds):
-            try:
-                there = self._read(self._name)
-                if _record(there) and not self._is_own(there):
-                    self.lost_to = _shown(_record(there))
-                    return
-                self._beats += 1
-                self._put(self._name, create_only=there is None)
-            except FileExistsError:
-                continue  # it had vanished, and another process was first: it is read at the next beat
-            except (ObjectStoreError, OSError) as e:
-                log.warning("the lease of this run was not renewed: %s", e)
+        while self.lost_to is None and not self._stop.wait(self._beat_seconds):
+            self._renew()
+
+    def _renew(self) -> None:
+        try:
+            there = self._read(self._name)
+            if _record(there) and not self._is_own(there):
+                self.lost_to = _shown(_record(there))
+                return
+            self._beats += 1
+            self._put(self._name, create_only=there is None)
+        except FileExistsError:
+            pass  # it had vanished, and another process was first: it is read at the next beat
+        except (ObjectStoreError, OSError) as e:
+            log.warning("the lease of this run was not renewed: %s", e)
+
+    @classmethod
+    def renew_due(cls) -> None:
+        """Renew those that are held without a thread, and are due."""
+        for lease in list(cls._unattended):
+            lease._renew_if_due()
+
+    def _renew_if_due(self) -> None:
+        if time.monotonic() - self._renewed < self._beat_seconds or not self._renewing.acquire(blocking=False):
+            return
+        try:
+            self._renew()
+            self._renewed = time.monotonic()
+            if self.lost_to is None:
+                self._beating = start_threads(self._beat, 1, name="lease")  # there may be one by now
+            if self._beating or self.lost_to is not None:
+                self._unattended.discard(self)
+        finally:
+            self._renewing.release()
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -401,6 +443,14 @@ class HeartbeatLease(Lease):
 
     def _put(self, name: str, *, create_only: bool) -> None:
         self._transfer.put_bytes(name, json.dumps({**self._own, "beat": self._beats}).encode(), create_only=create_only)
+
+
+os.register_at_fork(after_in_child=HeartbeatLease._unattended.clear)  # pyright: ignore[reportPrivateUsage]
+
+
+def renew_leases() -> None:
+    """Renew the leases of this process that no thread renews and that are due: to be called often."""
+    HeartbeatLease.renew_due()
 
 
 def _record(data: bytes | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.lease import Lease, take_leases
+from composerlite.checkpoint.place.lease import Lease, renew_leases, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
 from composerlite.checkpoint.record.manifest import (
@@ -595,8 +595,10 @@ class RunFolder:
 
         Raises:
             RunInUseError: another process has the run, or writes files of the same names to the same folder.
+            CheckpointError: another process has taken the run over since this one took it.
         """
         if self._leases:
+            self.check_leases()
             return
         own: list[Lease] = [self.own_catalog.place.lock(run_name), *of_buckets]
         take_leases(own, f"run {run_name!r}", timeout)
@@ -613,7 +615,8 @@ class RunFolder:
                 self._leases.append(lease)
 
     def check_leases(self) -> None:
-        """See that the run is still this process's; CheckpointError if it is not."""
+        """See that the run is still this process's; CheckpointError if it is not. Renews leases that have no thread."""
+        renew_leases()
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise CheckpointError(

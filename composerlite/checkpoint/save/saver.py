@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol, final
 
 from composerlite import dist
+from composerlite.checkpoint.place.lease import renew_leases
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.save.publish import (
@@ -389,6 +390,10 @@ class Saver:
         """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
         of_buckets = [publisher.bucket.lock(run_name) for publisher in self.publishers]
         self.where.take_leases(run_name, of_buckets, timeout)
+
+    def renew_leases(self) -> None:
+        """Renew the leases of the run that no thread renews, between the calls of :meth:`look`."""
+        renew_leases()
 
     def settle(self, state: SavedState) -> bool:
         """Collect the last save of a call of ``fit`` that raised; return false if it is not known to be a checkpoint.
