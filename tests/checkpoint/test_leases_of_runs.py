@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,19 +199,37 @@ def test_a_disk_that_goes_read_only_does_not_end_a_run_that_tolerates_failures(
 
 
 # ── a disk without an inode ──────────────────────────────────────────────────────────────────────────────────────────
-def test_no_checkpoint_is_committed_without_its_latest(mount: Callable[[str], Path]) -> None:
-    """However many names a disk has room for: the newest checkpoint and ``latest`` are the same one."""
-    newest: set[int] = set()
-    for names in range(8, 28):
-        disk = mount(f"size=1m,nr_inodes={names}")
-        with trainer(
-            save_folder=disk, save_interval="1ba", save_failure_limit=100, max_duration="6ba", save_async=False
-        ) as run:
+def save_on_small_disks(root: str, how: str) -> None:
+    """Six batches on each of the disks in ``root``, with a save at each."""
+    torch.set_num_threads(1)
+    for disk in Path(root).glob("disk*"):
+        arguments: dict[str, Any] = {"save_interval": "1ba", "save_failure_limit": 100, "max_duration": "6ba"}
+        with trainer(save_folder=disk, save_async=False, **arguments, **json.loads(how)) as run:
             run.fit()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="file"),
+        pytest.param({"save_filename": "ba{batch}-rank{rank}.pt.gz"}, id="packed"),
+        pytest.param({"parallelism_config": {"fsdp": {}}}, id="directory"),
+        pytest.param({"deepspeed_config": {"zero_optimization": {"stage": 1}}}, id="archive"),
+    ],
+)
+def test_no_checkpoint_is_committed_without_its_latest(
+    mount: Callable[[str], Path], tmp_path: Path, how: dict[str, Any]
+) -> None:
+    """However many names a disk has room for: the newest checkpoint and ``latest`` are the same one."""
+    disks = {names: mount(f"size=2m,nr_inodes={names}") for names in range(8, 28)}
+    done = run_forked(save_on_small_disks, str(tmp_path), json.dumps(how), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    newest: set[int] = set()
+    for names, disk in disks.items():
         kept = saved_batches(disk)
-        link = disk / "latest-rank0.pt"
-        assert link.is_symlink() == bool(kept), names
-        if kept:
+        links = list(disk.glob("latest*"))
+        assert len(links) == bool(kept), names
+        for link in links:
             found = Catalog(disk).manifest_of(str(link.readlink()))
             assert found is not None
             assert found.batch == kept[-1], f"nr_inodes={names}: latest stays behind"

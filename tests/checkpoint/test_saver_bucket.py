@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -403,6 +404,33 @@ def test_a_deletion_that_fails_in_a_bucket_is_no_failure_of_the_upload(
     how["save_folder"] = f"{bucket}/other"
     train(**how, save_failure_limit=100)
     assert re.search(r"could not be deleted from a bucket \(\d in a row, save_failure_limit=100\)", caplog.text)
+
+
+def test_a_slow_deletion_in_a_bucket_does_not_hold_up_the_next_save(
+    bucket: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third epoch is saved, and the save of the fourth begun, while the bucket deletes the first checkpoint; in the
+    end it has the newest alone."""
+    is_deleting, fifth_epoch = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def delete() -> None:
+        is_deleting.set()
+        waited.append(fifth_epoch.wait(30))
+
+    class Meet(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            if int(state.timestamp.batch) == 11:
+                assert is_deleting.wait(60)
+            elif int(state.timestamp.batch) == 17:
+                fifth_epoch.set()
+
+    slow = FaultyStore(open_store(bucket), Fault(verb="delete_object", name="*/ep1-*", error=None, first=delete))
+    monkeypatch.setattr(saver_module, "open_store", lambda uri: slow)
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_remote_checkpoints_to_keep": 1}
+    train(**how, callbacks=[Meet()], max_duration="5ep")
+    assert waited == [True], "the save of the fourth epoch waited until the first checkpoint was deleted"
+    assert [name for name in names(store) if name.startswith("run/ep")] == ["run/ep5-ba20-rank0.pt"]
 
 
 # ── what stays where ─────────────────────────────────────────────────────────────────────────────────────────────────
