@@ -47,10 +47,11 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
         with lists_of_all_ranks([metric]):
             computed: Any = metric.compute()
         for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
-            if isinstance(value, torch.Tensor) and value.numel() != 1:  # one value per class, say
-                values.update({f"{key}/{i}": float(item) for i, item in enumerate(value.flatten())})
-            else:
-                values[str(key)] = float(value)
+            numbers = value.detach().flatten().tolist() if isinstance(value, torch.Tensor) else [float(value)]
+            if len(numbers) == 1:
+                values[str(key)] = float(numbers[0])
+            else:  # one value per class, say
+                values.update({f"{key}/{i}": float(number) for i, number in enumerate(numbers)})
     return values
 
 

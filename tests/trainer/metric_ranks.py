@@ -16,7 +16,7 @@ from trainer_parts import At, Points
 from composerlite import ComposerModel, Event, State, Trainer, dist
 from composerlite.core.measured import metric_values
 
-__all__ = ["evaluate", "resume_metrics"]
+__all__ = ["evaluate", "resume_metrics", "train"]
 
 
 class Lengths(Metric):
@@ -104,6 +104,21 @@ def evaluate(samples: int, fsdp: bool = False, stream: bool = False) -> dict[str
         assert _plain(own) == _plain(again)
         assert dict(trainer.state.eval_metric_values) == values
     return values
+
+
+def train(samples: int, folder: Path | None = None, epochs: int = 2) -> dict[str, float]:
+    """The metrics of training, of the last of ``epochs`` with so many samples; go on from what is in ``folder``."""
+    with _trainer(
+        folder,
+        train_dataloader=DataLoader(Points(samples), batch_size=2 // dist.get_world_size()),
+        max_duration=f"{epochs}ep",
+        save_interval="1ba",
+        save_metrics=True,
+        run_name="run",
+        autoresume=folder is not None,
+    ) as trainer:
+        trainer.fit()
+        return dict(trainer.state.train_metric_values)
 
 
 def _plain(value: Any) -> Any:

@@ -39,6 +39,17 @@ def test_a_stream_that_gives_a_rank_nothing_is_evaluated() -> None:
     assert ["gave no batch" in str(one) for one in failed.value.exceptions] == [True, True]
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_rank_without_a_sample_does_not_end_training(tmp_path: Path, samples: int) -> None:
+    """In an epoch of one sample, or in its last batch: the metrics are those of one process, also after a resume."""
+    expected = metric_ranks.train(samples)
+    assert {"accuracy", "precision", "rows"} <= {*expected}
+    whole = run_ranks(metric_ranks.train, 2, samples, dist_timeout=None)
+    run_ranks(metric_ranks.train, 2, samples, tmp_path, 1, dist_timeout=None)
+    resumed = run_ranks(metric_ranks.train, 2, samples, tmp_path, dist_timeout=None)
+    assert [*whole, *resumed] == [pytest.approx(expected, nan_ok=True)] * 4
+
+
 def test_the_loss_of_evaluation_is_the_mean_over_the_samples_of_all_ranks() -> None:
     """Each sample counts once, where one rank has a batch of two at last and the other a batch of one."""
     torch.manual_seed(3)
