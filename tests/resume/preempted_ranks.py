@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, DataSpec, Event, Logger, State, Trainer, dist
+from composerlite import Callback, ComposerModel, DataSpec, Evaluator, Event, Logger, State, Trainer, dist
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.errors import Preempted
 
@@ -39,13 +39,13 @@ class _Asked(Callback):
     def __init__(self, at: tuple[int, str, int, int] | None, what: signal.Signals) -> None:
         self.at, self.times, self.what = at, 0, what
         self.seen: list[list[int]] = []
-        self.evaluated: list[int] = []
+        self.evaluated: list[tuple[str | None, int]] = []
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event is Event.BATCH_END:
             self.seen.append(state.batch[2].tolist())
         elif event is Event.EVAL_END:
-            self.evaluated.append(int(state.timestamp.batch))
+            self.evaluated.append((state.dataloader_label, int(state.timestamp.batch)))
         if self.at is not None and (dist.get_global_rank(), event.value, int(state.timestamp.batch)) == self.at[:3]:
             self.times += 1
             if self.times == self.at[3]:
@@ -97,6 +97,7 @@ def train(
     replication: float | None = None,
     waits: bool = True,
     last: int = LAST,
+    evaluators: int = 1,
 ) -> dict[str, Any]:
     """Train, go on from what is in ``folder``; one rank gets a signal ``at`` (rank, event, batch, so many-th time).
 
@@ -118,7 +119,10 @@ def train(
     with Trainer(
         model=model,
         train_dataloader=loader,
-        eval_dataloader=DataLoader(points, batch_size=4),
+        eval_dataloader=[
+            Evaluator(label=f"eval{number}", dataloader=DataLoader(points, batch_size=4))
+            for number in range(evaluators)
+        ],
         eval_interval="4ba",
         optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
         max_duration=f"{last}ba",

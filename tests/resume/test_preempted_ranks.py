@@ -63,3 +63,16 @@ def test_ranks_give_up_a_slow_batch_together(tmp_path: Path) -> None:
         assert (second["first"], second["last"], alone["last"]) == (2, 4, 4)
         assert first["seen"] + second["seen"] == alone["seen"]
         assert all(torch.equal(second["weights"][name], tensor) for name, tensor in alone["weights"].items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_evaluator_that_was_run_on_all_ranks_is_not_run_again(tmp_path: Path, rank: int) -> None:
+    """Two are due at batch 4, and one rank is asked in the second: the resumed run begins with that one."""
+    whole = train(tmp_path / "whole", None, {"evaluators": 2})
+    parts = [train(tmp_path / "run", at, {"evaluators": 2}) for at in ((rank, "eval_batch_end", 4, 6), None)]
+    assert [[one["code"] for one in ranks] for ranks in parts] == [[143, 143], [0, 0]]
+    for one, (first, second) in enumerate(zip(*parts, strict=True)):
+        assert first["evaluated"] == [("eval0", 4)]
+        assert first["evaluated"] + second["evaluated"] == whole[one]["evaluated"]
+        assert first["seen"] + second["seen"] == whole[one]["seen"]
+        assert all(torch.equal(second["weights"][name], tensor) for name, tensor in whole[one]["weights"].items())

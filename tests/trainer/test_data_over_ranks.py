@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -545,3 +546,34 @@ def test_ranks_train_on_the_data_together_and_others_go_on(tmp_path: Path) -> No
     three = by_batches([its for its, _, _ in run_ranks(go_on, 3, 2, checkpoint, dist_timeout=None)])
     assert flat(three) == [number for batch in seen[3:] for number in batch]
     assert [len(flat([batch])) for batch in three] == [5, 6, 6, 5]
+
+
+def with_workers(workers: int, epochs: int, folder: Path) -> list[str]:
+    """Train or go on with so many workers; what was logged of their number on this rank."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("composerlite").addHandler(handler)
+    with build(
+        train_dataloader=DataLoader(Noisy(COUNT), batch_size=2, shuffle=True, num_workers=workers),
+        max_duration=f"{epochs}ep",
+        save_folder=folder,
+        save_interval="2ba",
+        run_name="run",
+        autoresume=True,
+    ) as trainer:
+        trainer.fit()
+    return [text for text in said if "num_workers=" in text]
+
+
+@pytest.mark.parametrize(("before", "now", "warns"), [(2, 0, True), (1, 2, False)])
+def test_another_number_of_workers_that_changes_the_result_is_said_over_ranks(
+    tmp_path: Path, before: int, now: int, warns: bool
+) -> None:
+    """Random transforms of the rest of the run draw other numbers without workers: both numbers and the way out."""
+    assert run_ranks(with_workers, 2, before, 1, tmp_path, dist_timeout=None) == [[], []]
+    said = run_ranks(with_workers, 2, now, 2, tmp_path, dist_timeout=None)
+    assert len(said[0]) == int(warns)
+    for text in said[0]:
+        assert f"num_workers={before} and this one has num_workers={now}" in text
+        assert f"give the loader num_workers={before}" in text
