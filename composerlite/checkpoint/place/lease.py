@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Generator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -113,6 +114,12 @@ def _machine() -> dict[str, str]:
 
 def _own_name() -> dict[str, Any]:
     return {**_machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+@functools.cache
+def _own_id(pid: int) -> str:
+    """Identity of this process among all that ever were; one that is forked has another number."""
+    return f"{pid}-{uuid.uuid4().hex}"
 
 
 def _started(pid: int) -> str | None:
@@ -267,7 +274,8 @@ class HeartbeatLease(Lease):
     Nobody's clock is compared with another's: who wants the lease watches the object, and takes it when it has not
     changed for longer than a living holder would leave it. Of several that want to take over at once one may: it is
     the one that creates an object named for the content of the dead holder's, its claim. The claim of a process that
-    died over it is taken over in the same way. Where a store cannot create atomically, two may.
+    died over it is taken over in the same way. Where a store cannot create atomically, two may. All leases of one
+    object in one process share it, as two savers of a Trainer do: the last that is released removes it.
 
     A thread of its own writes. Where none can be started :func:`renew_leases` does, whenever it is called, and who has
     not called it for too long may lose the lease.
@@ -281,6 +289,8 @@ class HeartbeatLease(Lease):
 
     _unattended: ClassVar[set[HeartbeatLease]] = set()
     """Those that are held without a thread."""
+    _shared: ClassVar[Counter[tuple[str, str]]] = Counter()
+    """How many leases of each object, by who holds it, are held in this process."""
 
     def __init__(
         self,
@@ -291,7 +301,7 @@ class HeartbeatLease(Lease):
         dead_seconds: float = 20.0,
     ) -> None:
         self._transfer, self._name = transfer, name
-        self._own, self._beats = {**_own_name(), "id": uuid.uuid4().hex}, 0
+        self._own, self._beats = {**_own_name(), "id": _own_id(os.getpid())}, 0
         self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
         self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
@@ -320,6 +330,7 @@ class HeartbeatLease(Lease):
         if dead is not None:
             self._remove_claims()
         self._stop.clear()
+        self._shared[self._key] += 1
         self._held, self._renewed, self.lost_to = True, time.monotonic(), None
         self._beating = start_threads(self._beat, 1, name="lease")
         if not self._beating:
@@ -363,10 +374,14 @@ class HeartbeatLease(Lease):
             return
         self._held = False
         self._unattended.discard(self)
+        self._shared.subtract([self._key])
         self._stop.set()
         left = max(seconds_left(), _LAST_SECONDS)
         for thread in self._beating:
             thread.join(min(self._dead_seconds, left))
+        if self._shared[self._key]:
+            return
+        del self._shared[self._key]
         if self.lost_to is not None:
             return
         if left == math.inf:
@@ -383,6 +398,10 @@ class HeartbeatLease(Lease):
         if self in self._unattended:
             self._renew_if_due()
         return True
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return self._own["id"], self._transfer.store.get_uri(self._name)
 
     def _is_own(self, data: bytes | None) -> bool:
         return _record(data).get("id") == self._own["id"]
@@ -463,7 +482,7 @@ def _record(data: bytes | None) -> dict[str, Any]:
 
 
 def _is_another(pid: int, started: object) -> bool:
-    """Return true if the holder is a living process other than this one, whose unclosed trainers train no more."""
+    """Return true if the holder is a living process other than this one, which knows its own by their id."""
     if pid == os.getpid():
         return False
     now = _started(pid)
