@@ -1,20 +1,31 @@
-"""Runs and savers that would write the same objects of a bucket."""
+"""Runs and savers that would write the same objects of a bucket, from machines with folders of their own."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import sys
 import time
 from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_training import train
+import torch
+from forked import started
+from tiny_training import train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
-from composerlite.storage import ObjectStore, open_store
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.lease import take_leases
+from composerlite.errors import RunInUseError
+from composerlite.storage import ObjectStore, Transfer, open_store
 
 LONGER_THAN_A_HEARTBEAT = 7.0
+OF_ITS_OWN: dict[str, Any] = {"save_filename": "{run_name}-ba{batch}.pt", "save_latest_filename": "{run_name}.pt"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +45,35 @@ def bucket(s3_server: Any) -> str:
 def store(bucket: str) -> Generator[ObjectStore]:
     with open_store(bucket) as store:
         yield store
+
+
+class Wait(Callback):
+    """Tells the number of the process after five batches, and waits until its input has a line."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 5:
+            sys.stdout.write(f"{os.getpid()}\n")
+            sys.stdout.flush()
+            sys.stdin.readline()
+
+
+def train_and_wait(folder: str, staging: str, names: str) -> None:
+    """Train, and stand in the middle of it."""
+    torch.set_num_threads(1)
+    with trainer(
+        callbacks=[Wait()], save_folder=folder, save_staging_folder=staging, save_interval="2ba", **json.loads(names)
+    ) as run:
+        run.fit()
+
+
+@contextmanager
+def another_machine(folder: str, staging: Path, **names: Any) -> Generator[int]:
+    """A launch of ``run`` that stages elsewhere, and stands in its middle until the block ends: its process."""
+    with started(train_and_wait, folder, str(staging), json.dumps(names)) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        _, said = process.communicate("\n", timeout=240)
+        assert process.returncode == 0, said
 
 
 class Sleep(Callback):
@@ -63,4 +103,98 @@ def test_two_savers_of_a_trainer_share_the_lease_of_the_run(bucket: str, store: 
     )
     train(callbacks=[Sleep(), full, weights])
     assert {"run/full/ep3.pt", "run/weights/ep3.pt"} <= set(objects(store))
+    assert leases(store) == []
+
+
+# ── two machines ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_second_launch_of_a_run_is_refused_before_it_writes(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """Without autoresume, on another machine, even where it may overwrite: it is told by whom, before its first batch.
+
+    The first trains on and has all that it saved.
+    """
+    folder = f"{bucket}/saves"
+    with (
+        another_machine(folder, tmp_path / "one") as first,
+        trainer(save_folder=folder, save_staging_folder=tmp_path / "two", save_overwrite=True) as run,
+    ):
+        with pytest.raises(RunInUseError, match=rf"run 'run' is written by another process, process {first} on "):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 0
+    assert len([name for name in objects(store) if name.startswith("saves/ep")]) == 6
+    assert leases(store) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        ({"save_filename": "{run_name}-ba{batch}.pt"}, "latest-rank0.pt"),
+        ({"save_latest_filename": "{run_name}.pt", "save_overwrite": True}, "ep{epoch}-ba{batch}-rank{rank}.pt"),
+        ({"save_remote_file_name": "files/{run_name}/ba{batch}.pt"}, "latest-rank0.pt"),
+        ({}, "ep{epoch}-ba{batch}-rank{rank}.pt"),
+    ],
+    ids=["link", "files", "link above files in folders of their own", "all"],
+)
+def test_two_runs_whose_objects_have_the_same_names_do_not_share_a_prefix(
+    names: dict[str, Any], shared: str, bucket: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    """On two machines, as in one folder: the second is told before its first batch, with the name and the way out."""
+    folder = f"{bucket}/saves"
+    with (
+        another_machine(folder, tmp_path / "one", **names) as first,
+        trainer(run_name="other", save_folder=folder, save_staging_folder=tmp_path / "two", **names) as run,
+    ):
+        told = rf"{re.escape(f'{folder}/{shared}')}' is written by .* process {first} on .*names of its own"
+        with pytest.raises(RunInUseError, match=told):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 0
+    assert leases(store) == []
+
+
+def test_two_runs_with_names_of_their_own_share_a_prefix(bucket: str, store: ObjectStore, tmp_path: Path) -> None:
+    """Both train at the same time, and nothing is left of their leases."""
+    folder = f"{bucket}/saves"
+    with another_machine(folder, tmp_path / "one", **OF_ITS_OWN):
+        train(run_name="other", save_folder=folder, save_staging_folder=tmp_path / "two", **OF_ITS_OWN)
+    assert {"saves/run-ba12.pt", "saves/other-ba12.pt", "saves/run.pt.symlink", "saves/other.pt.symlink"} <= set(
+        objects(store)
+    )
+    assert leases(store) == []
+
+
+# ── the name of a file, and the run that writes it ───────────────────────────────────────────────────────────────────
+def test_a_name_is_taken_as_long_as_its_run_shows_signs_of_life(bucket: str, store: ObjectStore) -> None:
+    """It is written once, and free when the heartbeats of its run have ended, or its run is another process's."""
+    elsewhere = {"host": "elsewhere", "pid": 1, "id": "theirs"}
+    named, lease = "saves/.manifest/.x.pt.name.lease", "saves/.manifest/.theirs.lease"
+    with Transfer(store) as transfer:
+        place = Bucket(transfer, "saves")
+        run = place.lock("run", beat_seconds=0.1, dead_seconds=1)
+        name = place.lock("x.pt.name", beat_seconds=0.1, dead_seconds=1, of=run)
+        take_leases([run, name], "run 'run'", 0)
+        written = transfer.read_all(named)
+        time.sleep(0.5)
+        assert transfer.read_all(named) == written
+        transfer.put_bytes(named, json.dumps({**elsewhere, "of": lease}).encode())
+        until = time.monotonic() + 10
+        while name.lost_to is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert name.lost_to == "process 1 on elsewhere"
+        name.release()
+        assert transfer.exists(named), "it is another's by now"
+
+        again = place.lock("x.pt.name", beat_seconds=0.1, dead_seconds=1, of=run)
+        until, beats = time.monotonic() + 3, 0
+        while time.monotonic() < until:
+            beats += 1
+            transfer.put_bytes(lease, json.dumps({**elsewhere, "beat": beats}).encode())
+            assert again.try_to_take() == "process 1 on elsewhere"
+        take_leases([again], "'x.pt'", 10)
+        again.release()
+
+        transfer.put_bytes(named, json.dumps({**elsewhere, "of": lease}).encode())
+        transfer.put_bytes(lease, json.dumps({**elsewhere, "id": "of the next launch"}).encode())
+        assert again.try_to_take() is None
+        again.release()
+        run.release()
+        transfer.delete(lease)
     assert leases(store) == []

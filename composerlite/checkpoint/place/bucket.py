@@ -377,10 +377,12 @@ class Bucket(Place):
             return self.name_of(f"{MANIFESTS}/{PurePosixPath(link).name}{_NEXT}")
         return check_name(link[1:] + LINK_SUFFIX) if link.startswith("/") else self.name_of(link + LINK_SUFFIX)
 
-    def lock(self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> Lease:
-        """See :class:`Place`; for the seconds see :class:`HeartbeatLease`."""
+    def lock(
+        self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0, of: HeartbeatLease | None = None
+    ) -> HeartbeatLease:
+        """See :class:`Place`; for the seconds, and the run that the lease is ``of``, see :class:`HeartbeatLease`."""
         whole = self.name_of(f"{MANIFESTS}/.{name}.lease")
-        return HeartbeatLease(self.transfer, whole, beat_seconds=beat_seconds, dead_seconds=dead_seconds)
+        return HeartbeatLease(self.transfer, whole, beat_seconds=beat_seconds, dead_seconds=dead_seconds, of=of)
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def in_use(self) -> set[str]:

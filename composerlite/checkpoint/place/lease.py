@@ -285,6 +285,8 @@ class HeartbeatLease(Lease):
         beat_seconds: between two writes of the holder.
         dead_seconds: a holder who has written nothing for so long, and so has missed three beats, is taken for dead;
             the same for all processes.
+        of: the lease of the run whose files have the name. Its heartbeats count for this one, which is written once:
+            it is taken first, and released last.
     """
 
     _unattended: ClassVar[set[HeartbeatLease]] = set()
@@ -299,9 +301,12 @@ class HeartbeatLease(Lease):
         *,
         beat_seconds: float = 5.0,
         dead_seconds: float = 20.0,
+        of: HeartbeatLease | None = None,
     ) -> None:
         self._transfer, self._name = transfer, name
         self._own, self._beats = {**_own_name(), "id": _own_id(os.getpid())}, 0
+        if of is not None:
+            self._own["of"] = of._name
         self._beat_seconds, self._dead_seconds = beat_seconds, dead_seconds
         self._seen: dict[bytes, float] = {}
         self._stop = threading.Event()
@@ -412,6 +417,11 @@ class HeartbeatLease(Lease):
         here = {key: record.get(key) for key in ("host", "boot", "processes")} == _machine()
         if here and _machine()["boot"] and not _is_another(record["pid"], record.get("started")):
             return True
+        if (run := record.get("of")) is not None:
+            beat = self._read(run)
+            if _record(beat) and _record(beat)["id"] != record["id"]:
+                return True  # who wrote it would have released it before that of its run
+            data += beat or b""
         now = time.monotonic()
         self._seen[data] = seen.get(data, now)
         return now - self._seen[data] > self._dead_seconds
@@ -426,8 +436,9 @@ class HeartbeatLease(Lease):
             if _record(there) and not self._is_own(there):
                 self.lost_to = _shown(_record(there))
                 return
-            self._beats += 1
-            self._put(self._name, create_only=there is None)
+            if there is None or "of" not in self._own:
+                self._beats += 1
+                self._put(self._name, create_only=there is None)
         except FileExistsError:
             pass  # it had vanished, and another process was first: it is read at the next beat
         except (ObjectStoreError, OSError) as e:
@@ -476,7 +487,7 @@ def _record(data: bytes | None) -> dict[str, Any]:
     """Parse the record of a holder; empty if it is not one."""
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         record: dict[str, Any] = json.loads(data or b"{}")
-        known = {key: record[key] for key in ("boot", "processes", "started") if isinstance(record.get(key), str)}
+        known = {key: record[key] for key in ("boot", "processes", "started", "of") if isinstance(record.get(key), str)}
         return {**known, "host": str(record["host"]), "pid": int(record["pid"]), "id": str(record["id"])}
     return {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, final
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, alone
+from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import Manifest, Position, bytes_text
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
@@ -161,6 +163,20 @@ class Publisher:
         """Publish below ``root`` from now on."""
         self.bucket = self.bucket.at(root)
         self.remote = Catalog(self.bucket)
+
+    def leases(self, run_name: str) -> tuple[Lease, dict[str, Lease]]:
+        """Return the lease of the run in the bucket, and those of the names of its files and its link, by their URIs.
+
+        A name is leased in its own folder: others may have a root above that.
+        """
+        run = self.bucket.lock(run_name)
+        names = dict[str, Lease]()
+        for name in (self.bucket.name_of(self.template.replace("{run_name}", run_name)), self.link):
+            if name is not None:
+                root = "/".join(itertools.takewhile(lambda part: "{" not in part, name.split("/")[:-1]))
+                own = self.bucket.at(root).lock(f"{name.removeprefix(root).lstrip('/')}.name", of=run)
+                names[self.bucket.transfer.store.get_uri(name)] = own
+        return run, names
 
     def publish(
         self,

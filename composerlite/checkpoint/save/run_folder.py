@@ -585,25 +585,30 @@ class RunFolder:
         """Check that ``name`` is that of a checkpoint which autoresume skipped and left where it was."""
         return _may_replace(state, self.catalog, name)
 
-    def take_leases(self, run_name: str, of_buckets: Sequence[Lease], timeout: float) -> None:
+    def take_leases(
+        self, run_name: str, of_buckets: Sequence[tuple[Lease, Mapping[str, Lease]]], timeout: float
+    ) -> None:
         """Keep other processes from writing what this run writes; on rank 0, until :meth:`release`.
 
         Args:
             run_name: of the run.
-            of_buckets: the leases of the run there.
+            of_buckets: in each the lease of the run, and those of the names of its files there, by their URIs.
             timeout: seconds to wait for the end of another process.
 
         Raises:
-            RunInUseError: another process has the run, or writes files of the same names to the same folder.
+            RunInUseError: another process has the run, or writes files of the same names to the same place.
             CheckpointError: another process has taken the run over since this one took it.
         """
         if self._leases:
             self.check_leases()
             return
-        own: list[Lease] = [self.own_catalog.place.lock(run_name), *of_buckets]
+        own: list[Lease] = [self.own_catalog.place.lock(run_name), *(of_run for of_run, _ in of_buckets)]
         take_leases(own, f"run {run_name!r}", timeout)
         self._leases = own
         advice = "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
+        for uri, lease in (item for _, of_names in of_buckets for item in of_names.items()):
+            take_leases([lease], repr(uri), timeout, advice)
+            self._leases.append(lease)
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
         for name in dict.fromkeys(template.filename.replace("{run_name}", run_name) for template in templates):
             lease, path = self.own_catalog.place.lock(f"{name}.name"), self.path(name)
@@ -620,8 +625,8 @@ class RunFolder:
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise CheckpointError(
-                    f"{lease.lost_to} has taken this run over: it had no sign of life of this process for a "
-                    "long time. It continues from the newest checkpoint, and this process must not write there."
+                    f"{lease.lost_to} has taken over this run, or the names of its files: it had no sign of life of "
+                    "this process for a long time. This process must not write there; start the run again."
                 )
 
     def keep_leases(self, saved: Sequence[str]) -> list[str]:
@@ -645,7 +650,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self._note.unlink(missing_ok=True)
         leases, self._leases = self._leases, []
-        for lease in leases:
+        for lease in reversed(leases):
             lease.release()
 
 

@@ -388,7 +388,7 @@ class Saver:
 
     def take_leases(self, run_name: str, timeout: float) -> None:
         """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
-        of_buckets = [publisher.bucket.lock(run_name) for publisher in self.publishers]
+        of_buckets = [publisher.leases(run_name) for publisher in self.publishers]
         self.where.take_leases(run_name, of_buckets, timeout)
 
     def renew_leases(self) -> None:
