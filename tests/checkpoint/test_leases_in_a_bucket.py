@@ -21,7 +21,8 @@ from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.lease import take_leases
-from composerlite.errors import RunInUseError
+from composerlite.errors import ConfigError, RunInUseError
+from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.storage import ObjectStore, Transfer, open_store
 
 LONGER_THAN_A_HEARTBEAT = 7.0
@@ -198,3 +199,37 @@ def test_a_name_is_taken_as_long_as_its_run_shows_signs_of_life(bucket: str, sto
         run.release()
         transfer.delete(lease)
     assert leases(store) == []
+
+
+# ── two savers of one trainer with the same names ────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({}, r"remote_file_name .*/run/checkpoints/ep0-ba0-rank0\.pt"),
+        ({"filename": "w{batch}.pt"}, r"latest_remote_file_name .*/run/checkpoints/latest-rank0\.pt"),
+        ({"latest_filename": "w.pt"}, r"remote_file_name .*/run/checkpoints/ep0-ba0-rank0\.pt"),
+    ],
+    ids=["all", "link", "files"],
+)
+def test_two_savers_never_share_an_object(
+    second: dict[str, Any], told: str, bucket: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    """Not from two folders either: the trainer is not built, and the message names both and the way out."""
+    savers = [CheckpointSaver("a"), CheckpointSaver("b", weights_only=True, **second)]
+    with pytest.raises(ConfigError, match=rf"two CheckpointSavers, of 'b' and of 'a', .*{told}.* Give one of them"):
+        trainer(callbacks=savers, loggers=[RemoteUploaderDownloader(bucket)])
+    savers = [CheckpointSaver(f"{bucket}/run", staging_folder=stage) for stage in ("a", "b")]
+    with pytest.raises(ConfigError, match=r"two CheckpointSavers, .*remote_file_name .* Give one of them another"):
+        trainer(callbacks=savers)
+    assert objects(store) == []
+
+
+def test_two_savers_with_remote_names_of_their_own_share_a_bucket(bucket: str, store: ObjectStore) -> None:
+    """The way out that the message names: both publish, and neither is in the way of the other."""
+    savers = [
+        CheckpointSaver("a"),
+        CheckpointSaver("b", weights_only=True, remote_file_name="w/{epoch}.pt", latest_remote_file_name="w/latest"),
+    ]
+    train(callbacks=savers, loggers=[RemoteUploaderDownloader(bucket)], max_duration="1ep")
+    expected = ["run/checkpoints/ep1-ba4-rank0.pt", "run/checkpoints/latest-rank0.pt.symlink", "w/1.pt"]
+    assert objects(store) == [*expected, "w/latest.symlink"]

@@ -164,6 +164,12 @@ class Publisher:
         self.bucket = self.bucket.at(root)
         self.remote = Catalog(self.bucket)
 
+    def objects(self, state: NamedState) -> dict[str, str]:
+        """URIs of its files and its link at the current time, by the argument that names them."""
+        file = format_name_with_dist_and_time(self.template, state.run_name, state.timestamp, **FIRST_RANK)
+        link = {} if self.link is None else {"latest_remote_file_name": self.bucket.transfer.store.get_uri(self.link)}
+        return {"remote_file_name": self.bucket.uri(file), **link}
+
     def leases(self, run_name: str) -> tuple[Lease, dict[str, Lease]]:
         """Return the lease of the run in the bucket, and those of the names of its files and its link, by their URIs.
 

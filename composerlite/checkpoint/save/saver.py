@@ -277,7 +277,8 @@ class Saver:
             directory: the name of each checkpoint that is a directory, in place of that of a file.
 
         Raises:
-            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or there are
+            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or another
+                saver has the same names in a bucket; or there are
                 ranks that save a directory together and do not see one folder with any rank of their node.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
@@ -316,6 +317,7 @@ class Saver:
                 self.where.prepare(state)
                 if self._publishing is not None:
                     self._publishing.open(state, logger)
+                    self._check_objects_are_its_own(state)
         self.where.find_disks(form)
         if self.options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
@@ -325,6 +327,19 @@ class Saver:
             self.counters += self.replication.counters
         if self._publishing is not None:
             self._publishing.begin(state, logger)
+
+    def _check_objects_are_its_own(self, state: SavedState) -> None:
+        """Refuse names in a bucket that another saver of this run has, of those that are open."""
+        own = {item for publisher in self.publishers for item in publisher.objects(state).items()}
+        for other in self._others:
+            theirs = (item for publisher in other.publishers for item in publisher.objects(state).items())
+            for argument, uri in theirs:
+                if (argument, uri) in own:
+                    raise ConfigError(
+                        f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, have the same "
+                        f"{argument} in a bucket, {uri!r}, and each would replace what is the other's. Give one of "
+                        f"them another {argument}."
+                    )
 
     def key_of_folder(self) -> str:
         """Key of its folder, unlike that of others and of an earlier one at the same path. On rank 0."""
