@@ -130,7 +130,7 @@ def begun_in(folder: Path) -> list[Entry]:
     found: list[Entry] = []
     announced = (path for what in (".*.tmp-*", "*.json.next") for path in (folder / ".manifest").glob(what))
     for path in sorted(announced):
-        manifest = _manifest(path)
+        manifest = None if ".gone.tmp-" in path.name else _manifest(path)  # a deletion, which only goes on
         if manifest is not None and (folder / manifest["name"]).exists():
             data = folder / manifest["name"]
             found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line_in(data)))
