@@ -160,4 +160,27 @@ def test_among_steps_in_a_bucket(s3_server: S3Server, monkeypatch: pytest.Monkey
         Checkpointer().save(f"{run}/step{step}", small_model(), {"step": step})
     with open_store(run) as store, Transfer(store) as transfer:
         transfer.put_bytes("run/step2/.metadata.json", b"")
-    assert Checkpointer.latest_checkpoint(run) == f"{run}/step1"
+        assert Checkpointer.latest_checkpoint(run) == f"{run}/step1"
+        transfer.put_bytes("run/step1/.metadata.json", b"")
+    check_that_none_is_good(run)
+
+
+def test_a_loop_whose_steps_are_all_damaged_is_not_told_to_start_over(tmp_path: Path) -> None:
+    """Where no marker can be read there are checkpoints, and an error that lists them; files of others are none."""
+    for step in (1, 2):
+        Checkpointer().save(tmp_path / f"step{step}", small_model(), {"step": step})
+        (tmp_path / f"step{step}" / ".metadata.json").write_bytes(b"{")
+    check_that_none_is_good(str(tmp_path))
+    Checkpointer().save(tmp_path / "step0", small_model(), {"step": 0}, ephemeral=True)
+    assert Checkpointer.latest_checkpoint(tmp_path) == str(tmp_path / "step0")
+    assert list(Checkpointer.find_checkpoints(tmp_path, ephemeral=False)) == []
+
+
+def check_that_none_is_good(run: str) -> None:
+    for look in (
+        Checkpointer.latest_checkpoint,
+        Checkpointer.contains_checkpoint,
+        lambda folder: list(Checkpointer.find_checkpoints(folder)),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=r"none of them can be read.*step1.*step2.*another machine"):
+            look(run)

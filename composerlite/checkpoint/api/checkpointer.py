@@ -374,7 +374,7 @@ class Checkpointer:
     ) -> Generator[tuple[int, str]]:
         """The steps of the checkpoints in the folder ``dir``, from the first to the last, and where each is.
 
-        One whose ``.metadata.json`` cannot be read is skipped, with a warning.
+        One whose ``.metadata.json`` cannot be read is skipped, with a warning, if others can.
 
         Args:
             dir: a path, or a URI of an object store.
@@ -382,7 +382,11 @@ class Checkpointer:
 
         Yields:
             Step and path or URI of each checkpoint, by increasing step.
+
+        Raises:
+            CorruptCheckpointError: there are checkpoints, and none of them can be read.
         """
+        damaged, readable = list[str](), False
         with step_folder_of(dir) as folder:
             matches = [match for name in folder.steps() if (match := _STEP.fullmatch(name)) is not None]
             for match in sorted(matches, key=lambda match: int(match[1])):
@@ -391,13 +395,25 @@ class Checkpointer:
                     found = metadata_of(step) if step.is_checkpoint() else None
                 except (CorruptCheckpointError, OSError) as e:
                     log.warning("skipped %s, which is damaged: %s", step.uri, e)
+                    damaged.append(f"{step.uri}: {e}")
                     continue
+                readable |= found is not None
                 if found is not None and ephemeral in (None, found.ephemeral):
                     yield int(match[1]), step.uri
+        if damaged and not readable:
+            raise CorruptCheckpointError(
+                f"there are checkpoints in {os.fspath(dir)!r}, and none of them can be read. Tried: "
+                f"{'; '.join(damaged)}. If the files are good on another machine, this one reads them wrongly. "
+                "Otherwise load one of another folder, or start over in another one."
+            )
 
     @classmethod
     def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
-        """Return true if the folder ``dir`` is a checkpoint or contains one."""
+        """Return true if the folder ``dir`` is a checkpoint or contains one.
+
+        Raises:
+            CorruptCheckpointError: it contains some, and none of them can be read.
+        """
         return cls.dir_is_checkpoint(dir) or any(True for _ in cls.find_checkpoints(dir))
 
     @classmethod
@@ -406,6 +422,7 @@ class Checkpointer:
 
         Raises:
             CheckpointNotFoundError: a FileNotFoundError: there is none.
+            CorruptCheckpointError: there are some, and none of them can be read.
         """
         found = list(cls.find_checkpoints(dir))
         if not found:
