@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from kill_points import attempt, die_at_step, kill_at_every_step
+from kill_points import at_event, attempt, die_at_step, kill_at_every_step
 from parts import save_archives, save_batch, save_directory, tree
 from replacing import save_on_disks
 
@@ -211,6 +212,54 @@ def test_a_deletion_of_a_model_alone_leaves_what_is_beside_it(tmp_path: Path) ->
     assert all(names in (found[0], found[-1]) for names in found)
     assert found[0] > set(OF_OTHERS)
     assert len(found) > 5
+
+
+# ── two delete the same ──────────────────────────────────────────────────────────────────────────────────────────────
+def deletions(folder: Path) -> dict[str, Callable[[], None]]:
+    """Those of the older checkpoint: as retention does it, and as the command line does."""
+    place = Folder(folder)
+    manifest = min(Catalog(place).manifests(), key=lambda manifest: manifest.batch)
+    found = next(one for one in survey(place) if one.name == manifest.name)
+    return {"retention": lambda: Catalog(place).delete(manifest), "prune": lambda: remove(place, found)}
+
+
+def deleted_by_two(root: str) -> None:
+    """At every event of a deletion another one of the same is done, from its beginning to its end."""
+    torch.set_num_threads(1)
+    begun = Path(root, "begun")
+    save_kinds(begun)
+    for kind, first, second in itertools.product(("file", "sharded"), *[("retention", "prune")] * 2):
+        number, found = 0, [""]
+        while found:
+            folder, found, runs = Path(root, "now"), [], [True]
+            shutil.copytree(begun / kind, folder)
+            ways = deletions(folder)
+
+            def beside(where: str, second: Callable[[], None] = ways[second], found: list[str] = found) -> None:
+                found.append(where)
+                second()
+
+            at_event(str(folder), number, beside, lambda event, _, runs=runs: bool(runs) and event in EVENTS)
+            ways[first]()
+            runs.clear()
+            sys.stdout.write(json.dumps({"kind": kind, "at": found, "left": sorted(tree(folder))}) + "\n")
+            shutil.rmtree(folder)
+            number += 1
+
+
+EVENTS = {"open", "os.listdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree"}
+
+
+def test_two_that_delete_the_same_checkpoint_at_once_both_succeed(tmp_path: Path) -> None:
+    """Retention and ``prune`` do at any time: what the other has deleted already is no error, and nothing else goes."""
+    done = run_forked(deleted_by_two, str(tmp_path), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    for kind in ("file", "sharded"):
+        cases = [one["left"] for one in told if one["kind"] == kind]
+        assert len(cases) > 10
+        assert all(names == cases[-1] for names in cases), cases
+        assert {f".manifest/{name}.json" for name in ("ba1.pt", "ba1")}.isdisjoint(cases[-1])
 
 
 # ── a damaged checkpoint is quarantined ──────────────────────────────────────────────────────────────────────────────

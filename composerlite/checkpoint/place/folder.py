@@ -238,11 +238,14 @@ class Folder(Place):
         if kept_as is None or not self._renamed(target, self.path / kept_as):
             target.unlink(missing_ok=True)
         if target.name in (MARKER, INDEX) or MANIFESTS in target.relative_to(self.path).parts:
-            fsync_folder(target.parent)
+            with contextlib.suppress(FileNotFoundError):  # another process deletes the same, and is ahead
+                fsync_folder(target.parent)
 
     def _renamed(self, path: Path, new: Path) -> bool:
         try:
             path.rename(new)
+        except FileNotFoundError:
+            return True  # another process deletes the same, and is ahead
         except OSError as e:
             if e.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
