@@ -13,7 +13,9 @@ import pytest
 import xxhash
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.manifest import CheckpointMetadata, relative_path
+from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 
 T = TypeVar("T")
@@ -123,12 +125,94 @@ def test_ten_thousand_odd_markers_of_steps_are_refused_or_stay_in_their_folder()
         assert marker.world_size >= 0
 
 
-@pytest.mark.parametrize("path", [*LEADING_OUT, *ODD_PATHS])
-def test_a_manifest_cannot_name_a_file_that_is_not_of_its_checkpoint(path: str) -> None:
+KINDS = {
+    "monolithic": ("ba{batch}.pt", "ba3.pt"),
+    "sharded": ("ba{batch}", "ba3"),
+    "weights": ("ba{batch}.pt", "ba3.pt"),
+    "deepspeed": ("ba{batch}-rank{rank}.tar", "ba3-rank0.tar"),
+    "crash": ("crash-ba{batch}.pt", "crash-ba3.pt"),
+}
+NEIGHBOURS = [
+    "ba7.pt",
+    "ba7",
+    "ba7/a",
+    "ba7-rank0.tar",
+    "ba7-rank1.tar",
+    "crash-ba7.pt",
+    "ba3-rank0.tar.gz",
+    "other.pt",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", [*LEADING_OUT, *ODD_PATHS, *NEIGHBOURS])
+def test_a_manifest_cannot_name_a_file_that_is_not_of_its_checkpoint(path: str, kind: str) -> None:
     """Neither outside its folder nor a neighbour: it would be deleted and renamed with the checkpoint."""
-    files = [{"path": path, "size_bytes": 4, "xxh3_128": "0" * 32}]
-    with pytest.raises(CorruptCheckpointError, match=r"my\.json"):
-        Manifest.from_json(_signed(_base(files=files)), "my.json")
+    template, name = KINDS[kind]
+    own = _FILE | {"path": f"{name}/.metadata" if kind == "sharded" else name}
+    for files in ([_FILE | {"path": path}], [own, _FILE | {"path": path}]):
+        with pytest.raises(CorruptCheckpointError, match=r"my\.json"):
+            Manifest.from_json(_signed(_base(kind=kind, name=name, template=template, files=files)), "my.json")
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "other"),
+    [
+        ("ba{batch}.pt", "ba1.pt", "ba7.pt"),
+        ("ba{batch}-rank{rank}.tar", "ba0-rank0.tar", "ba1-rank1.tar"),
+        ("rank{rank}/ba{batch}.tar", "rank0/ba0.tar", "rank1/ba1.tar"),
+        ("{run_name}-rank{rank}.tar", "run7-rank0.tar", "run8-rank1.tar"),
+        ("{total_wct}-rank{rank}.tar", "1.5-rank0.tar", "1.6-rank1.tar"),
+    ],
+)
+def test_files_of_ranks_differ_in_the_rank_alone(template: str, name: str, other: str) -> None:
+    """A file of another moment, or of another run, is a neighbour's, also where its name has as many numbers."""
+    files = [_FILE | {"path": path} for path in (name, other)]
+    data = _signed(_base(kind="deepspeed", run_name="run7", name=name, template=template, files=files))
+    with pytest.raises(CorruptCheckpointError, match="is no file of checkpoint"):
+        Manifest.from_json(data, "my.json")
+
+
+@pytest.mark.parametrize("kind", ["deepspeed", "crash"])
+@pytest.mark.parametrize(
+    ("template", "paths"),
+    [
+        ("ep{epoch}-ba{batch}-rank{rank}.tar", [f"ep1-ba3-rank{rank}.tar" for rank in range(12)]),
+        ("rank{rank:02d}/ba{batch}-{rank}.tar.gz", [f"rank{rank:02d}/ba3-{rank}.tar.gz" for rank in range(12)]),
+        (
+            "{run_name}/n{node_rank}-{local_rank}-r{rank}-of{world_size}.tar",
+            ["run7/n0-0-r0-of2.tar", "run7/n1-0-r1-of2.tar"],
+        ),
+        ("{epoch}{batch:04d}-rank{rank}.tar", ["10003-rank0.tar", "10003-rank1.tar"]),
+        ("ba{batch}{rank}.tar", ["ba30.tar", "ba31.tar", "ba310.tar"]),
+        ("{total_wct}-{epoch_wct:.0f}.{rank}.tar", ["1.5-1.0.tar", "1.5-1.1.tar"]),
+        ("{batch_wct}-rank{rank}.tar", ["1.2e-05-rank0.tar", "1.2e-05-rank1.tar"]),
+    ],
+)
+def test_the_files_of_all_ranks_are_those_of_a_checkpoint(template: str, paths: list[str], kind: str) -> None:
+    """Whatever the names have besides the rank."""
+    files = [_FILE | {"path": path} for path in paths]
+    data = _signed(_base(kind=kind, run_name="run7", name=paths[0], template=template, files=files))
+    assert [file.path for file in Manifest.from_json(data, "my.json").files] == paths
+
+
+@pytest.mark.parametrize("kind", ["monolithic", "deepspeed"])
+def test_files_of_ranks_are_no_files_of_another_checkpoint(kind: str, tmp_path: Path) -> None:
+    """A template that takes all numbers for ranks lets nobody delete or rename what another manifest names."""
+    (tmp_path / ".manifest").mkdir()
+    planted = _base(kind="deepspeed", name="ba1.pt", template="ba{rank}.pt")
+    planted["files"] = [_FILE | {"path": path} for path in ("ba1.pt", "ba7.pt")]
+    owner = _base(kind=kind, name="ba7.pt", template="ba{batch}.pt", files=[_FILE | {"path": "ba7.pt"}])
+    for fields in (planted, owner):
+        (tmp_path / ".manifest" / f"{fields['name']}.json").write_bytes(_signed(fields))
+        (tmp_path / fields["name"]).write_bytes(b"1234")
+    manifests, damaged = Catalog(tmp_path).manifests_and_damaged()
+    assert [manifest.name for manifest in manifests] == ["ba7.pt"]
+    assert list(damaged) == ["ba1.pt"]
+    surveyed = {
+        found.name: (found.manifest is None, [file.path for file in found.files]) for found in survey(Folder(tmp_path))
+    }
+    assert surveyed == {"ba1.pt": (True, ["ba1.pt"]), "ba7.pt": (False, ["ba7.pt"])}
 
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])

@@ -14,7 +14,14 @@ from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit, remove_manifest
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, by_total
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, bytes_text, record_path
+from composerlite.checkpoint.record.manifest import (
+    MANIFESTS,
+    FileRecord,
+    Manifest,
+    bytes_text,
+    record_path,
+    with_files_of_others,
+)
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 
@@ -73,8 +80,14 @@ class Catalog:
         names = self._records() if names is None else names
         found = self.place.each(self._read, names)
         damaged = {name: e for name, e in zip(names, found, strict=True) if isinstance(e, CorruptCheckpointError)}
-        manifests = (manifest for manifest in found if isinstance(manifest, Manifest))
-        return sorted(manifests, key=lambda manifest: manifest.order), damaged
+        manifests = [manifest for manifest in found if isinstance(manifest, Manifest)]
+        for name, path in with_files_of_others(manifests).items():
+            e = damaged[name] = CorruptCheckpointError(
+                f"manifest {self.place.uri(record_path(name))!r} names {path!r}, a file of another checkpoint."
+            )
+            log.warning("left out: %s", e)
+        whole = (manifest for manifest in manifests if manifest.name not in damaged)
+        return sorted(whole, key=lambda manifest: manifest.order), damaged
 
     def _records(self) -> list[str]:
         """Return the names that manifests are there for."""

@@ -12,10 +12,10 @@ import json
 import math
 import os
 import platform
-import re
 import types
 import typing
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, 
 import xxhash
 
 from composerlite._version import VERSION
+from composerlite.checkpoint.record.naming import differ_by_rank
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
@@ -52,6 +53,7 @@ __all__ = [
     "recorded",
     "relative_path",
     "versions",
+    "with_files_of_others",
 ]
 
 SCHEMA = 4
@@ -64,7 +66,8 @@ _ONE_FOLDER = 1
 """The schema of those whose files are in one folder."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")
 """The kinds of checkpoints that autoresume takes."""
-_NUMBER = re.compile(r"\d+")
+_OF_RANKS = ("deepspeed", "crash")
+"""The kinds of which each rank may have a file."""
 T = TypeVar("T")
 
 
@@ -266,14 +269,31 @@ class Manifest:
         paths = [file.path for file in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("it names a file twice")
+        if self.name not in paths and not self.is_directory:
+            raise ValueError(f"it names no file {self.name!r}")
         if strange := [path for path in paths if not self._owns(path)]:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
 
     def _owns(self, path: str) -> bool:
         """Check that ``path`` is its name, below its name, or, where ranks have files, its name for another rank."""
-        if self.kind == "deepspeed":
-            return _NUMBER.sub("0", path) == _NUMBER.sub("0", self.name)
-        return path == self.name or path.startswith(f"{self.name}/")
+        if path == self.name or path.startswith(f"{self.name}/"):
+            return True
+        return self.kind in _OF_RANKS and differ_by_rank(self.name, path, self.template, self.run_name)
+
+
+def with_files_of_others(manifests: Iterable[Manifest]) -> dict[str, str]:
+    """Map the names of checkpoints, one file for each rank, to a file of theirs that another manifest names, too.
+
+    They are left out: whatever deleted or renamed them would do so with that file.
+    """
+    among = list(manifests)
+    claims = Counter(path for one in among for path in {one.name, *(file.path for file in one.files)})
+    return {
+        one.name: file.path
+        for one in among
+        for file in one.files
+        if one.kind in _OF_RANKS and file.path != one.name and claims[file.path] > 1
+    }
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ __all__ = [
     "archive_template",
     "check_template",
     "check_variables",
+    "differ_by_rank",
     "directory_template",
     "ensure_no_conflict",
     "format_name_with_dist",
@@ -44,6 +46,8 @@ _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
 
+_CLOCK_FORMS = ("0", "0.0", "0e-0", "0.0e-0")
+_NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
 
@@ -297,6 +301,32 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
         else:
             pattern += f"(?P={name})" if formats[name] == number_format else f"(?:{number})"
     return re.compile(pattern)
+
+
+def differ_by_rank(name: str, other: str, template: str, run_name: str) -> bool:
+    """Check that ``template`` gives both names to ranks of one save: the numbers in which they differ are ranks.
+
+    Numbers are counted in one pass: no pattern is searched, which a planted template could make endless.
+
+    Raises:
+        ValueError: the template cannot be read.
+    """
+    shape, numbers, others = _NUMBER.sub("0", name), _NUMBER.findall(name), _NUMBER.findall(other)
+    if shape != _NUMBER.sub("0", other):
+        return False
+    parts = list(string.Formatter().parse(template))
+    for forms in itertools.product(_CLOCK_FORMS, repeat=len(_CLOCKS)):
+        values = {"run_name": run_name, **dict(zip(_CLOCKS, forms, strict=True))}
+        text, ranks = "", set[int]()
+        for literal, variable, _, _ in parts:
+            text += literal
+            if variable in FIRST_RANK:
+                ranks.add(len(_NUMBER.findall(f"{text}0")) - 1)
+            text += "" if variable is None else values.get(variable, "0")
+        of_ranks = all(a == b or index in ranks for index, (a, b) in enumerate(zip(numbers, others, strict=True)))
+        if of_ranks and _NUMBER.sub("0", text) == shape:
+            return True
+    return False
 
 
 def ensure_no_conflict(

@@ -20,6 +20,7 @@ from composerlite.checkpoint.record.manifest import (
     Manifest,
     living_line,
     record_path,
+    with_files_of_others,
 )
 from composerlite.errors import CheckpointError
 
@@ -172,6 +173,15 @@ def survey(place: Place) -> list[Found]:
     read = [*manifests, *markers, *models, *followers]
     contents = dict(zip(read, place.read_all(read), strict=True))
     found = [_of_manifest(place, path, data, files) for path in manifests if (data := contents[path]) is not None]
+    strange = with_files_of_others(one.manifest for one in found if one.manifest is not None)
+    found = [
+        _torn(
+            one.name, "", files, one.commits, f"its manifest names {strange[one.name]!r}, a file of another checkpoint"
+        )
+        if one.name in strange
+        else one
+        for one in found
+    ]
     for marker, model in zip(markers, models, strict=True):
         if (data := contents[marker]) is not None:
             found.append(_of_step(place, marker, data, contents[model], contents.get(_next_of(marker)), files))
