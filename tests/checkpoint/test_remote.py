@@ -235,7 +235,7 @@ def test_four_requests_find_the_newest_of_any_number(remote: Catalog, store: Fau
     """Where ``latest`` is good nothing is listed, however many checkpoints there are."""
     publish(remote, tmp_path, *range(1, 30))
     store.calls.clear()
-    newest = remote.latest(LINK)
+    newest = remote.latest(LINK, "run")
     assert newest is not None
     assert newest.batch == 29
     assert len(store.calls) <= 4
@@ -402,7 +402,7 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
         manifest, path = saved(tmp_path, 1)
         remote.publish(manifest, [path], link="latest.pt")
         assert remote.place.uri().startswith("file://")
-        assert remote.latest("latest.pt") == manifest
+        assert remote.latest("latest.pt", "run") == manifest
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["no text", "too large"])
@@ -415,7 +415,7 @@ def test_a_damaged_link_leads_nowhere(
     for link in (f"{LINK}.symlink", "run/.manifest/latest.pt.next"):
         store.put_bytes(link, content)
     assert not remote.leads(LINK, manifest.name)
-    assert remote.latest(LINK) is None
+    assert remote.latest(LINK, "run") is None
     assert "latest.pt does not lead to a checkpoint" in caplog.text
     assert remote.manifests() == [manifest]
 

@@ -13,6 +13,7 @@ from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, cho
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.manifest import Lineage, new_attempt
 from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.storage import ObjectStore, Transfer
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
@@ -24,12 +25,15 @@ class KilledError(BaseException):
     """The process ends here."""
 
 
-def publish(store: ObjectStore, folder: Path, batch: int, value: float, lineage: Lineage) -> None:
+def publish(
+    store: ObjectStore, folder: Path, batch: int, value: float, lineage: Lineage, *, run_name: str = "run"
+) -> None:
     """Save a checkpoint of the attempt ``lineage``, all of whose weights are ``value``, as a saver does."""
-    state = new_state(batch, value=value)
+    state = new_state(batch, value=value, run_name=run_name)
     state.lineage = lineage
-    save(state, catalog=Catalog(folder), template="ba{batch}.pt", latest=None, overwrite=True)
-    manifest = Catalog(folder).manifest_of(f"ba{batch}.pt")
+    template = "ba{batch}.pt" if run_name == "run" else "{run_name}-ba{batch}.pt"
+    save(state, catalog=Catalog(folder), template=template, latest=None, overwrite=True)
+    manifest = Catalog(folder).manifest_of(template.format(run_name=run_name, batch=batch))
     assert manifest is not None
     with Transfer(store) as transfer:
         remote = Catalog(Bucket(transfer, "run"))
@@ -84,3 +88,18 @@ def test_a_run_that_was_started_over_resumes_the_new_attempt(tmp_path: Path, bat
     assert number > 5
     assert resumed[-1] == 20 + batch
     assert resumed == sorted(resumed)
+
+
+@pytest.mark.parametrize("link", [LINK, None])
+def test_attempts_are_numbered_on_where_another_run_had_the_link_last(tmp_path: Path, link: str | None) -> None:
+    """Runs that share a prefix, one after the other, each on a new machine: each begins after its own last attempt."""
+    (tmp_path / "bucket").mkdir()
+    store = LocalObjectStore(tmp_path / "bucket")
+    attempts: list[int] = []
+    for number, run_name in enumerate(["a", "a", "b", "a", "b"]):
+        with Transfer(store) as transfer:
+            lineage = begin_attempt([], [(Catalog(Bucket(transfer, "run")), link)], run_name)
+        attempts.append(lineage.attempt)
+        for batch in (1, 2):
+            publish(store, tmp_path / f"machine{number}", batch, number, lineage, run_name=run_name)
+    assert attempts == [1, 2, 1, 3, 2]

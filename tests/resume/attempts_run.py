@@ -61,7 +61,7 @@ class SayAndDie(Callback):
         if here is None or here.lineage != state.lineage:
             return False
         for one in saver.saver.publishers:
-            latest = None if one.link is None else one.remote.latest(one.link)
+            latest = None if one.link is None else one.remote.latest(one.link, state.run_name)
             if latest is None or latest.files != here.files or not one.remote.leads(str(one.link), name):
                 return False
         return True

@@ -37,7 +37,7 @@ class WaitForUpload(Callback):
         (bucket,) = saver.saver.publishers
         until = time.monotonic() + WAIT_SECONDS
         assert bucket.link is not None
-        while bucket.remote.latest(bucket.link) is None:
+        while bucket.remote.latest(bucket.link, state.run_name) is None:
             assert time.monotonic() < until, "nothing was published"
             time.sleep(0.05)
 

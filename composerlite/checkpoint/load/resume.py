@@ -302,8 +302,8 @@ class _Search:
             for manifest in manifests
         ]
         for catalog, bucket in [(place.catalog, bucket) for place in places for bucket in place.buckets]:
-            manifest = None if bucket.link is None else bucket.remote.latest(bucket.link)
-            if manifest is not None and manifest.run_name == run_name and manifest.kind in RESUMABLE:
+            manifest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
+            if manifest is not None and manifest.kind in RESUMABLE:
                 found.append(_Candidate(manifest, catalog, bucket.remote))
                 self._unseen[bucket.remote.place.uri()] = bucket
             else:

@@ -132,17 +132,18 @@ class Catalog:
             if name in (None, manifest.name):
                 yield manifest
 
-    def latest(self, link: str) -> Manifest | None:
-        """Return the newest checkpoint of a bucket, if its data are there: four requests. ``None`` if there is none.
+    def latest(self, link: str, run_name: str) -> Manifest | None:
+        """Return the newest checkpoint of a run in a bucket, if its data are there: four requests. ``None`` if not.
 
         It is the one that was being published last, or, where that was not committed, the one that ``link`` leads
-        to, a full name. A checkpoint that is damaged is logged and is ``None``, too, and so is one in whose place
-        another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
+        to, a full name. A checkpoint that is damaged is logged and is ``None``, too, and so is one of another run, or
+        one in whose place another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
         """
         for ahead in (True, False):
             try:
                 manifest = self._complete_manifest(self.place.target_of(f"/{link}", ahead=ahead))
-                return None if any(True for _ in self.begun(manifest.name)) else manifest
+                is_other = manifest.run_name != run_name
+                return None if is_other or any(True for _ in self.begun(manifest.name)) else manifest
             except FileNotFoundError as e:
                 log.debug("%s does not lead to a checkpoint: %s", link, e)
             except (CorruptCheckpointError, ConfigError) as e:

@@ -296,7 +296,7 @@ class Publisher:
 
     def is_behind(self, manifest: Manifest, run_name: str) -> bool:
         """Return true if the bucket's latest, or its link, is missing or older than ``manifest``."""
-        latest = None if self.link is None else self.remote.latest(self.link)
+        latest = None if self.link is None else self.remote.latest(self.link, run_name)
         if latest is None or self.link is None or latest.order < manifest.order:
             return True
         return latest.name == self.name_of(manifest, run_name) and not self.remote.leads(self.link, latest.name)

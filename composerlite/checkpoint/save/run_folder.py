@@ -673,7 +673,7 @@ def begin_attempt(
     def begun() -> Lineage:
         known = [manifest for folder in folders for manifest in folder.manifests()]
         for bucket, link in buckets:
-            latest = None if link is None else bucket.latest(link)
+            latest = None if link is None else bucket.latest(link, run_name)
             known += bucket.manifests() if latest is None else [latest]
         parent = None if origin is None else _manifest_at(str(origin), folders, buckets)
         of_run = parent if parent is not None and parent.run_name == run_name else None
