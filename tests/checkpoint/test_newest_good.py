@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parts import save_batch
+from parts import new_state, save_batch
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.errors import CheckpointError
+from composerlite.types import Lineage
 
 TEMPLATE = "ba{batch}.pt"
 
@@ -125,6 +129,40 @@ def test_one_that_lost_its_manifest_is_taken_unverified(tmp_path: Path, caplog: 
     assert choose([RunPlace(Catalog(tmp_path), TEMPLATE)], "run").place == path
     assert "its own checksums only" in caplog.text
     assert choose([RunPlace(Catalog(tmp_path))], "run").place == tmp_path / "ba1.pt"
+
+
+def test_one_without_a_manifest_never_comes_before_an_attempt_that_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing says whether it was abandoned: what began here is resumed, and nothing else where that is damaged."""
+    unlisted_batch(tmp_path, 50)
+    catalog = Catalog(tmp_path)
+    place = RunPlace(catalog, TEMPLATE)
+    state = new_state(4, value=4.0)
+    state.lineage = begin_attempt([catalog], [], "run")
+    path = save(state, catalog=catalog, template=TEMPLATE)
+    choice = choose([place], "run")
+    assert (choice.place, choice.lineage) == (path, state.lineage)
+    assert "skipped: 'ba50.pt'" in caplog.text
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"none of them is good.*ba4\.pt"):
+        choose([place], "run")
+
+
+def test_those_of_a_run_that_lost_all_manifests_are_resumed_from(tmp_path: Path) -> None:
+    """Whatever attempt they were of: the newest by its contents, and what is saved after it comes before it."""
+    catalog = Catalog(tmp_path)
+    for batch in (1, 2):
+        state = new_state(batch, value=float(batch))
+        state.lineage = Lineage(7, "lost")
+        save(state, catalog=catalog, template=TEMPLATE)
+    shutil.rmtree(tmp_path / ".manifest")
+    choice = choose([RunPlace(catalog, TEMPLATE)], "run")
+    assert choice.place == tmp_path / "ba2.pt"
+    state = new_state(3, value=3.0)
+    state.lineage = choice.lineage
+    path = save(state, catalog=catalog, template=TEMPLATE)
+    assert choose([RunPlace(catalog, TEMPLATE)], "run") == (path, choice.lineage)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "foreign"])

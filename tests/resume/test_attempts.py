@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,15 @@ def test_a_finished_attempt_does_not_finish_the_one_after_it(place: tuple[str, d
     """The old attempt had trained all batches; the new one, which was killed, trains the rest of its own."""
     launch = Launches(tmp_path, place)
     launch("scratch", 0, 6)
+    launch("scratch", 1000, 6, die=2)
+    assert launch("resume", 5000, 6).said == {batch: str(1000.0 + batch) for batch in (3, 4, 5, 6)}
+
+
+def test_files_of_an_attempt_that_lost_its_manifests_do_not_come_before_the_next(tmp_path: Path) -> None:
+    """As those of Composer have none: they had come to the end, and the run that was started over trains its own."""
+    launch = Launches(tmp_path, (str(tmp_path / "run"), {}))
+    launch("scratch", 0, 6)
+    shutil.rmtree(tmp_path / "run" / ".manifest")
     launch("scratch", 1000, 6, die=2)
     assert launch("resume", 5000, 6).said == {batch: str(1000.0 + batch) for batch in (3, 4, 5, 6)}
 

@@ -192,7 +192,7 @@ def choose(
     its keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run.
 
     A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
-    with its own checksums, as long as the run has one attempt only; the log says so.
+    with its own checksums, as long as no attempt with a number has a checkpoint; the log says so.
 
     Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
     each its share. What a rank cannot read in a folder is skipped by all, and not quarantined.
@@ -310,7 +310,8 @@ class _Search:
                 found += self._everything_in(bucket, catalog)
         for place in places:
             if place.template is not None:
-                found += self._unlisted(place.catalog, place.template, [candidate.manifest for candidate in found])
+                known = [one.manifest for one in found if one.listed and one.manifest.kind in RESUMABLE]
+                found += self._unlisted(place.catalog, place.template, known)
         self._known = found
         self._look_at_line()
 
@@ -341,20 +342,18 @@ class _Search:
         self._left = [one for one in self._candidates if id(one) not in tried]
 
     def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
-        """Find checkpoints without a manifest; their attempt is not known, unless the run has one only."""
+        """Find checkpoints without a manifest. Their attempt is not known: it counts as 0, before any that began."""
         without, damaged = _unlisted_in(catalog, template, self._run_name)
         self._note(catalog, template, damaged)
         self._unlisted_damage += [(catalog, name) for name in damaged]
-        lineages = {manifest.lineage for manifest in known} or {Lineage()}
-        if without and len(lineages) > 1:
+        if without and (begun := highest_attempt(known)):
             log.warning(
-                "skipped: %s have no manifest, and nothing says which attempt of run %r they are of",
+                "skipped: %s have no manifest, and nothing says that they are of attempt %d of run %r, which began",
                 ", ".join(repr(manifest.name) for manifest in without),
+                begun,
                 self._run_name,
             )
-            return []
-        own = next(iter(lineages))
-        return [_Candidate(dataclasses.replace(m, lineage=own), catalog, listed=False) for m in without]
+        return [_Candidate(manifest, catalog, listed=False) for manifest in without]
 
     def new_attempt(self) -> Lineage:
         """Begin an attempt: there is nothing to resume from."""
