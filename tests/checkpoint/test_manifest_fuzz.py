@@ -206,7 +206,7 @@ def test_files_of_ranks_are_no_files_of_another_checkpoint(kind: str, tmp_path: 
     for fields in (planted, owner):
         (tmp_path / ".manifest" / f"{fields['name']}.json").write_bytes(_signed(fields))
         (tmp_path / fields["name"]).write_bytes(b"1234")
-    manifests, damaged = Catalog(tmp_path).manifests_and_damaged()
+    manifests, damaged = Catalog(tmp_path).manifests_and_faults()
     assert [manifest.name for manifest in manifests] == ["ba7.pt"]
     assert list(damaged) == ["ba1.pt"]
     surveyed = {

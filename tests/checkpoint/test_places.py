@@ -41,6 +41,6 @@ class TestBucket(PlaceContract):
     def test_a_manifest_that_one_machine_cannot_read_stays(self, place: Place) -> None:
         """Its memory, or a proxy, may be what damages the bytes that it reads."""
         place.put(".manifest/ba1.pt.json", b"{")
-        Catalog(place).quarantine_unreadable(re.compile(".*"))
+        Catalog(place).quarantine_damaged(re.compile(".*"))
         assert place.read(".manifest/ba1.pt.json") == b"{"
         assert place.names(".manifest") == ["ba1.pt.json"]

@@ -426,7 +426,7 @@ def test_a_manifest_that_is_too_large_is_left_out(remote: Catalog, store: Faulty
     path = tmp_path / "bucket/run/.manifest/notes.json"
     with path.open("wb") as file:
         file.truncate((64 << 20) + 1)
-    manifests, damaged = remote.manifests_and_damaged()
+    manifests, damaged = remote.manifests_and_faults()
     assert (manifests, list(damaged)) == ([manifest], ["notes"])
 
 

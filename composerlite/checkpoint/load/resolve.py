@@ -455,7 +455,7 @@ def what_is_there(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f" The folder {str(folder)!r} does not exist either."
-    names = [manifest.name for manifest in Catalog(folder).manifests()]
+    names = [manifest.name for manifest in Catalog(folder).readable()]
     if not names:
         return f" The folder {str(folder)!r} holds no checkpoint."
     kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"

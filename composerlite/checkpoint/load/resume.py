@@ -18,20 +18,21 @@ from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.place.bucket import has_index
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import Catalog, Fault
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.memory_replicas import NodeMemory
 from composerlite.checkpoint.record.manifest import (
     RESUMABLE,
     FileRecord,
     Manifest,
+    NewerManifestError,
     continued,
     highest_attempt,
     living_line,
     new_attempt,
     plain_timestamp,
 )
-from composerlite.checkpoint.record.naming import name_pattern
+from composerlite.checkpoint.record.naming import differ_by_rank, name_pattern
 from composerlite.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -188,8 +189,9 @@ def choose(
     resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
     returned. A checkpoint that is marked as ``not_finite`` is skipped, and so is a damaged one, which is logged
     with the reason; in a folder it is quarantined once an older one was found to be good, and in a bucket it stays:
-    it may be this machine that reads wrongly. Weights alone cannot be resumed from. One that was saved without some of
-    its keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run.
+    it may be this machine that reads wrongly. One whose manifest cannot be read is skipped and stays. Weights alone
+    cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole one: what it
+    lacks would start afresh in the middle of the run.
 
     A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
     with its own checksums, as long as no attempt with a number has a checkpoint; the log says so.
@@ -204,7 +206,7 @@ def choose(
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good, or all are marked.
-        IncompatibleCheckpointError: there is a checkpoint of a newer version, which may be the newest.
+        IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
         OSError: a folder cannot be read for any other reason than that it does not exist; or there are checkpoints, and
             none that every rank can read.
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
@@ -283,8 +285,8 @@ class _Search:
         self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
         self._interrupted: set[int] = set()
         """Candidates whose upload has turned out to be incomplete: they only show which attempts there were."""
-        self._damaged_records = False
-        """A bucket has checkpoints with a manifest that cannot be read."""
+        self._skipped_records = False
+        """Checkpoints are left where they are whose manifest is damaged, in a bucket, or cannot be read here."""
         self._damage: dict[str, CorruptCheckpointError] = {}
         """Checkpoints of the run's names that are no candidates, since they or their manifests cannot be read."""
         self._unlisted_damage: list[tuple[Catalog, str]] = []
@@ -293,8 +295,8 @@ class _Search:
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found: list[_Candidate] = []
         for place in places:
-            manifests, damaged = place.catalog.manifests_and_damaged()
-            self._note(place.catalog, place.template, damaged)
+            manifests, faults = place.catalog.manifests_and_faults()
+            self._note(place.catalog, place.template, faults)
             found += [_Candidate(one, place.catalog, in_memory=place.in_memory) for one in self._of_run(manifests)]
         found += [
             _Candidate(manifest, places[number].catalog, in_memory=True, elsewhere=number)
@@ -318,19 +320,33 @@ class _Search:
     def _everything_in(self, bucket: RunBucket, catalog: Catalog) -> list[_Candidate]:
         """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
         remote = bucket.remote
-        manifests, damaged = remote.manifests_and_damaged()
-        self._damaged_records |= bool(damaged)
-        self._note(remote, bucket.template, damaged)
+        manifests, faults = remote.manifests_and_faults()
+        self._skipped_records |= any(isinstance(fault, CorruptCheckpointError) for fault in faults.values())
+        self._note(remote, bucket.template, faults)
         found = [_Candidate(manifest, catalog, remote) for manifest in self._of_run(manifests)]
         return found + [_Candidate(one, catalog, remote, begun=True) for one in self._of_run(remote.begun())]
 
     def _of_run(self, manifests: Iterable[Manifest]) -> list[Manifest]:
         return [manifest for manifest in manifests if manifest.run_name == self._run_name]
 
-    def _note(self, catalog: Catalog, template: str | None, damaged: Mapping[str, CorruptCheckpointError]) -> None:
-        """Take note of checkpoints that cannot be read, if their names are the run's: so they may be its own."""
+    def _note(self, catalog: Catalog, template: str | None, faults: Mapping[str, Fault]) -> None:
+        """Take note of checkpoints that cannot be read, if their names are the run's: so they may be its own.
+
+        Raises:
+            NewerManifestError: one of the run is of a newer version.
+        """
         names = re.compile(r"(?!)") if template is None else name_pattern(template, self._run_name)
-        self._damage |= {catalog.place.uri(name): e for name, e in damaged.items() if names.fullmatch(name) is not None}
+        for name, fault in faults.items():
+            if isinstance(fault, NewerManifestError):
+                if fault.may_be_of(self._run_name):
+                    raise fault
+            elif names.fullmatch(name) is None:
+                continue
+            elif isinstance(fault, CorruptCheckpointError):
+                self._damage[catalog.place.uri(name)] = fault
+            else:
+                self._unreadable.append(fault)
+                self._skipped_records = True
 
     def _look_at_line(self) -> None:
         """Find the living line of the known checkpoints, and the ones of it that were not tried."""
@@ -426,7 +442,7 @@ class _Search:
             if is_here and isinstance(error, CorruptCheckpointError):
                 rejected.catalog.quarantine(rejected.manifest)  # the run will write one of that name again
                 quarantined.append(rejected.manifest)
-        self._quarantine_unreadable(candidate)
+        self._quarantine_damaged(candidate)
         newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
         if not candidate.whole:
             log.warning(
@@ -442,13 +458,13 @@ class _Search:
         is_here = isinstance(candidate.place, Path)
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         known, resumable = [c.manifest for c in self._known], [c.manifest for c in self._candidates]
-        return continued(candidate.manifest, known, resumable, damaged=self._damaged_records)
+        return continued(candidate.manifest, known, resumable, damaged=self._skipped_records)
 
-    def _quarantine_unreadable(self, accepted: _Candidate) -> None:
-        """Quarantine files and manifests of folders that cannot be read: the run will save these names again."""
+    def _quarantine_damaged(self, accepted: _Candidate) -> None:
+        """Quarantine files and manifests of folders that are damaged: the run will save these names again."""
         for place in self._places if self._damage else ():
             if place.template is not None:
-                place.catalog.quarantine_unreadable(name_pattern(place.template, self._run_name))
+                place.catalog.quarantine_damaged(name_pattern(place.template, self._run_name))
         for catalog, name in self._unlisted_damage:
             if catalog.folder / name != accepted.place:  # what is good was fetched to take its place
                 catalog.quarantine_file(name)
@@ -517,7 +533,7 @@ def _check_share(catalog: Catalog, manifest: Manifest) -> None:
     except (CorruptCheckpointError, OSError) as e:
         log.warning("%s cannot be read here: %s", manifest.name, e)
     sees = mine is not None and mine.identity == manifest.identity
-    knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.manifests()))
+    knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.readable()))
     absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
     told = dist.get_group().gather((sees, knows, mine.node if mine is not None and sees else None, absent))
     if blind := [rank for rank, its in enumerate(told) if not its[0]]:
@@ -600,11 +616,15 @@ def _unlisted_in(
     """
     pattern = name_pattern(template, run_name)
     damaged: dict[str, CorruptCheckpointError] = {}
-    listed = {record.path for manifest in catalog.manifests() for record in manifest.files}
+    manifests, faults = catalog.manifests_and_faults()
+    unread = [name for name, fault in faults.items() if not isinstance(fault, CorruptCheckpointError)]
+    listed = {record.path for manifest in manifests for record in manifest.files}
     found: list[Manifest] = []
     for name in list(catalog.files()):
         if name in listed or pattern.fullmatch(name) is None or os.path.lexists(catalog.record_path(name)):
             continue  # what has the record of another checkpoint is a copy made by hand
+        if any(differ_by_rank(other, name, template, run_name) for other in unread):
+            continue  # that may list it
         try:
             manifest = _described(catalog, name, template)
         except CorruptCheckpointError as e:

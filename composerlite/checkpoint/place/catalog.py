@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Protocol, TypeVar, final
+from typing import Protocol, TypeAlias, TypeVar, final
 
 from composerlite.checkpoint.place.bucket import exists_error
 from composerlite.checkpoint.place.commit import Commit, remove_manifest
@@ -18,6 +18,7 @@ from composerlite.checkpoint.record.manifest import (
     MANIFESTS,
     FileRecord,
     Manifest,
+    NewerManifestError,
     bytes_text,
     record_path,
     with_files_of_others,
@@ -25,11 +26,13 @@ from composerlite.checkpoint.record.manifest import (
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "alone"]
+__all__ = ["Catalog", "Fault", "alone"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
+"""The reason why a manifest is left out."""
 
 
 class CollectiveStep(Protocol):
@@ -69,25 +72,40 @@ class Catalog:
             names: of the checkpoints to look for; ``None``: all.
 
         Raises:
-            IncompatibleCheckpointError: one was written by a newer version.
+            NewerManifestError: one was written by a newer version.
+            OSError: one cannot be read.
         """
-        return self.manifests_and_damaged(names)[0]
+        manifests, faults = self.manifests_and_faults(names)
+        for fault in faults.values():
+            if not isinstance(fault, CorruptCheckpointError):
+                raise fault
+        return manifests
 
-    def manifests_and_damaged(
-        self, names: Sequence[str] | None = None
-    ) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
-        """Return manifests as :meth:`manifests` does, and the names whose manifest is damaged, with the reason."""
+    def readable(self, names: Sequence[str] | None = None) -> list[Manifest]:
+        """Return manifests as :meth:`manifests` does. One that cannot be read here is left out as well.
+
+        It is for those who do nothing to what they do not see.
+        """
+        return self.manifests_and_faults(names)[0]
+
+    def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
+        """Return manifests as :meth:`readable` does, and the names of those that are left out, with the reason.
+
+        Only a damaged one may be acted on. One that a bucket does not let us read is raised.
+        """
         names = self._records() if names is None else names
         found = self.place.each(self._read, names)
-        damaged = {name: e for name, e in zip(names, found, strict=True) if isinstance(e, CorruptCheckpointError)}
+        faults: dict[str, Fault] = {
+            name: e for name, e in zip(names, found, strict=True) if not isinstance(e, Manifest | None)
+        }
         manifests = [manifest for manifest in found if isinstance(manifest, Manifest)]
         for name, path in with_files_of_others(manifests).items():
-            e = damaged[name] = CorruptCheckpointError(
+            e = faults[name] = CorruptCheckpointError(
                 f"manifest {self.place.uri(record_path(name))!r} names {path!r}, a file of another checkpoint."
             )
             log.warning("left out: %s", e)
-        whole = (manifest for manifest in manifests if manifest.name not in damaged)
-        return sorted(whole, key=lambda manifest: manifest.order), damaged
+        whole = (manifest for manifest in manifests if manifest.name not in faults)
+        return sorted(whole, key=lambda manifest: manifest.order), faults
 
     def _records(self) -> list[str]:
         """Return the names that manifests are there for."""
@@ -95,38 +113,50 @@ class Catalog:
         records = (path for path in paths if path.suffix == ".json" and not path.name.startswith("."))
         return [str(path.relative_to(MANIFESTS)).removesuffix(".json") for path in records]
 
-    def _read(self, name: str) -> Manifest | CorruptCheckpointError | None:
+    def _read(self, name: str) -> Manifest | Fault | None:
         """Return the manifest of ``name``, or what is wrong with it."""
         try:
             return self.manifest_of(name)
-        except CorruptCheckpointError as e:
-            log.warning("left out: %s", e)
-            return e
+        except OSError as e:
+            if self.place.path_of(name) is None:
+                raise
+            fault: Fault = e
+        except (CorruptCheckpointError, NewerManifestError) as e:
+            fault = e
+        log.warning("left out: %s", fault)
+        return fault
 
     def manifest_of(self, name: str) -> Manifest | None:
         """Return the manifest of the checkpoint ``name``; ``None`` if it has none.
 
         Raises:
             CorruptCheckpointError: it has a damaged one.
+            NewerManifestError: it has one of a newer version.
         """
         path = record_path(name)
         try:
             data = self.place.read(path)
         except FileNotFoundError:
             return None
-        manifest = Manifest.from_json(data, self.place.uri(path))
-        if manifest.name != name:
+        found: Manifest | NewerManifestError
+        try:
+            found = Manifest.from_json(data, self.place.uri(path))
+        except NewerManifestError as e:
+            found = e
+        if isinstance(found.name, str) and found.name != name:
             raise CorruptCheckpointError(
-                f"manifest {self.place.uri(path)!r} is that of another checkpoint, {manifest.name!r}."
+                f"manifest {self.place.uri(path)!r} is that of another checkpoint, {found.name!r}."
             )
-        return manifest
+        if isinstance(found, NewerManifestError):
+            raise found
+        return found
 
     def begun(self, name: str | None = None) -> Iterator[Manifest]:
         """Yield the manifests of commits that have begun and not ended: of the checkpoint ``name``, or of all."""
         for data in self.place.announced(name):
             try:
                 manifest = Manifest.from_json(data, f"{self.place.uri(name or MANIFESTS)}, of a commit that has begun,")
-            except CorruptCheckpointError as e:
+            except (CorruptCheckpointError, NewerManifestError) as e:
                 log.warning("left out: %s", e)
                 continue
             if name in (None, manifest.name):
@@ -138,6 +168,15 @@ class Catalog:
         It is the one that was being published last, or, where that was not committed, the one that ``link`` leads
         to, a full name. A checkpoint that is damaged is logged and is ``None``, too, and so is one of another run, or
         one in whose place another was being published: :meth:`manifests` and :meth:`begun` tell what there is.
+
+        Args:
+            link: full name of the link. run_name: of the run.
+
+        Returns:
+            The manifest, or ``None``.
+
+        Raises:
+            NewerManifestError: it is of a newer version.
         """
         for ahead in (True, False):
             try:
@@ -146,7 +185,9 @@ class Catalog:
                 return None if is_other or any(True for _ in self.begun(manifest.name)) else manifest
             except FileNotFoundError as e:
                 log.debug("%s does not lead to a checkpoint: %s", link, e)
-            except (CorruptCheckpointError, ConfigError) as e:
+            except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
+                if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
+                    raise
                 log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
                 return None
         return None
@@ -362,6 +403,8 @@ class Catalog:
         """
         self.place.acquire(manifest.name)
         found = self._read(manifest.name)
+        if isinstance(found, NewerManifestError | OSError):
+            raise found  # nothing says that it may be replaced
         there = found if isinstance(found, Manifest) else None
         if there is not None and there.files == manifest.files:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
@@ -445,13 +488,13 @@ class Catalog:
         self.place.quarantine(name)
         log.warning("quarantined the damaged file %s as %s.damaged", self.place.uri(name), name)
 
-    def quarantine_unreadable(self, names: re.Pattern[str]) -> None:
+    def quarantine_damaged(self, names: re.Pattern[str]) -> None:
         """Take checkpoints of ``names`` out of the way whose manifest is damaged or that of another, and the manifest.
 
         The run will save these names again. Other files, such as a copy made by hand, are left alone.
         """
-        for name, e in self.manifests_and_damaged()[1].items():
-            if names.fullmatch(name) is not None:
+        for name, e in self.manifests_and_faults()[1].items():
+            if isinstance(e, CorruptCheckpointError) and names.fullmatch(name) is not None:
                 record = record_path(name)
                 remove_manifest(self.place, record, kept_as=self.place.damaged_name(record))
                 self.place.quarantine(name)

@@ -560,7 +560,10 @@ class _FolderCommit(Commit):
 
     def take_names(self) -> None:
         if self._record is not None and self._folder.exists(self._record):
-            self._before = (self._folder.path / self._record).read_bytes()  # damaged ones and links, too
+            try:
+                self._before = (self._folder.path / self._record).read_bytes()  # damaged ones and links, too
+            except OSError as e:
+                log.warning("replacing a checkpoint whose manifest cannot be read: %s", e)
         self.leave()
         take = commits.take_name if self._overwrite else commits.take_new_name
         for path, temporary in self._parts.items():

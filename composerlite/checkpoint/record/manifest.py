@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import xxhash
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointMetadata",
     "FileRecord",
     "Manifest",
+    "NewerManifestError",
     "Position",
     "RelativePath",
     "bytes_text",
@@ -69,6 +71,29 @@ RESUMABLE = ("monolithic", "sharded", "deepspeed")
 _OF_RANKS = ("deepspeed", "crash")
 """The kinds of which each rank may have a file."""
 T = TypeVar("T")
+
+
+@final
+class NewerManifestError(IncompatibleCheckpointError):
+    """A manifest was written by a newer version.
+
+    Args:
+        message: what the user reads.
+        fields: what it says, none of it checked.
+    """
+
+    def __init__(self, message: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.name, self.template, self.run_name = (fields.get(key) for key in ("name", "template", "run_name"))
+
+    def may_be_of(self, run_name: str) -> bool:
+        """Return false if it is of another run, or says of itself that the run does not give its name."""
+        if not isinstance(self.name, str) or not isinstance(self.template, str):
+            return self.run_name in (None, run_name)
+        try:
+            return self.run_name == run_name and differ_by_rank(self.name, self.name, self.template, run_name)
+        except ValueError:
+            return False
 
 
 @final
@@ -235,7 +260,7 @@ class Manifest:
 
         Raises:
             CorruptCheckpointError: it is damaged or edited. ``source`` names it in the message.
-            IncompatibleCheckpointError: it is of a newer schema.
+            NewerManifestError: it is of a newer schema.
         """
         try:
             fields = json_object(data)
@@ -245,9 +270,8 @@ class Manifest:
             if type(schema := fields.pop("schema")) is not int or schema < _ONE_FOLDER:
                 raise ValueError(f"there is no schema {schema!r}")
             if schema > SCHEMA:
-                raise IncompatibleCheckpointError(
-                    f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}: update composerlite."
-                )
+                message = f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}"
+                raise NewerManifestError(f"{message}: update composerlite.", fields)
             manifest = recorded(cls, fields)
             manifest._check()
         except KeyError as e:

@@ -463,7 +463,7 @@ class PendingSave:
             if after.publish is not None:
                 after.publish(manifest)
             if after.retention is not None:
-                deleted = [old.name for old in after.retention.given_up(after.catalog.manifests(), manifest.template)]
+                deleted = [old.name for old in after.retention.given_up(after.catalog.readable(), manifest.template)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -479,7 +479,7 @@ class PendingSave:
         """Delete the checkpoints that retention no longer keeps from the disk that this rank sees."""
         if self.follow_up is not None and self.to_delete:
             catalog = self.follow_up.catalog
-            for manifest in catalog.manifests(self.to_delete):
+            for manifest in catalog.readable(self.to_delete):
                 catalog.delete(manifest)
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:

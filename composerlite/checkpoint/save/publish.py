@@ -312,7 +312,7 @@ class Publisher:
             return
         if self._known is None:  # from here on we know what comes and goes
             self.remote.recover()
-            self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
+            self._known = [m for m in self.remote.readable() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.lineage)
         for old in Retention(self._retention, now).given_up(self._known, self.template):

@@ -22,6 +22,7 @@ from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_dis
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
 from composerlite.checkpoint.record.manifest import (
     Manifest,
+    NewerManifestError,
     Position,
     highest_attempt,
     may_be_replaced,
@@ -340,7 +341,7 @@ class RunFolder:
 
     def manifests(self, state: SavedState) -> list[Manifest]:
         """Return the checkpoints that this saver wrote, in this process or before a resume, oldest first."""
-        return position_of(state).own(self.catalog.manifests(), self.filename.filename)
+        return position_of(state).own(self.catalog.readable(), self.filename.filename)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def name(self, state: SavedState, others: Iterable[RunFolder], *, directory: str | None) -> Form:
@@ -462,7 +463,7 @@ class RunFolder:
             return
         if path.is_file():
             size = path.stat().st_size
-            records = [record for manifest in self.own_catalog.manifests() for record in manifest.files]
+            records = [record for manifest in self.own_catalog.readable() for record in manifest.files]
             for record in records:
                 if record.size_bytes == size and record.path != link:
                     with contextlib.suppress(CorruptCheckpointError):
@@ -479,7 +480,7 @@ class RunFolder:
         """
         note = self._note = self.root / ".manifest" / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
-        if before != bucket and any(one.run_name == run_name for one in self.catalog.manifests()):
+        if before != bucket and any(one.run_name == run_name for one in self.catalog.readable()):
             raise ConfigError(
                 f"save_folder={self._options.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
                 f"{run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
@@ -531,7 +532,7 @@ class RunFolder:
         behind = not os.path.lexists(link)
         if link.is_symlink():
             target = os.path.relpath(link.parent / link.readlink(), self.root)
-            own = {m.name: m.order for m in self.catalog.manifests() if m.run_name == newest.run_name}
+            own = {m.name: m.order for m in self.catalog.readable() if m.run_name == newest.run_name}
             order = own.get(target)  # another run's link is left alone; this one may have had another save_filename
             behind = order is not None and order < newest.order
         if not behind:
@@ -671,10 +672,15 @@ def begin_attempt(
     """
 
     def begun() -> Lineage:
-        known = [manifest for folder in folders for manifest in folder.manifests()]
-        for bucket, link in buckets:
-            latest = None if link is None else bucket.latest(link, run_name)
-            known += bucket.manifests() if latest is None else [latest]
+        known: list[Manifest] = []
+        links: list[tuple[Catalog, str | None]] = [*((folder, None) for folder in folders), *buckets]
+        for place, link in links:
+            latest = None if link is None else place.latest(link, run_name)
+            manifests, faults = place.manifests_and_faults() if latest is None else ([latest], {})
+            for fault in faults.values():  # its number must not be given again
+                if isinstance(fault, OSError) or (isinstance(fault, NewerManifestError) and fault.may_be_of(run_name)):
+                    raise fault
+            known += manifests
         parent = None if origin is None else _manifest_at(str(origin), folders, buckets)
         of_run = parent if parent is not None and parent.run_name == run_name else None
         return new_attempt(highest_attempt([one for one in known if one.run_name == run_name]), of_run)
@@ -708,6 +714,10 @@ def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
     try:
         manifest = place.manifest_of(name)
     except CorruptCheckpointError:
+        return True
+    except OSError:
+        if place.place.path_of(name) is None:
+            raise
         return True
     except CheckpointError:  # of a newer version
         return False

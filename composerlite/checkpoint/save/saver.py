@@ -736,7 +736,7 @@ class Saver:
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog
-        for manifest in catalog.manifests():
+        for manifest in catalog.readable():
             if manifest.batch <= max(saved):
                 catalog.delete(manifest)
 

@@ -1,0 +1,161 @@
+"""Manifests that cannot be read here, or are of a newer version: what a run takes them for."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from parts import save_batch
+from tiny_training import Record, trainer
+
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.record.manifest import SCHEMA
+from composerlite.errors import IncompatibleCheckpointError
+
+TEMPLATE = "ba{batch}.pt"
+
+
+_CAPABILITIES = ctypes.c_uint32 * 6  # effective, permitted, inheritable; twice
+_OF_ROOT = 1 << 1 | 1 << 2  # to read and write whatever the permissions are
+
+
+def capabilities(change: Callable[[int], int]) -> None:
+    """Change which this thread, and those that it starts, make use of."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    found = _CAPABILITIES()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, found) == 0
+    found[0] = change(found[0])
+    assert libc.capset(header, found) == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder where permissions count, as they do not for root: it is made without what makes root an exception."""
+    if os.getuid() == 0:
+        capabilities(lambda effective: effective & ~_OF_ROOT)
+    yield tmp_path / "run"
+    if os.getuid() == 0:
+        capabilities(lambda effective: effective | _OF_ROOT)
+
+
+def record(folder: Path, name: str) -> Path:
+    """The manifest of the checkpoint ``name``."""
+    return folder / ".manifest" / f"{name}.json"
+
+
+def look(folder: Path) -> dict[str, tuple[int, int]]:
+    """What there is, and whether it was written."""
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+def make_newer(path: Path, **changes: Any) -> None:
+    """Write the manifest as a newer version does."""
+    fields = {**json.loads(path.read_text()), "schema": SCHEMA + 1, "of_the_future": [1], **changes}
+    del fields["digest"]
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**fields, "digest": xxhash.xxh3_128_hexdigest(text.encode())}))
+
+
+def test_one_that_cannot_be_read_is_skipped_and_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint before it is resumed from, in a new attempt; a damaged one is quarantined, it is not."""
+    good, unread, damaged = (save_batch(folder, batch) for batch in (1, 2, 3))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    record(folder, unread.name).chmod(0)
+    before = look(folder)
+    choice = choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run")
+    assert (choice.place, choice.lineage.attempt) == (good, 1)
+    assert choice.lineage.ancestors[-1].passed_over
+    assert "ba2.pt.json" in caplog.text
+    after = look(folder)
+    for path in (unread, record(folder, unread.name)):
+        assert after[str(path)] == before[str(path)]
+    assert not damaged.exists()
+
+
+@pytest.mark.parametrize("other", ["nothing", "a damaged one"])
+def test_one_that_cannot_be_read_is_no_reason_to_start_over(folder: Path, other: str) -> None:
+    """Where nothing is good the run ends with the error of the system, and nothing is changed."""
+    if other == "a damaged one":
+        record(folder, save_batch(folder, 1).name).write_text("{")
+    record(folder, save_batch(folder, 2).name).chmod(0)
+    before = look(folder)
+    for _ in range(2):
+        with pytest.raises(PermissionError, match=r"ba2\.pt\.json"):
+            choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run")
+    assert look(folder) == before
+
+
+def test_one_of_a_name_that_the_run_does_not_give_keeps_no_run_from_its_beginning(folder: Path) -> None:
+    """It is somebody else's, who does not let this user read it."""
+    record(folder, save_batch(folder, 1, template="other{batch}.pt").name).chmod(0)
+    assert choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run").place is None
+
+
+@pytest.mark.parametrize("unread", ["other3.pt", "ba8.pt"])
+def test_a_run_beside_one_that_cannot_be_read_trains_to_its_end(folder: Path, unread: str) -> None:
+    """A relaunch resumes from the newest that can be read, saves, and deletes older ones, as it does without it."""
+    arguments: dict[str, Any] = {
+        "save_folder": str(folder),
+        "save_filename": TEMPLATE,
+        "save_interval": "1ba",
+        "save_num_checkpoints_to_keep": 5,
+        "autoresume": True,
+    }
+    with trainer(max_duration="2ep", **arguments) as first:
+        first.fit()
+    if unread == "other3.pt":
+        save_batch(folder, 3, template="other{batch}.pt", latest=None)
+    record(folder, unread).chmod(0)
+    batches = Record()
+    with trainer(max_duration="3ep", callbacks=[batches], **arguments) as second:
+        second.fit()
+    assert batches.batches == list(range(9 if unread == "other3.pt" else 8, 13))
+    names = {manifest.name for manifest in Catalog(folder).readable()}
+    assert names == {f"ba{batch}.pt" for batch in range(8, 13)}, "it has saved the skipped one again"
+    assert (folder / unread).exists()
+
+
+def test_a_newer_one_of_the_run_ends_it(folder: Path) -> None:
+    """It may be the newest, and this version cannot read it."""
+    save_batch(folder, 1)
+    make_newer(record(folder, save_batch(folder, 2).name))
+    with pytest.raises(IncompatibleCheckpointError, match=r"ba2\.pt.*update"):
+        choose([RunPlace(Catalog(folder), TEMPLATE)], "run")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"run_name": "other"}, {"name": "ba9.pt"}, {"template": "c{batch}.pt"}],
+    ids=["of another run", "of another checkpoint", "of a name that is not the run's"],
+)
+def test_a_newer_one_that_is_not_of_the_run_is_left_alone(folder: Path, changes: dict[str, Any]) -> None:
+    """Another run's, or one that was copied by hand, stops nobody."""
+    good = save_batch(folder, 1)
+    make_newer(record(folder, save_batch(folder, 2, template="copy{batch}.pt", latest=None).name), **changes)
+    before = look(folder)
+    assert choose([RunPlace(Catalog(folder), TEMPLATE)], "run").place == good
+    assert look(folder) == before
+
+
+def test_a_run_beside_one_of_a_newer_version_trains_to_its_end(folder: Path) -> None:
+    """Two runs share a folder, and only the other's script was updated."""
+    save_batch(folder, 3, run_name="other", template="other{batch}.pt", latest=None)
+    make_newer(record(folder, "other3.pt"))
+    with trainer(
+        save_folder=str(folder),
+        save_filename=TEMPLATE,
+        save_interval="1ba",
+        save_num_checkpoints_to_keep=2,
+        autoresume=True,
+    ) as run:
+        run.fit()
+    assert (folder / "ba12.pt").exists()
+    assert (folder / "other3.pt").exists()
