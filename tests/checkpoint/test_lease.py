@@ -291,12 +291,51 @@ def test_a_lease_is_not_taken_from_a_container_that_lives(bucket: str, container
     assert "process" in told, "a living holder's lease was taken"
 
 
+BECOME_ANOTHER_USER = """
+    import os
+    transfer.read_all("saves/.manifest/.run.lease")  # from here on nothing more is imported
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+"""
+TRY_AS_ANOTHER_USER = TRY_BUCKET.replace("    print(", f"{BECOME_ANOTHER_USER}    print(", 1)
+HIDDEN_PROCESSES = "mount -t proc -o hidepid=2 proc /proc"
+HIDDEN_NAMESPACE = "mount -t tmpfs none /proc/$$/ns"
+
+
+def tried_behind(mount: str, program: str, bucket: str) -> str:
+    """What ``program`` says where ``mount`` was called before, for it alone."""
+    behind = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    try:
+        done = subprocess.run([*behind, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare program")
+    if done.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    command = [*behind, sys.executable, "-c", program, bucket]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_a_lease_is_not_taken_from_a_process_that_the_system_hides(bucket: str) -> None:
+    """Two users of a machine whose /proc shows each its own processes (``hidepid=2``): the other one's are not dead."""
+    with held("bucket", bucket) as holder:
+        told = tried_behind(HIDDEN_PROCESSES, TRY_AS_ANOTHER_USER, bucket)
+    assert f"process {holder.pid} on" in told, "a living holder's lease was taken"
+
+
+def test_a_lease_is_not_taken_where_the_process_namespace_is_not_known(bucket: str) -> None:
+    """A number that is free here may be a living process of another container that cannot read its namespace either."""
+    unknown = {**_own_name(), "processes": "", "pid": 1 << 30, "id": "x"}
+    with Transfer(open_store(bucket)) as transfer:
+        transfer.put_bytes("saves/.manifest/.run.lease", json.dumps(unknown).encode())
+    assert f"process {1 << 30} on" in tried_behind(HIDDEN_NAMESPACE, TRY_BUCKET, bucket)
+
+
 def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) -> None:
     """The lease of a dead holder is free at once, although another process has its number by now."""
     own = {**_own_name(), "id": "x"}
     parent = os.getppid()
     cases = [({"pid": parent, "started": "1"}, True), ({"pid": parent, "started": _started(parent)}, False)]
     cases += [({"pid": parent, "started": "1", "boot": "another"}, False)]
+    cases += [({"pid": 1 << 30}, True), ({"pid": 1 << 70}, False), ({"pid": -1, "started": "1"}, False)]
     with Transfer(open_store(bucket)) as transfer:
         for change, is_free in cases:
             lease = Bucket(transfer, "saves").lock("run")

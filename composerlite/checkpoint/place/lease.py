@@ -106,7 +106,7 @@ def _machine() -> dict[str, str]:
     Containers on one machine may share its name and each have a process 1, and a machine may have booted since.
     """
     told = {"host": socket.gethostname(), "boot": "", "processes": ""}
-    with contextlib.suppress(OSError):  # not Linux: nothing is taken for dead by its number then
+    with contextlib.suppress(OSError):  # not Linux, or hidden: nothing is taken for dead by its number then
         told["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         told["processes"] = str(Path("/proc/self/ns/pid").readlink())
     return told
@@ -123,7 +123,7 @@ def _own_id(pid: int) -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of the process ``pid`` in kernel ticks; ``None`` if there is no such process."""
+    """Return the start time of the process ``pid`` in kernel ticks; ``None`` if /proc does not show it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -415,7 +415,7 @@ class HeartbeatLease(Lease):
         """Return true if the process that wrote ``data`` is known to be dead, or ``data`` was ``seen`` for long."""
         record = _record(data)
         here = {key: record.get(key) for key in ("host", "boot", "processes")} == _machine()
-        if here and _machine()["boot"] and not _is_another(record["pid"], record.get("started")):
+        if here and all(_machine().values()) and _is_gone(record["pid"], record.get("started")):
             return True
         if (run := record.get("of")) is not None:
             beat = self._read(run)
@@ -492,12 +492,22 @@ def _record(data: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def _is_another(pid: int, started: object) -> bool:
-    """Return true if the holder is a living process other than this one, which knows its own by their id."""
+def _is_gone(pid: int, started: str | None) -> bool:
+    """Return true if the system says that the process ``pid`` that ``started`` then does not exist.
+
+    Another of that number does not count, and this one knows its own by their id. False where it is not known: /proc
+    may hide the processes of other users.
+    """
     if pid == os.getpid():
-        return False
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):  # it belongs to another user; or it is no number of a process
+        pass
     now = _started(pid)
-    return now is not None and started in (None, now)  # a number is given again
+    return None not in (now, started) and now != started  # a number is given again
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
