@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import struct
-import tempfile
 import threading
 import time
 import uuid
@@ -29,7 +28,7 @@ from composerlite.errors import CorruptCheckpointError, ObjectStoreError, RunInU
 from composerlite.storage import Transfer, make_folder, seconds_left
 from composerlite.threads import start_threads
 
-__all__ = ["FileLease", "HeartbeatLease", "Lease", "renew_leases", "take_leases", "turn_at", "turn_of_this_node"]
+__all__ = ["FileLease", "HeartbeatLease", "Lease", "renew_leases", "take_leases", "turn_at"]
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
@@ -511,11 +510,6 @@ def _is_gone(pid: int, started: str | None) -> bool:
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def turn_of_this_node() -> contextlib.AbstractContextManager[None]:
-    """Within it no other process of this machine and user is in one. Raises as :func:`turn_at` does."""
-    return turn_at(Path(tempfile.gettempdir()) / f"composerlite-{os.getuid()}.turn")
-
-
 @contextlib.contextmanager
 def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
     """Within it no other process of this machine is in one at ``path``, a file that is made if need be.
@@ -523,10 +517,11 @@ def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
     A process that dies gives its turn to the next.
 
     Raises:
+        OSError: a link is there, or a file that cannot be opened.
         TimeoutError: the others have taken longer than ``timeout``.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    with path.open("ab") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
         while not _locked(file.fileno()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"other processes have held {str(path)!r} for {timeout}: does one of them hang?")

@@ -14,7 +14,7 @@ import xxhash
 from composerlite.errors import ConfigError
 from composerlite.storage import fsync_folder, make_folder
 
-__all__ = ["folder_key", "make_private", "new_mark", "read_mark", "warn_of_others", "write_mark"]
+__all__ = ["folder_key", "make_own", "make_private", "new_mark", "read_mark", "warn_of_others", "write_mark"]
 
 log = logging.getLogger(__name__)
 _MARK = Path(".manifest", ".memory-id")
@@ -78,21 +78,31 @@ def make_private(folder: Path, *, levels: int) -> None:
             checkpoint in it may have been planted.
     """
     for path in [*reversed(folder.parents[: levels - 1]), folder]:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError as e:
-            raise _refused(path, f"it is no folder that this user can open ({e.strerror})") from e
-        try:
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid():
-                raise _refused(path, f"it belongs to user {status.st_uid} and not to {os.geteuid()}")
-            if stat.S_IMODE(status.st_mode) & 0o022:
-                raise _refused(path, f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})")
-            os.fchmod(descriptor, 0o700)
-        finally:
-            os.close(descriptor)
+        if (reason := make_own(path)) is not None:
+            raise ConfigError(
+                f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of "
+                "somebody else. Remove it, or name another folder in memory, which only this user can write to."
+            )
+
+
+def make_own(folder: Path) -> str | None:
+    """Make ``folder`` so that no other user can read or write in it; return why what is there must not be used."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as e:
+        return f"it is no folder that this user can open ({e.strerror})"
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            return f"it belongs to user {status.st_uid} and not to {os.geteuid()}"
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            return f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+        os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def warn_of_others(folder: Path, run_name: str) -> None:
@@ -106,10 +116,3 @@ def warn_of_others(folder: Path, run_name: str) -> None:
                     other,
                     run_name,
                 )
-
-
-def _refused(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of somebody else. "
-        "Remove it, or name another folder in memory, which only this user can write to."
-    )

@@ -14,11 +14,13 @@ import logging
 import math
 import os
 import pickle
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from concurrent import futures
+from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -36,10 +38,11 @@ from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri, ShardedDirectory, directory_at
-from composerlite.checkpoint.place.lease import turn_of_this_node
+from composerlite.checkpoint.place.lease import turn_at
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import SaveHandle
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
+from composerlite.checkpoint.save.memory_folder import make_own
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
 from composerlite.checkpoint.save.staging import UncopiedState
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
@@ -178,7 +181,7 @@ class RemoteFileSystemWriter(StorageWriter):
         threads = 1 if self._throttle else max(1, len(files))
         try:
             with (
-                turn_of_this_node() if self._throttle else contextlib.nullcontext(),
+                _turn_of_this_node() if self._throttle else contextlib.nullcontext(),
                 WorkerPool(threads, name="checkpoint-save") as pool,
             ):
                 jobs = [
@@ -303,6 +306,30 @@ class RemoteFileSystemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return true: any path or URI is valid."""
         return True
+
+
+@contextlib.contextmanager
+def _turn_of_this_node() -> Generator[None]:
+    """Within it no other process of this machine and user is in one.
+
+    Where others may have made the folder of the turns nobody waits, and the log says so: a file in it may be a link, or
+    be locked for good.
+
+    Raises:
+        TimeoutError: see :func:`turn_at`.
+    """
+    folder = Path(tempfile.gettempdir(), f"composerlite-{os.getuid()}")
+    if (reason := make_own(folder)) is None:
+        with turn_at(folder / ".turn"):
+            yield
+        return
+    log.warning(
+        "throttle_uploads: the ranks of this machine upload at the same time, since %s is not used: %s. Remove it, or "
+        "let TMPDIR name a folder of this user's own.",
+        folder,
+        reason,
+    )
+    yield
 
 
 def _compact(tensor: Tensor) -> Tensor:
