@@ -10,6 +10,7 @@ import pytest
 from tiny_training import Record, saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
+from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog
 
 
@@ -69,6 +70,25 @@ def test_a_checkpoint_in_the_background_gets_to_its_folder(tmp_path: Path, monke
     train(callbacks=leaves, save_folder="saves", save_interval="1ba", save_staging_folder=None)
     assert [manifest.batch for manifest in Catalog(places[0] / "saves").manifests()] == list(range(1, 13))
     assert [list(place.iterdir()) for place in places[1:]] == [[], []]
+
+
+def test_what_tells_memory_from_others_is_in_the_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process leaves between the saver and the Trainer: with checkpoints in memory nothing is made elsewhere."""
+    start, elsewhere, memory = (tmp_path / name for name in ("start", "elsewhere", "memory"))
+    for folder in (start, elsewhere, memory):
+        folder.mkdir()
+    monkeypatch.chdir(start)
+    saver = CheckpointSaver("saves")
+    os.chdir(elsewhere)
+    train(
+        callbacks=[saver],
+        autoresume=True,
+        save_memory_interval="1ba",
+        save_memory_folder=memory,
+        save_memory_replication=1.0,
+    )
+    assert list(elsewhere.iterdir()) == []
+    assert (start / "saves" / ".manifest" / ".memory-id").is_file()
 
 
 def test_a_working_directory_that_is_removed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

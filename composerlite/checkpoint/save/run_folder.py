@@ -417,11 +417,11 @@ class RunFolder:
 
     def key(self, places: Iterable[str]) -> str:
         """Key of the folder, unlike that of others and of an earlier one at the same path. On rank 0."""
-        return folder_key(Path(self.folder), " ".join(places))
+        return folder_key(self.root, " ".join(places))
 
     def share_key(self) -> None:
         """Write the random number in the key to this folder on each node that has none: one of them may be lost."""
-        group, folder = dist.get_group(), Path(self.folder)
+        group, folder = dist.get_group(), self.root
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
             known = read_mark(folder) if dist.get_local_rank() == 0 else None
         marks = [mark for mark in (*group.gather(known), group.broadcast(new_mark())) if mark is not None]
@@ -434,9 +434,8 @@ class RunFolder:
         self.folder = f"{self.folder}-{key}"
         with dist.get_group().all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
-                folder = Path(self.folder)
-                make_private(folder, levels=len(Path(state.run_name).parts) + 1)
-                warn_of_others(folder, Path(state.run_name).name)
+                make_private(self.root, levels=len(Path(state.run_name).parts) + 1)
+                warn_of_others(self.root, Path(state.run_name).name)
 
     def prepare(self, state: SavedState) -> None:
         """Make the folder, and finish or remove what a killed run left in it; on rank 0.
