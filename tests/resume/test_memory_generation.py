@@ -154,6 +154,27 @@ def test_a_run_of_the_same_name_in_another_folder_starts_with_its_own_weights(tm
     assert emptied_folder.batches[0] == 1
 
 
+def test_an_emptied_bucket_is_another_one(tmp_path: Path, memory: Path, s3_server: Any) -> None:
+    """A run that was killed before its first upload resumes from memory, also when its staging folder is gone; where
+    the objects of its prefix were removed since, it starts with its own weights, and the log says what is ignored."""
+    bucket = s3_server.new_bucket()
+    order: dict[str, Any] = {"save_folder": f"s3://{bucket}/run", "memory": str(memory), **ORDER}
+    environment = dict(s3_server.environment)
+    for batch, first in ((4, [1]), (6, [4, 5])):
+        one = launch(tmp_path, environment, at=["batch_end", batch, 1], signals=["SIGKILL"], **order)
+        assert one.code == -signal.SIGKILL, one.log
+        assert one.batches[0] in first
+    client = s3_server.client()
+    for info in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.delete_object(Bucket=bucket, Key=info["Key"])
+    one = launch(tmp_path, environment, at=["batch_end", 2, 1], signals=["SIGKILL"], **order)
+    assert one.batches[0] == 1
+    assert "ignored" in one.log
+    shutil.rmtree(tmp_path / "staged")  # what tells one bucket from another is not there
+    one = launch(tmp_path, environment, at=["batch_end", 4, 1], signals=["SIGKILL"], **order)
+    assert one.batches[0] in (2, 3)
+
+
 def _link(own: Path) -> None:
     (own.parent / "planted").mkdir()
     own.symlink_to("planted")

@@ -11,17 +11,27 @@ from pathlib import Path
 
 import xxhash
 
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.errors import ConfigError
 from composerlite.storage import fsync_folder, make_folder
 
-__all__ = ["folder_key", "make_own", "make_private", "new_mark", "read_mark", "warn_of_others", "write_mark"]
+__all__ = [
+    "folder_key",
+    "make_own",
+    "make_private",
+    "mark_of_bucket",
+    "new_mark",
+    "read_mark",
+    "warn_of_others",
+    "write_mark",
+]
 
 log = logging.getLogger(__name__)
 _MARK = Path(".manifest", ".memory-id")
 _MOST_BYTES = 64
 
 
-def folder_key(save_folder: Path, place: str) -> str:
+def folder_key(save_folder: Path, place: str, number: bytes | None = None) -> str:
     """Key of ``save_folder``, unlike that of any other folder and of an earlier one at the same path.
 
     It is made of where the folder is and of a random number in it: a folder that was emptied and made again, or copied,
@@ -30,14 +40,29 @@ def folder_key(save_folder: Path, place: str) -> str:
     Args:
         save_folder: on this machine.
         place: what is published to, or the folder again.
+        number: that of the bucket, see :func:`mark_of_bucket`, where the folder has only what is staged for it.
 
     Raises:
         OSError: the number can be neither read nor written.
     """
-    write_mark(save_folder, new_mark())
-    number = read_mark(save_folder)
+    if number is None:
+        write_mark(save_folder, new_mark())
+        number = read_mark(save_folder)
     assert number is not None
     return xxhash.xxh3_64_hexdigest(number + os.fsencode(save_folder.resolve()) + place.encode())
+
+
+def mark_of_bucket(bucket: Bucket) -> bytes:
+    """Return the random number of ``bucket`` below its root, which gets one if it has none, as when it was emptied."""
+    name = bucket.name_of(_MARK.as_posix())
+    with contextlib.suppress(FileNotFoundError):
+        return bucket.transfer.read_all(name, _MOST_BYTES)
+    number = new_mark()
+    try:
+        bucket.transfer.put_bytes(name, number, create_only=True)
+    except FileExistsError:  # another launch was first
+        return bucket.transfer.read_all(name, _MOST_BYTES)
+    return number
 
 
 def new_mark() -> bytes:

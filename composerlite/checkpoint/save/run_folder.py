@@ -16,6 +16,7 @@ from typing import Any, Protocol, SupportsInt, final
 import xxhash
 
 from composerlite import dist
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.lease import Lease, renew_leases, take_leases
 from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
@@ -45,6 +46,7 @@ from composerlite.checkpoint.save.form import Form, form_of
 from composerlite.checkpoint.save.memory_folder import (
     folder_key,
     make_private,
+    mark_of_bucket,
     new_mark,
     read_mark,
     warn_of_others,
@@ -415,12 +417,18 @@ class RunFolder:
                 "{epoch} or {batch} into it, or pass save_overwrite=True to have the newest alone there."
             )
 
-    def key(self, places: Iterable[str]) -> str:
-        """Key of the folder, unlike that of others and of an earlier one at the same path. On rank 0."""
-        return folder_key(self.root, " ".join(places))
+    def key(self, buckets: Sequence[Bucket]) -> str:
+        """Key of the folder, or of the bucket that it stages for, unlike that of others and of earlier ones. On rank 0.
+
+        ``buckets``: that are published to.
+        """
+        number = None if self._options.bucket is None else mark_of_bucket(buckets[0])
+        return folder_key(self.root, " ".join(bucket.uri() for bucket in buckets), number)
 
     def share_key(self) -> None:
         """Write the random number in the key to this folder on each node that has none: one of them may be lost."""
+        if self._options.bucket is not None:  # which has it
+            return
         group, folder = dist.get_group(), self.root
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
             known = read_mark(folder) if dist.get_local_rank() == 0 else None

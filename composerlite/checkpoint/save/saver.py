@@ -342,8 +342,8 @@ class Saver:
                     )
 
     def key_of_folder(self) -> str:
-        """Key of its folder, unlike that of others and of an earlier one at the same path. On rank 0."""
-        return self.where.key(publisher.bucket.uri() for publisher in self.publishers)
+        """Key of its folder or bucket, unlike that of others and of an earlier one at the same place. On rank 0."""
+        return self.where.key([publisher.bucket for publisher in self.publishers])
 
     def take_up(self, state: SavedState) -> None:
         """Find the checkpoints that this run has saved up to now."""
