@@ -20,6 +20,7 @@ from test_preemption import launch, whole
 
 from composerlite.checkpoint import Catalog
 from composerlite.errors import ConfigError
+from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 __all__ = ["whole"]
@@ -173,6 +174,22 @@ def test_an_emptied_bucket_is_another_one(tmp_path: Path, memory: Path, s3_serve
     shutil.rmtree(tmp_path / "staged")  # what tells one bucket from another is not there
     one = launch(tmp_path, environment, at=["batch_end", 4, 1], signals=["SIGKILL"], **order)
     assert one.batches[0] in (2, 3)
+
+
+def test_checkpoints_in_memory_are_not_uploaded(
+    tmp_path: Path, memory: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logger uploads those of the save folder alone: one of each batch would cost time and room in the bucket."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = s3_server.new_bucket()
+    arguments: dict[str, Any] = {"save_folder": tmp_path / "save", "autoresume": True, "run_name": "run"}
+    arguments |= {"save_interval": "25ba", "save_memory_interval": "20ba", "save_memory_folder": memory}
+    with build(Cell(), loggers=[RemoteUploaderDownloader(f"s3://{bucket}")], **arguments) as trainer:
+        trainer.fit()
+    names = [info["Key"] for info in s3_server.client().list_objects_v2(Bucket=bucket)["Contents"]]
+    assert names
+    assert [name for name in names if not name.startswith(f"{tmp_path}/save/".lstrip("/"))] == []
 
 
 def _link(own: Path) -> None:

@@ -292,7 +292,7 @@ class Saver:
             )
         self.where.share_files(form)
         group = dist.get_group()
-        uploads = group.from_first(
+        uploads = not self.options.in_memory and group.from_first(
             "finding buckets", lambda: any(one.uploader is not None for one in logger.destinations)
         )
         if self._store is not None or uploads:
