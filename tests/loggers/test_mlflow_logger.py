@@ -102,6 +102,25 @@ def test_settings_tables_and_images(run, tmp_path):
     assert len(list(tmp_path.glob("**/images/drawn*.png"))) == 2
 
 
+@pytest.mark.parametrize("left", [b"", b"17"], ids=["nothing", "a part of a line"])
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_run_that_was_killed_while_a_metric_was_written_is_resumed(run, tmp_path, left, lines):
+    """MLflow refuses to read a metric whose file is empty, or ends within a line; what is whole stays."""
+    killed = run(MLFlowLogger(tracking_uri=tmp_path))
+    killed.batches(2)
+    saved = killed.state.callbacks[0].state_dict()
+    killed.engine.close()
+    (file,) = tmp_path.glob("*/*/metrics/loss/train/total")
+    file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:lines]) + left)
+    logger = MLFlowLogger(tracking_uri=tmp_path)
+    logger.init(killed.state, killed.logger)
+    logger.load_state_dict(saved)
+    run(logger, resume_at=2).batches(2).finish()
+
+    steps = [step for step, _ in history(tmp_path, logger.run_id, "loss/train/total")]
+    assert steps in ([1, 2, 3, 4], [1, 3, 4])  # 2 is sent again, if it came in another millisecond than 1
+
+
 def test_a_resumed_run_is_the_same_run(run, tmp_path):
     """A run that was killed after batch 4 and goes on from batch 2 goes on with its MLflow run; settings that have
     changed since keep their first value and have the new one beside it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
+from urllib.parse import unquote, urlsplit
 
 from composerlite.errors import ConfigError
 from composerlite.storage import isolate_sdk_rng
@@ -14,6 +16,8 @@ from composerlite.storage import isolate_sdk_rng
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
+
+log = logging.getLogger(__name__)
 
 MOST_METRICS = 1000
 """Largest number of metrics in one request of MLflow."""
@@ -66,6 +70,24 @@ def open_experiment(tracking_uri: str | None, name: str) -> tuple[MlflowClient, 
         raise
 
 
+def _remove_unfinished_lines(tracking_uri: str, run_id: str) -> None:
+    """Remove unfinished lines, which a kill leaves, from the files of a run's metrics where MLflow has a folder.
+
+    MLflow refuses to read a run with such a file.
+    """
+    uri = urlsplit(tracking_uri)
+    if uri.scheme not in ("", "file"):
+        return
+    for path in Path(unquote(uri.path)).glob(f"*/{run_id}/metrics/**/*"):
+        if path.is_file() and not (data := path.read_bytes()).endswith(b"\n"):
+            log.warning("%s ended within a line: the process that wrote it was killed", path)
+            if whole := data[: data.rfind(b"\n") + 1]:
+                with path.open("r+b") as file:
+                    file.truncate(len(whole))
+            else:
+                path.unlink()
+
+
 @final
 class MlflowRun:
     """Sends to a run of MLflow. Each method returns when MLflow has it, or raises: not for the training thread."""
@@ -88,6 +110,7 @@ class MlflowRun:
         from mlflow.exceptions import MlflowException
         from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
+        _remove_unfinished_lines(client.tracking_uri, run_id)
         try:
             run = client.get_run(run_id)
         except MlflowException as e:
