@@ -311,6 +311,8 @@ def with_files_of_others(manifests: Iterable[Manifest]) -> dict[str, str]:
     They are left out: whatever deleted or renamed them would do so with that file.
     """
     among = list(manifests)
+    if not any(one.kind in _OF_RANKS and len(one.files) > 1 for one in among):
+        return {}
     claims = Counter(path for one in among for path in {one.name, *(file.path for file in one.files)})
     return {
         one.name: file.path
