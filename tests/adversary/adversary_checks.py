@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -122,8 +123,15 @@ class Machine(RuleBasedStateMachine):
             self.check_end(project, order, line_of(told["weights at end"]), after)
 
     def none_is_good(self, entries: Sequence[Entry]) -> bool:
-        """Return whether there are checkpoints and each that a run could resume from is damaged."""
-        return bool(entries) and not any(entry.line for entry in entries if entry.kind != "weights")
+        """Return whether there are checkpoints and each that a run could resume from is damaged.
+
+        Good ones of an attempt before that of a damaged one are of training that was given up.
+        """
+        kept = [entry for entry in entries if entry.kind != "weights"]
+        lost = [self.damaged.get(entry.data, 0) for entry in kept if entry.line is None]
+        # What a run that lives has saved meanwhile is of an attempt that is not known yet.
+        good = [self.history.attempts.get(entry.launch, math.inf) for entry in kept if entry.line is not None]
+        return bool(entries) and max(lost, default=0) >= max(good, default=0) + bool(good)
 
     def let_live(self, order: Order, *, may_refuse: bool) -> None:
         """Here, or in a process of its own if it may end otherwise than well.
