@@ -131,6 +131,27 @@ def a_sharded_run(folder: Path, mesh_shape: tuple[int, ...], arguments: dict[str
     }
 
 
+def saves_before_a_write(folder: Path, rank: int) -> dict[str, Any]:
+    """Saves in the background, after each of which ``rank`` changes its shards of the weights by ways that torch does
+    not count; what each of those that were committed has to hold.
+    """
+    state = sharded_state(width=1200)
+    saver, logger = ready(folder, state, filename="ba{batch}.pt", save_interval="1ba", lazy=True, failure_limit=1)
+    expected: dict[str, dict[str, Any]] = {}
+    for batch in range(1, 7):
+        step(state)
+        expected[f"ba{batch}"] = {key: tensor.numpy() for key, tensor in whole(state).items()}
+        saver.batch_checkpoint(state, logger)
+        if batch > 1 and dist.get_global_rank() == rank:
+            for parameter in state.model.parameters():
+                shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                shard.data.mul_(0.5)
+                shard.detach().numpy()[-1:] = batch
+    saver.fit_end(state, logger)
+    saver.close(state, logger)
+    return {Path(path).name: expected[Path(path).name] for path in saver.saved_checkpoints}
+
+
 def bounded_saves(folder: Path, bounds: tuple[int, ...]) -> dict[str, Any]:
     """Saves of a state of over 64 MiB on each rank, with so many files for the node; or why that is refused."""
     state = sharded_state(width=3400)

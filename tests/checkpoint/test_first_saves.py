@@ -31,6 +31,7 @@ from composerlite.checkpoint import (
     load_model_and_optim_state,
     read_checkpoint,
 )
+from composerlite.checkpoint.save.staging import Staging, shared_staging
 from composerlite.core import State
 from composerlite.errors import SaveError
 from composerlite.storage import StreamWriter, verify_file
@@ -106,6 +107,30 @@ def saves_in_a_row(where: str, way: str, limit: str) -> None:
 def test_the_first_saves_of_a_process_are_those_of_the_call(tmp_path: Path, way: str, limit: str) -> None:
     """Whether there is memory for a copy by then or never."""
     done = run_forked(saves_in_a_row, str(tmp_path), way, limit, cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def counted_copies(where: str, way: str) -> None:
+    """The first save of a process, and one after memory was got ready."""
+    copies: list[bool] = []
+    take = Staging.take
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        copies.append(True)
+        return take(*arguments, **keywords)
+
+    Staging.take = counted
+    model, optimizer = trained(SIZE // 8)
+    for number, expected in enumerate((0, 1)):
+        WAYS[way](Path(where) / f"step{number}", model, optimizer).result(100)
+        assert shared_staging.prepared()
+        assert len(copies) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_save_of_a_function_waits_for_no_memory(tmp_path: Path, way: str) -> None:
+    """It is written as it is while the caller waits, and memory is got ready behind it: the next one is a copy."""
+    done = run_forked(counted_copies, str(tmp_path), way, cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -67,6 +67,22 @@ def test_each_rank_writes_its_part_of_a_directory(tmp_path: Path, how: dict[str,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_directory_of_two_moments_is_committed(tmp_path: Path, rank: int) -> None:
+    """One of the ranks changes its shards right after each save, in a way that torch does not count: every checkpoint
+    that was committed is its batch's on all ranks, at most one failed, and all agree on which."""
+    told, others = run_ranks(saving_ranks.saves_before_a_write, 2, tmp_path, rank)
+    assert told.keys() == others.keys()
+    assert len(told) >= 5
+    assert "ba6" in told
+    for name, expected in told.items():
+        tensors = _as_dcp_reads_it(tmp_path / name)
+        torn = [key for key, value in expected.items() if not torch.equal(tensors[key], torch.from_numpy(value))]
+        assert not torn, (name, torn)
+    assert [manifest.name for manifest in Catalog(tmp_path).manifests()] == [*told]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_ranks_of_a_node_share_the_files_that_it_may_write(tmp_path: Path) -> None:
     """``save_files_per_node`` bounds the data files of a node, whatever their size; torch reads them as before. Fewer
     than ranks are refused before training."""
