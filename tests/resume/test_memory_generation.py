@@ -15,9 +15,11 @@ from typing import Any
 import preempted_ranks
 import pytest
 import torch
+from checkpoint.tiny_training import CrashError, Record, trainer
 from small_run import BATCHES, Cell, build, differences
 from test_preemption import launch, whole
 
+from composerlite import Callback, Logger, State
 from composerlite.checkpoint import Catalog
 from composerlite.errors import ConfigError
 from composerlite.loggers import RemoteUploaderDownloader
@@ -33,6 +35,17 @@ def memory() -> Iterator[Path]:
     """A folder in memory of this test's own: others run beside it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+class CrashIn(Callback):
+    """Raises at the end of a batch of one call of ``fit``."""
+
+    def __init__(self, call: int, batch: int) -> None:
+        self.moment = call, batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if (len(state.fit_starts), int(state.timestamp.batch)) == self.moment:
+            raise CrashError
 
 
 def kept(memory: Path) -> list[str]:
@@ -106,6 +119,31 @@ def test_memory_is_given_back_when_the_disk_has_as_much(tmp_path: Path, memory: 
     assert "ep0-ba3-rank0.pt" in kept(memory)
     one = launch(tmp_path, at=["after_forward", 18, 1], memory=str(memory), **ORDER)
     assert one.code == 143
+    assert kept(memory) == []
+
+
+def test_memory_that_counts_anew_is_kept_until_the_disk_has_it(tmp_path: Path, memory: Path) -> None:
+    """A call of ``fit`` with ``reset_time`` fails before it saves to the disk, where one of an earlier call has
+    more batches: the run resumes from memory, and does no batch of that call again but the last."""
+    how: dict[str, Any] = {
+        "save_folder": tmp_path,
+        "save_interval": "8ba",
+        "save_overwrite": True,
+        "save_memory_interval": "1ba",
+        "save_memory_folder": memory,
+        "max_duration": "8ba",
+        "autoresume": True,
+    }
+    crash = CrashIn(call=2, batch=6)
+    with trainer(callbacks=[crash], **how) as run:
+        run.fit()
+        with pytest.raises(CrashError):
+            run.fit(duration="8ba", reset_time=True)
+    resumed = Record()
+    with trainer(callbacks=[resumed], **how) as run:
+        run.fit()
+        run.fit(duration="8ba", reset_time=True)
+    assert resumed.batches in ([6, 7, 8], [7, 8])
     assert kept(memory) == []
 
 

@@ -86,10 +86,10 @@ class NodeMemory:
         for path in [path for path in self._replicas.files() if path not in known]:
             self._replicas.place.delete(path)
 
-    def empty(self, last_batch: float) -> None:
-        """Remove the replicas of what was saved until ``last_batch``; on leaders."""
+    def empty(self, moment: tuple[int, int]) -> None:
+        """Remove the replicas of what was saved until ``moment``, as ``Manifest.moment`` counts; on leaders."""
         for manifest in self._replicas.manifests():
-            if manifest.batch <= last_batch:
+            if manifest.moment <= moment:
                 self._replicas.delete(manifest)
 
     def replicate(self, name: str, bytes_per_second: float, hurry: threading.Event) -> None:

@@ -59,7 +59,7 @@ class SaveReport:
 
     Attributes:
         path: the checkpoint.
-        batch: optimizer steps done when it was saved.
+        batch: optimizer steps done when it was saved. moment: with the calls of ``fit``, as ``Manifest.moment`` counts.
         size_bytes: of its data.
         seconds: by name. ``stall``: the training thread was kept from training. ``snapshot``: copying, in part in the
             background. ``waiting``: for the save before this one. ``hash``, ``write``, ``flush``: of the writing
@@ -75,6 +75,7 @@ class SaveReport:
 
     path: Path
     batch: int
+    moment: tuple[int, int]
     size_bytes: int
     seconds: Mapping[str, float]
     slowest_rank: int | None = None
@@ -467,6 +468,7 @@ class PendingSave:
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
+            moment=manifest.moment,
             size_bytes=manifest.size_bytes,
             seconds=seconds,
             slowest_rank=self.slowest_rank,

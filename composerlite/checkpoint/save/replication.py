@@ -133,7 +133,7 @@ class Replication:
             self._threads[0].join(_LOOK_SECONDS)
             dist.get_control().barrier.check_nobody_left(f"replicating {self._name!r}")
 
-    def empty(self, last_batch: float) -> None:
-        """Remove the replicas of what was saved until ``last_batch``."""
+    def empty(self, moment: tuple[int, int]) -> None:
+        """Remove the replicas of what was saved until ``moment``, as ``Manifest.moment`` counts."""
         if self.memory is not None and self.memory.is_leader:
-            self.memory.empty(last_batch)
+            self.memory.empty(moment)

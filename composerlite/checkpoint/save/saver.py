@@ -730,14 +730,14 @@ class Saver:
         """Give memory back in which nothing is that another saver has not saved, too."""
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
-        saved = [its[-1].batch for its in reports if its]
+        saved = [its[-1].moment for its in reports if its]
         if saved and self.replication is not None:
             self.replication.empty(max(saved))
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog
         for manifest in catalog.readable():
-            if manifest.batch <= max(saved):
+            if manifest.moment <= max(saved):
                 catalog.delete(manifest)
 
     @property
