@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from forked import started
-from tiny_training import train, trainer
+from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.lease import take_leases
+from composerlite.checkpoint.save.saver import Saver
 from composerlite.errors import ConfigError, RunInUseError
 from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.storage import ObjectStore, Transfer, open_store
@@ -233,3 +235,58 @@ def test_two_savers_with_remote_names_of_their_own_share_a_bucket(bucket: str, s
     train(callbacks=savers, loggers=[RemoteUploaderDownloader(bucket)], max_duration="1ep")
     expected = ["run/checkpoints/ep1-ba4-rank0.pt", "run/checkpoints/latest-rank0.pt.symlink", "w/1.pt"]
     assert objects(store) == [*expected, "w/latest.symlink"]
+
+
+# ── a run that another process has taken over ────────────────────────────────────────────────────────────────────────
+class TakenOver(Callback):
+    """Another process takes the run over at the end of the second epoch, or, with an upload that waits, of a batch of
+    the third: this one was suspended."""
+
+    def __init__(self, store: ObjectStore, *, uploads: bool) -> None:
+        self.store, self.uploads = store, uploads
+        self.may_upload = threading.Event()
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.epoch) == 2 and self.uploads:
+            saver = self._saver(state)
+            saver.wait_for_previous()
+            (publisher,) = saver.publishers
+            assert publisher.uploader.wait(60)
+            publisher.uploader.submit("a wait", self.may_upload.wait, lane=f"checkpoints of {publisher.bucket.uri()}")
+        elif int(state.timestamp.epoch) == 2:
+            self.take()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 9 and self.uploads:
+            self._saver(state).wait_for_previous()
+            self.take()
+            self.may_upload.set()
+            assert self._saver(state).publishers[0].uploader.wait(60)
+
+    def take(self) -> None:
+        other = {"host": "elsewhere", "pid": 1, "id": "1-other"}
+        self.store.put_bytes("run/.manifest/.run.lease", json.dumps(other).encode())
+        time.sleep(LONGER_THAN_A_HEARTBEAT)
+
+    def _saver(self, state: State) -> Saver:
+        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        return saver
+
+
+@pytest.mark.parametrize("uploads", [False, True], ids=["save", "upload"])
+def test_who_lost_the_run_writes_nothing_more(bucket: str, store: ObjectStore, uploads: bool) -> None:
+    """Neither the save after it, nor an upload that waited: the link stays on what the other process knows, and the
+    error says that it has the run."""
+    taken = TakenOver(store, uploads=uploads)
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_failure_limit": 100, "max_duration": "3ep"}
+    with (
+        pytest.raises(RunInUseError, match="process 1 on elsewhere has taken over this run"),
+        trainer(callbacks=[taken], **how) as run,
+    ):
+        run.fit()
+    there = [info.name for info in store.list_objects()]
+    assert "run/ep1-ba4-rank0.pt" in there
+    assert not [name for name in there if "ba8-rank0.pt.json" in name]
+    with Transfer(store) as transfer:
+        assert Bucket(transfer, "run").target_of("latest-rank0.pt") == "ep1-ba4-rank0.pt"
+    assert saved_batches(Path("run")) == ([4, 8] if uploads else [4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -124,6 +125,25 @@ def test_a_folder_that_is_removed_under_a_run_is_reported_and_made_again(
     assert told[0] is not None
     assert f"process {os.getpid()}" in told[0]
     assert who_holds(folder) is None
+
+
+def test_a_folder_that_another_launch_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    """The folder is removed in the last batch, and the run launched again: the first process saves nothing there, not
+    even what it tolerates to fail, and ends with an error."""
+    folder = tmp_path / "saves"
+    with contextlib.ExitStack() as stack:
+
+        def take() -> None:
+            shutil.rmtree(folder)
+            other.append(stack.enter_context(another_launch(folder)))
+
+        other: list[int] = []
+        run = trainer(callbacks=[At(12, take)], save_folder=folder, save_async=False, save_failure_limit=100)
+        with run, pytest.raises(RunInUseError, match="has taken over this run"):
+            run.fit()
+        assert not [path for path in folder.rglob("*") if "ba12" in path.name]
+        assert "ba12" not in str((folder / "latest-rank0.pt").readlink())
+    assert other
 
 
 def want(folder: str) -> None:

@@ -389,6 +389,7 @@ def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStor
         timeout=5,
         retention=retention_policy(-1),
         keeps_all=True,
+        check=lambda: None,
     )
     assert publisher.is_behind(manifest, "run")
     remote.publish(manifest, [path], link=LINK)

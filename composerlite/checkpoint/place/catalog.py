@@ -26,7 +26,7 @@ from composerlite.checkpoint.record.manifest import (
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "Fault", "alone"]
+__all__ = ["Catalog", "CollectiveStep", "Fault", "alone"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, final
 
 from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog, alone
+from composerlite.checkpoint.place.catalog import Catalog, CollectiveStep, alone
 from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import Manifest, Position, bytes_text
 from composerlite.checkpoint.record.naming import (
@@ -51,6 +51,8 @@ __all__ = ["Destinations", "Publication", "PublishVotes", "Publisher", "Publishi
 
 log = logging.getLogger(__name__)
 Work = Callable[[], object]
+T = TypeVar("T")
+R = TypeVar("R")
 _MOST_WAITING = 2
 """So many checkpoints may wait to be uploaded. What is saved faster than the network takes it has to wait."""
 _LONGEST_UPLOAD = timedelta(hours=2)
@@ -128,6 +130,7 @@ class Publisher:
         timeout: seconds to wait for the uploads before, where too many wait.
         retention: of the bucket, besides the newest; ephemeral checkpoints are never kept.
         keeps_all: of others than ephemeral ones.
+        check: is called before a checkpoint is begun and before it is committed, and raises if that must not be.
 
     Attributes:
         before_each: are called before a checkpoint is published, in the thread that does it.
@@ -143,6 +146,7 @@ class Publisher:
         timeout: float,
         retention: RetentionPolicy,
         keeps_all: bool,
+        check: Callable[[], object],
         links_of_ranks: Sequence[str] = (),
     ) -> None:
         self.uploader = uploader
@@ -155,6 +159,7 @@ class Publisher:
         self._timeout = timeout
         self._retention = retention
         self._deletes = not keeps_all
+        self._check = check
         self._lane = f"checkpoints of {bucket.uri()}"
         self._outcomes: deque[Publication] = deque()
         self._known: list[Manifest] | None = None
@@ -229,8 +234,8 @@ class Publisher:
                     link=self.link,
                     links=dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False)),
                     overwrite=overwrite,
-                    begins=alone if votes is None else votes.begin.run,
-                    ends=alone if votes is None else votes.end.run,
+                    begins=self._checked(alone if votes is None else votes.begin.run),
+                    ends=self._checked(alone if votes is None else votes.end.run),
                 )
                 ended = time.time()
                 if afterwards is not None:
@@ -269,6 +274,18 @@ class Publisher:
                 held.remove()
 
         self.uploader.submit(self.bucket.uri(name), upload, lane=self._lane, dropped=held.remove)
+
+    def _checked(self, step: CollectiveStep) -> CollectiveStep:
+        """Return ``step`` in which the first process checks that it may write before it does."""
+
+        def checked(write: Callable[[], T], commit: Callable[[list[T]], R], /) -> R:
+            def commit_checked(written: list[T]) -> R:
+                self._check()
+                return commit(written)
+
+            return step(write, commit_checked)
+
+        return checked
 
     def published(self, seconds: float, *, at_most: int = 0) -> bool:
         """Wait, ``seconds`` at most, until at most ``at_most`` checkpoints are not published; return true if so."""
@@ -508,6 +525,7 @@ class Publishing:
             timeout=self._options.upload_timeout_in_seconds,
             retention=retention_policy(keep),
             keeps_all=keep == -1,
+            check=self._where.check_leases,
         )
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -52,7 +52,7 @@ from composerlite.checkpoint.save.memory_folder import (
     warn_of_others,
     write_mark,
 )
-from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, naming
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, naming
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import Lineage, StateDict
 
@@ -604,8 +604,8 @@ class RunFolder:
             timeout: seconds to wait for the end of another process.
 
         Raises:
-            RunInUseError: another process has the run, or writes files of the same names to the same place.
-            CheckpointError: another process has taken the run over since this one took it.
+            RunInUseError: another process has the run, has taken it over since this one took it, or writes files of
+                the same names to the same place.
         """
         if self._leases:
             self.check_leases()
@@ -628,18 +628,23 @@ class RunFolder:
                 self._leases.append(lease)
 
     def check_leases(self) -> None:
-        """See that the run is still this process's; CheckpointError if it is not. Renews leases that have no thread."""
+        """See that the run is still this process's; RunInUseError if it is not. Renews leases that have no thread."""
         renew_leases()
         for lease in self._leases:
             if lease.lost_to is not None:
-                raise CheckpointError(
+                raise RunInUseError(
                     f"{lease.lost_to} has taken over this run, or the names of its files: it had no sign of life of "
                     "this process for a long time. This process must not write there; start the run again."
                 )
 
     def keep_leases(self, saved: Sequence[str]) -> list[str]:
-        """Take each lease again whose file is gone, and say so; those of ``saved`` that are gone with it."""
+        """Take each lease again whose file is gone, and say so; those of ``saved`` that are gone with it.
+
+        Raises:
+            RunInUseError: another process has one by now.
+        """
         kept = [lease.keep() for lease in self._leases]
+        self.check_leases()
         if all(kept):
             return []
         gone = [path for path in saved if not (self._started_in / path).exists()]

@@ -24,7 +24,7 @@ from composerlite.checkpoint.save.publish import (
 )
 from composerlite.checkpoint.save.replication import Replication
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
-from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError, RunInUseError
 from composerlite.storage import open_store
 from composerlite.types import CheckpointNews, StateDict
 
@@ -430,7 +430,7 @@ class Saver:
         """Collect the save in flight and uploads that have ended, between two batches.
 
         Raises:
-            CheckpointError: another process has the run by now.
+            RunInUseError: another process has the run by now.
             Exception: what made a save or an upload fail, unless that is tolerated.
         """
         self.where.check_leases()
@@ -482,6 +482,9 @@ class Saver:
         """Begin a save: the block puts what it is to hold into the dict, on all ranks or none.
 
         What fails there is a failure of the save, raised unless that is tolerated. The dict is empty then.
+
+        Raises:
+            RunInUseError: another process has the run by now, and this one must not write.
         """
         name = self.where.name_now(state)
         self._started = time.perf_counter()
@@ -489,8 +492,10 @@ class Saver:
         held: StateDict = {}
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
+                for path in self.where.keep_leases(self.saved_checkpoints):
+                    self._forget(path)
                 yield held
-        except (*_FAILURES, RankError) as e:
+        except (*_FAILURES, RankError, RunInUseError) as e:
             held.clear()
             self.outcomes.failed(e)
 
@@ -515,8 +520,6 @@ class Saver:
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
-            for path in where.keep_leases(self.saved_checkpoints):
-                self._forget(path)
             pending = self._pipeline.save(
                 state,
                 catalog=where.own_catalog,
@@ -553,6 +556,7 @@ class Saver:
         folder, _, name = self.where.filename.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
         try:
+            self.where.keep_leases(())
             report = self._pipeline.save(
                 state,
                 catalog=self.where.catalog,
