@@ -136,15 +136,10 @@ class PreemptionHandler(Callback):
         os.kill(os.getpid(), number)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def init(self, state: State, logger: Logger) -> None:
-        """End the grace period of a run before this one, which this process has outlived."""
-        leave_by()
-
     def fit_start(self, state: State, logger: Logger) -> None:
         """Listen, if this is the main thread: Python hands signals to no other."""
         self._state, self._logger, self._process = state, logger, os.getpid()
         state.interruption.watch(self._leave, self._numbers)
-        leave_by()
         if self._reason:
             state.interruption.request()
         if threading.current_thread() is not threading.main_thread():

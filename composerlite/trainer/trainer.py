@@ -36,7 +36,7 @@ from composerlite.core import (
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler
-from composerlite.storage import ObjectStore, without_secrets
+from composerlite.storage import ObjectStore, leave_by, without_secrets
 from composerlite.trainer import build, checks, messages
 from composerlite.trainer.calls.numbered import Calls
 from composerlite.trainer.calls.schedules import Schedules
@@ -298,6 +298,7 @@ class Trainer:
 
         self._calls = Calls(self.state)
         self._train_spec: DataSpec | None = None
+        leave_by()  # a grace period of a run before is over: this process has outlived it
         try:
             self.engine.run_event(Event.INIT)
             checks.check_own_files(user_loggers)
@@ -383,6 +384,7 @@ class Trainer:
             Exception: whatever the model, an algorithm or a callback raises.
         """
         self._settings = self._settings.replaced(locals())
+        leave_by()  # as at construction
         state = self.state
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)

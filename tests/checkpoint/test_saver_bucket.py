@@ -26,6 +26,7 @@ from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
     ObjectStoreTransientError,
+    Preempted,
 )
 from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.storage import ObjectStore, open_store
@@ -337,6 +338,32 @@ def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     told = "not uploaded by the end of the grace period" if closes else "before this was done"
     assert re.search(rf"{told}: .*/run/ep2-ba8-rank0\.pt", done.stderr)
+
+
+class PreemptAt(Callback):
+    """Asks for the end of the run at a batch, with a grace period of a moment."""
+
+    def __init__(self, handler: PreemptionHandler, batch: int) -> None:
+        self.handler = handler
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == self.batch:
+            self.handler.preempt(grace_period=0.1)
+
+
+def test_a_grace_period_that_the_process_outlives_ends_with_the_next_trainer(bucket: str, store: ObjectStore) -> None:
+    """As in a notebook where Ctrl-C has ended a run: the next one waits for its uploads, and has all of them, though
+    its Trainer has no handler, or was built before."""
+    handler = PreemptionHandler()
+    before = trainer(save_folder=f"{bucket}/before", run_name="before")
+    with trainer(callbacks=[handler, PreemptAt(handler, 2)], save_folder="saves") as run, pytest.raises(Preempted):
+        run.fit()
+    time.sleep(0.2)
+    with before:
+        before.fit()
+    train(save_folder=f"{bucket}/after", run_name="after")
+    assert {"before/ep3-ba12-rank0.pt", "after/ep3-ba12-rank0.pt"} <= set(names(store))
 
 
 def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:
