@@ -366,6 +366,33 @@ def test_a_grace_period_that_the_process_outlives_ends_with_the_next_trainer(buc
     assert {"before/ep3-ba12-rank0.pt", "after/ep3-ba12-rank0.pt"} <= set(names(store))
 
 
+class Jam(Callback):
+    """Uploads wait from the first batch to the fourth."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        (publisher,) = saver.publishers
+        batch = int(state.timestamp.batch)
+        for _ in range(2 if batch == 1 else 0):
+            publisher.uploader.submit("a wait", self.over.wait, lane=f"checkpoints of {publisher.bucket.uri()}")
+        if batch == 4:
+            self.over.set()
+            assert publisher.uploader.wait(60)
+
+
+def test_uploads_that_wait_too_long_do_not_keep_a_name_from_the_run(bucket: str, store: ObjectStore) -> None:
+    """A save that fails behind its commit, where that is tolerated: the next of the same name replaces it."""
+    saver = CheckpointSaver(
+        f"{bucket}/run", filename="ep{epoch}.pt", save_interval="1ba", failure_limit=3, upload_timeout_in_seconds=2.0
+    )
+    train(callbacks=[Jam(), saver])
+    assert saved_batches(Path("run")) == [4, 8, 12]
+    assert {"run/ep1.pt", "run/ep2.pt"} <= set(names(store))
+
+
 def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, store: ObjectStore) -> None:
     """A file that a logger could not upload is an error of ``fit``, not only of ``close``."""
     logger = RemoteUploaderDownloader(bucket)

@@ -24,7 +24,14 @@ from composerlite.checkpoint.save.publish import (
 )
 from composerlite.checkpoint.save.replication import Replication
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
-from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError, RunInUseError
+from composerlite.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    ObjectStoreError,
+    RankError,
+    RunInUseError,
+)
 from composerlite.storage import open_store
 from composerlite.types import CheckpointNews, StateDict
 
@@ -242,6 +249,7 @@ class Saver:
         self.options = options = SaveOptions.of(arguments, any_ephemeral=any_ephemeral)
         self.where = RunFolder(options)
         self.saved_checkpoints: list[str] = []
+        self._tried: set[str] = set()  # names whose saves failed, perhaps behind the commit
         self.blocked_seconds = 0.0
         self.outcomes = Outcomes(options.failure_limit)
         self.replication: Replication | None = None  # once the folder is open
@@ -648,6 +656,8 @@ class Saver:
         try:
             report = pending.wait()
         except (*_FAILURES, RankError) as e:
+            if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
+                self._tried.add(pending.name)
             self.outcomes.failed(e)
             return
         self.outcomes.committed(report)
@@ -673,9 +683,10 @@ class Saver:
     def _may_overwrite(self, name: str) -> bool:
         """Return true if a checkpoint may replace another of its name.
 
-        One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again.
+        One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again, also
+        where that save failed: it may have been behind the commit, as when too many uploads wait.
         """
-        return self.options.overwrite or self.where.path(name) in self.saved_checkpoints
+        return self.options.overwrite or self.where.path(name) in self.saved_checkpoints or name in self._tried
 
     def _name_of(self, path: str) -> str:
         """Return the name of one of the :attr:`saved_checkpoints`."""
