@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from forked import started
-from tiny_training import saved_batches, train, trainer
+from tiny_training import Classifier, StopAt, saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
@@ -290,3 +291,38 @@ def test_who_lost_the_run_writes_nothing_more(bucket: str, store: ObjectStore, u
     with Transfer(store) as transfer:
         assert Bucket(transfer, "run").target_of("latest-rank0.pt") == "ep1-ba4-rank0.pt"
     assert saved_batches(Path("run")) == ([4, 8] if uploads else [4])
+
+
+class FullDisk(Callback):
+    """Fills the disk before a save, while an upload takes a while, and notes the leases that are held at its end."""
+
+    def __init__(self, disk: Path, store: ObjectStore) -> None:
+        self.disk, self.store = disk, store
+        self.held: list[str] = []
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        if int(state.timestamp.batch) == 4:
+            saver.publishers[0].uploader.submit("an upload", self.upload)
+            (self.disk / "other").write_bytes(bytes(shutil.disk_usage(self.disk).free))
+
+    def upload(self) -> None:
+        time.sleep(3)
+        self.held = leases(self.store)
+
+
+def test_the_lease_is_held_until_the_last_upload_has_ended(
+    bucket: str, store: ObjectStore, mount: Callable[[str], Path]
+) -> None:
+    """Training crashes and its last save fails on a full disk: no other launch begins while the upload of the one
+    before goes on, from which it would have to resume."""
+    disk = mount("size=1m")
+    full = FullDisk(disk, store)
+    how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_staging_folder": disk, "save_interval": "4ba"}
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        trainer(callbacks=[full, StopAt(4)], model=Classifier(width=1000), **how) as run,
+    ):
+        run.fit()
+    assert "run/.manifest/.run.lease" in full.held
+    assert leases(store) == []

@@ -728,18 +728,20 @@ class Saver:
         with contextlib.ExitStack() as stack:
             if self._store is not None:
                 stack.callback(self._store.close)
+            stack.callback(self.where.release)  # not before: another launch resumes from what is being uploaded
             if self._publishing is not None:
                 stack.callback(self._publishing.close)
-            stack.callback(self.where.release)
+                stack.callback(self._end_publishing, self._publishing)
             if self.options.in_memory:
                 stack.callback(self._empty)
             if self.replication is not None:
                 stack.callback(self.replication.close)
             stack.callback(self._pipeline.close)
             self.collect_all(alone=True)  # each rank for itself: others may have failed and not come here
-            if self._publishing is not None:
-                self._publishing.wait()
-                self._note_publishing(self._publishing.take_news())
+
+    def _end_publishing(self, publishing: Publishing) -> None:
+        publishing.wait()
+        self._note_publishing(publishing.take_news())
 
     def _empty(self) -> None:
         """Give memory back in which nothing is that another saver has not saved, too."""
