@@ -32,7 +32,7 @@ from composerlite.trainer.rollback import DataRollback
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
-__all__ = ["Loop", "run"]
+__all__ = ["Loop", "has_open_end", "run"]
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,8 @@ def run(loop: Loop) -> None:
         _evaluate_what_was_interrupted(loop)
     elif int(state.timestamp.batch_in_epoch) == 0:
         _finish_iteration_if_due(loop)  # resumed from a checkpoint of the last epoch of an iteration
-    while not state.training_is_over:
+    ends = int(state.timestamp.batch_in_epoch) > 0 and has_open_end(state)
+    while ends or not state.training_is_over:
         # The first batch counts as slow: workers start. The loader draws its order when the epoch begins.
         before = _before_slow_batch(loop, is_first=True)
         if int(state.timestamp.batch_in_epoch) == 0:
@@ -120,7 +121,8 @@ def run(loop: Loop) -> None:
             for metric in state.train_metrics.values():
                 metric.reset()
 
-        finished, exhausted = _epoch(loop, before)
+        finished, exhausted = _epoch(loop, before, only_ends=ends)
+        ends = False
         if state.train_metrics:
             state.train_metric_values.update(log_metrics(loop.logger, state.train_metrics, "train"))
         if not finished:
@@ -134,8 +136,12 @@ def run(loop: Loop) -> None:
     engine.run_event(Event.FIT_END)
 
 
-def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
-    """Train on what is left of the epoch; ``before`` is what to go back to where its first batch is given up.
+def _epoch(loop: Loop, before: DataRollback | None, *, only_ends: bool = False) -> tuple[bool, bool]:
+    """Train on what is left of the epoch.
+
+    Args:
+        loop: what it works with.
+        before: what to go back to where the first batch is given up. only_ends: all batches have been trained on.
 
     Returns:
         Whether the epoch is over (false: training ended within it), and whether the loader itself ended it.
@@ -145,6 +151,8 @@ def _epoch(loop: Loop, before: DataRollback | None) -> tuple[bool, bool]:
     done = int(state.timestamp.batch_in_epoch)
     with interruption.shielding_workers(loop.spec.dataloader):
         batches = loop.position.epoch(int(state.timestamp.epoch), done if loop.spin_dataloaders else 0)
+    if only_ends:
+        return _at_end_of_epoch(loop), False
     if loop.subset_num_batches >= 0:
         batches = itertools.islice(batches, max(0, loop.subset_num_batches - done))
     communicator = loop.ranks.communicator
@@ -284,11 +292,15 @@ def _step_schedulers(state: State) -> None:
             scheduler.step()
 
 
-def _finish_iteration_if_due(loop: Loop) -> None:
-    state, engine = loop.state, loop.engine
+def _is_end_of_iteration(state: State) -> bool:
     length = state.iteration_length
     done = state.timestamp.epoch_in_iteration if length.unit is TimeUnit.EPOCH else state.timestamp.token_in_iteration
-    if done >= length:
+    return done >= length
+
+
+def _finish_iteration_if_due(loop: Loop) -> None:
+    state, engine = loop.state, loop.engine
+    if _is_end_of_iteration(state):
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.to_next_iteration()
         engine.run_event(Event.ITERATION_END)
@@ -318,6 +330,13 @@ def _evaluate_what_was_interrupted(loop: Loop) -> None:
     _checkpoint(loop, _CHECKPOINT_AFTER[event])
     if int(state.timestamp.batch_in_epoch) == 0 and event is not Event.ITERATION_END:
         _finish_iteration_if_due(loop)
+
+
+def has_open_end(state: State) -> bool:
+    """Return true if training is over and its last epoch, or iteration, has not ended: it was interrupted before."""
+    done, batches = state.timestamp.batch_in_epoch, state.dataloader_len
+    is_whole = batches is not None and done >= batches if int(done) else _is_end_of_iteration(state)
+    return state.training_is_over and is_whole
 
 
 def _at_end_of_epoch(loop: Loop) -> bool:

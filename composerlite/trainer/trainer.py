@@ -44,7 +44,7 @@ from composerlite.trainer.calls.settings import RunSettings
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
 from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
 from composerlite.trainer.evaluate import EvaluationLoop
-from composerlite.trainer.loop import Loop, run
+from composerlite.trainer.loop import Loop, has_open_end, run
 from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
 from composerlite.trainer.step import TrainStep
@@ -250,6 +250,7 @@ class Trainer:
         compile_config = checks.check_compile_config(compile_config)
         load = LoadSettings.of(arguments)
         self._has_told_start = False
+        self._may_lack_end = False
         self._autoresume = autoresume
         self._position: DataPosition | None = None
 
@@ -383,8 +384,10 @@ class Trainer:
             ConfigError: there is nothing to train on, or no end, or the end is behind.
             Exception: whatever the model, an algorithm or a callback raises.
         """
-        self._settings = self._settings.replaced(locals())
+        given = locals()
         leave_by()  # as at construction
+        self._end_call_before()
+        self._settings = self._settings.replaced(given)
         state = self.state
         if train_dataloader is not None:
             self._set_train_data(train_dataloader)
@@ -424,6 +427,7 @@ class Trainer:
                 messages.tell_result(state, self._savers, {}, trained=False)
                 calls.note_start()
                 calls.finish()
+                self._may_lack_end = True
                 return
             raise ConfigError(
                 f"max_duration={state.max_duration} has been reached: the run is at epoch {int(state.timestamp.epoch)}"
@@ -440,44 +444,16 @@ class Trainer:
             self._has_told_start = True
         state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
         if begun_before:
-            differences = [*self._start.differences, *differences, *differences_of_run(state, seed=self._given_seed)]
-            tell(state, differences)
+            differences += differences_of_run(state, seed=self._given_seed)
+        tell(state, [*self._start.differences, *differences])
         self._start, state.resumed_metadata = self._start._replace(differences=[]), {}
-        loop = Loop(
-            state=state,
-            engine=self.engine,
-            logger=self.logger,
-            spec=self._train_spec,
-            position=self._place_in(self._train_spec),
-            step=TrainStep(
-                state,
-                self.engine,
-                self._train_spec,
-                weight_by_tokens=self._accumulate_on_tokens,
-                ranks=self._ranks,
-                replays_graphs=self._replays_graphs,
-            ),
-            evaluation=self._evaluation,
-            subset_num_batches=self._settings.train_subset_num_batches,
-            step_schedulers_every_batch=self._schedulers_step_every_batch(),
-            spin_dataloaders=self._settings.spin_dataloaders,
-            ranks=self._ranks,
-        )
+        loop = self._loop(self._train_spec)
         calls.note_start()
         try:
-            with build.bars_stopped_by_errors(self.logger):
-                run(loop)
-        except BaseException as e:
-            if isinstance(e, Exception):
-                for saver in self._savers:
-                    if saver.options.on_exception:
-                        saver.saver.save_after_exception(state, e)
+            self._run(loop)
+        except BaseException:
             calls.fail(begun_before=begun_before, reset_time=reset_time)
-            self._ranks.parallel.give_up()
             raise
-        finally:
-            state.interruption.unwatch()
-            self._run_settings.leave()
         calls.finish()
         messages.tell_result(state, self._savers, state.total_loss_dict, trained=True)
 
@@ -486,6 +462,54 @@ class Trainer:
         """Summary of training on a line, as ``fit`` prints it at its end: duration, last values, last checkpoint."""
         losses = self.state.total_loss_dict
         return messages.result(self.state, self._savers, losses, trained=bool(losses))
+
+    def _loop(self, spec: DataSpec) -> Loop:
+        """The loop of this call of ``fit``, on the data ``spec``."""
+        step = TrainStep(
+            self.state,
+            self.engine,
+            spec,
+            weight_by_tokens=self._accumulate_on_tokens,
+            ranks=self._ranks,
+            replays_graphs=self._replays_graphs,
+        )
+        return Loop(
+            state=self.state,
+            engine=self.engine,
+            logger=self.logger,
+            spec=spec,
+            position=self._place_in(spec),
+            step=step,
+            evaluation=self._evaluation,
+            subset_num_batches=self._settings.train_subset_num_batches,
+            step_schedulers_every_batch=self._schedulers_step_every_batch(),
+            spin_dataloaders=self._settings.spin_dataloaders,
+            ranks=self._ranks,
+        )
+
+    def _run(self, loop: Loop) -> None:
+        try:
+            with build.bars_stopped_by_errors(self.logger):
+                run(loop)
+        except BaseException as e:
+            if isinstance(e, Exception):
+                for saver in self._savers:
+                    if saver.options.on_exception:
+                        saver.saver.save_after_exception(self.state, e)
+            self._ranks.parallel.give_up()
+            raise
+        finally:
+            self.state.interruption.unwatch()
+            self._run_settings.leave()
+
+    def _end_call_before(self) -> None:
+        """Run the end of the call before, where the interrupted run had not come to it: this call begins behind it."""
+        spec = self._train_spec
+        if self._may_lack_end and spec is not None:
+            self._use_train_data(spec)
+            if has_open_end(self.state):
+                self._run(self._loop(spec))
+        self._may_lack_end = False
 
     def _place_in(self, spec: DataSpec) -> DataPosition:
         """The position in the training data: that of the last ``fit`` on it, of the checkpoint, or its start."""

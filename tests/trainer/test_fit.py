@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.data import DataLoader
 from trainer_parts import At, Events, Net, Points, Seen, Step, build, loader, optimizer_state, same, weights
 
@@ -189,6 +189,54 @@ def test_a_script_that_is_started_again_goes_on_where_it_was(name: str, every: i
         after, resumed = launch(script, folder, **arguments)
         assert before + after == steps, f"interrupted after batch {cut}"
         assert same(weights(resumed), weights(whole)), f"interrupted after batch {cut}"
+
+
+def then_an_epoch(trainer: Trainer) -> None:
+    trainer.fit(duration="5ba")
+    trainer.fit(duration="1ep")
+
+
+def then_an_iteration(trainer: Trainer) -> None:
+    trainer.fit(duration="1ep")
+    trainer.fit(duration="2iter")
+
+
+def then_other_data(trainer: Trainer) -> None:
+    trainer.fit(duration="5ba")
+    trainer.fit(train_dataloader=loader(16), duration="5ba")
+
+
+def then_another_schedule(trainer: Trainer) -> None:
+    optimizer = trainer.state.optimizers[0]
+    trainer.fit(duration="5ba", schedulers=StepLR(optimizer, 1, 0.5))
+    trainer.fit(duration="7ba", schedulers=StepLR(optimizer, 2, 0.1))
+
+
+@pytest.mark.parametrize("script", [then_an_epoch, then_an_iteration, then_other_data, then_another_schedule])
+def test_a_call_begins_behind_the_epoch_that_the_one_before_ended_with(script: Launch, tmp_path: Path) -> None:
+    """A run is killed when the last batch of a call, and of an epoch, has been saved: the next call trains as long as
+    it would have, counts the same epochs and steps the same schedules."""
+    steps, whole = launch(script, tmp_path / "whole")
+    interval = "1ep" if script is then_an_iteration else "1ba"
+    before, _ = launch(script, tmp_path / "cut", cut=6 if interval == "1ep" else 5, save_interval=interval)
+    after, resumed = launch(script, tmp_path / "cut")
+    assert before[:5] + after == steps
+    assert same(weights(resumed), weights(whole))
+    counts = [{n: c for n, c in one.state.timestamp.plain().items() if "wct" not in n} for one in (whole, resumed)]
+    assert counts[0] == counts[1]
+    schedules = [[schedule.state_dict() for schedule in one.state.schedulers] for one in (whole, resumed)]
+    assert schedules[0] == schedules[1]
+
+
+def test_a_changed_rate_is_told_where_the_next_call_takes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A script whose learning rate was changed between two calls of fit trains the second with it, and says so."""
+    launch(two_fits, tmp_path, cut=4)
+    model = Net(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    steps, trainer = launch(two_fits, tmp_path, model=model, optimizers=optimizer)
+    assert len(steps) == 7
+    assert trainer.state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
+    assert "the learning rate was (0.1,) in the interrupted run and is (0.05,) now" in caplog.text
 
 
 def test_a_torch_schedule_without_max_duration_goes_on_where_it_was(tmp_path: Path) -> None:
