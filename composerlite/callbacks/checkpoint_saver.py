@@ -172,6 +172,7 @@ class CheckpointSaver(Callback):
             )
         if self.options.best_metric is not None:
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
+            state.needs_train_metrics = state.needs_train_metrics or self.options.best_metric.startswith("train/")
         self._last_says = self._last_says or _says(state)  # what was loaded
         is_saved = self.saver.settle(state)
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):

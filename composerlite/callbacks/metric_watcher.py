@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -10,6 +11,8 @@ import torch
 
 from composerlite.core import Callback, Logger, State, gives_one_value
 from composerlite.errors import ConfigError, did_you_mean
+
+log = logging.getLogger(__name__)
 
 IsBetter: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], torch.Tensor | bool]"
 """Tells whether the first value is better than the second."""
@@ -64,6 +67,8 @@ class MetricWatcher(Callback, ABC):
                 f"{type(self).__name__}(dataloader_label={self.dataloader_label!r}): there is no such data."
                 f"{did_you_mean(self.dataloader_label, labels)}"
             )
+        if self.is_of(state):
+            state.needs_train_metrics = True
         metrics = state.train_metrics if self.is_of(state) else state.eval_metrics.get(self.dataloader_label, {})
         if all(gives_one_value(metric) for metric in metrics.values()):
             self._check_metric(metrics)
@@ -79,8 +84,17 @@ class MetricWatcher(Callback, ABC):
             self.look_among(state.eval_metric_values, state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        if self.is_of(state):
+        if not self.is_of(state):
+            return
+        if state.train_metric_values or not state.train_metrics:
             self.look_among(state.train_metric_values, state)
+        elif state.rank == 0:
+            log.warning(
+                "%s looks at %s of whole epochs, and the checkpoint that was loaded has none of this one: it is older, "
+                "or was saved without metrics. The next epoch counts again.",
+                type(self).__name__,
+                self.logged_name,
+            )
 
     def is_of(self, state: State) -> bool:
         """Return true if the metric is one of the data in use now."""

@@ -122,6 +122,7 @@ class Trainer:
             that a run resumes from memory when a node is lost. GB/s that each node sends at most (1 GB is 10⁹ bytes).
         save_compat: ``'composer'``: save what Composer loads, too. Times are then ``timedelta``.
         save_metrics: put the state of metrics into checkpoints, so that those of an epoch survive a resume within it.
+            Those of training are saved in any case where a callback decides by them.
         autoresume: resume from the newest good checkpoint of this ``run_name``, if there is one. Needs a ``run_name``.
             A run that is preempted saves first: see :class:`PreemptionHandler`.
         autoresume_timeout: seconds to wait for the end of another process that has this run; after that it is an error.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,57 @@ def test_one_of_several_ranks_stops_the_run_for_good(tmp_path: Path, event: str,
     assert run_ranks(stopping_ranks.train, 2, tmp_path, "", tokens, "5ep", dist_timeout=None) == [[], []]
     longer = run_ranks(stopping_ranks.train, 2, tmp_path, "", tokens, "6ep", dist_timeout=None)
     assert longer == [list(range(len(first[0]) + 1, 25))] * 2
+
+
+class Numbered(Net):
+    """Its training metric is the mean number of the points: 9.5 in a whole epoch, and another one in a part of it."""
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:
+        return {"number": MeanMetric()} if is_train else {}
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Any) -> None:
+        metric.update(batch[2])
+
+
+DECIDING: dict[str, Callable[[], dict[str, Any]]] = {
+    "a stopper": lambda: {"callbacks": [EarlyStopper("number", "train", comp=operator.ne)]},
+    "retention": lambda: {"save_best_k": 1, "save_best_metric": "train/number", "save_keep_every": "1ba"},
+}
+
+
+@pytest.mark.parametrize("who", DECIDING)
+@pytest.mark.parametrize("batch", [7, 10])
+def test_who_decides_by_the_metrics_of_training_gets_those_of_whole_epochs(
+    tmp_path: Path, who: str, batch: int
+) -> None:
+    """A run that is resumed within an epoch, or behind its last batch, sees what the uninterrupted run saw, and stops
+    after the same epoch; ``save_metrics`` need not be given."""
+
+    def train(**arguments: Any) -> tuple[list[float], int]:
+        values: list[float] = []
+        seen = At(Event.EPOCH_END, lambda state: values.append(state.train_metric_values["number"]))
+        own = DECIDING[who]()
+        callbacks = [*own.pop("callbacks", []), seen]
+        with build(model=Numbered(), callbacks=callbacks, max_duration="6ep", **own, **arguments) as trainer:
+            trainer.fit()
+        return values, int(trainer.state.timestamp.epoch)
+
+    epochs = 3 if who == "a stopper" else 6
+    assert train(save_folder=tmp_path, save_interval=f"{batch}ba", run_name="run") == ([9.5] * epochs, epochs)
+    checkpoint = tmp_path / f"ep1-ba{batch}-rank0.pt"
+    values, ended = train(load_path=checkpoint, run_name="run", save_folder=tmp_path / "resumed")
+    assert (values, ended) == ([9.5] * (epochs - 1), epochs)
+
+
+def test_a_stopper_passes_over_an_epoch_of_which_nothing_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint without the metrics of training, as of an older version, is resumed; the log says what is lost."""
+    with build(model=Numbered(), save_folder=tmp_path, save_interval="5ba", run_name="run") as trainer:
+        trainer.fit()
+    checkpoint = tmp_path / "ep0-ba5-rank0.pt"
+    stopper = EarlyStopper("number", "train", comp=operator.ne)
+    with build(model=Numbered(), callbacks=stopper, load_path=checkpoint, run_name="run") as trainer:
+        trainer.fit()
+    assert stopper.best == 9.5
+    assert "EarlyStopper looks at metrics/train/number of whole epochs" in caplog.text

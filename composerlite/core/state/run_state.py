@@ -90,6 +90,7 @@ class RunState:
         resumed_metadata: ``metadata`` of the checkpoint of the run that this one continues; empty: it continues none.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
         train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
+        needs_train_metrics: somebody decides by those of whole epochs: checkpoints have their state in any case.
         train_metric_values, eval_metric_values: last computed values by metric name.
         dataloader, dataloader_label, dataloader_len: the loader in use now.
         data_position: gives ``dataset_state`` while training; set by the training loop.
@@ -170,6 +171,7 @@ class RunState:
         self.device_train_microbatch_size = device_train_microbatch_size
         self.auto_microbatching = auto_microbatching
         self.save_metrics = save_metrics
+        self.needs_train_metrics = False
         self.rank = rank
         self.world_size = world_size
         self.parallelism = parallelism

@@ -37,8 +37,9 @@ class State(ComposerNames):
         """Everything a full checkpoint holds of this state. Tensors are those in use: copy them before training on."""
         position = self.data_position
         metrics: StateDict = {"train_metrics": {}, "eval_metrics": {}}
-        if self.save_metrics:
+        if self.save_metrics or self.needs_train_metrics:
             metrics["train_metrics"] = metric_states(self.train_metrics)
+        if self.save_metrics:
             metrics["eval_metrics"] = {label: metric_states(of_label) for label, of_label in self.eval_metrics.items()}
         return {
             **self._trained(),
