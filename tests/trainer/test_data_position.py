@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from data_kinds import COUNT, KINDS, FromSharedGenerator, Noisy, Stream, noisy_collate, ordered_by, seeded, shuffled
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_parts import At, Points, Seen, Step, build, loader, same, weights
 
@@ -185,6 +186,65 @@ def test_a_subset_of_each_epoch_is_resumed(workers: int, tmp_path: Path) -> None
             rest, end_of_rest = run(kind(), load_path=checkpoint, **arguments)
             assert rest == steps[batch:]
             assert same(end_of_rest, end)
+
+
+class Endless(IterableDataset[Any]):
+    """Points without an end: a pass begins where the one before was left, and ends after ``length`` of them."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        points = Points(100)
+        for _ in itertools.count() if self.length is None else range(self.length):
+            self.place += 1
+            yield points[self.place - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.place = state_dict["place"]
+
+
+class EndlessLoader(Endless):
+    """A loader of the user's over the same."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for point in super().__iter__():
+            yield [part.unsqueeze(0) for part in point]
+
+
+@pytest.mark.parametrize(("kind", "size"), [(EndlessLoader, 1), (lambda *n: StatefulDataLoader(Endless(*n), 4), 4)])
+def test_a_stream_that_keeps_its_place_over_epochs(
+    kind: Callable[..., Any], size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where ``train_subset_num_batches`` makes the epochs of an endless stream, a resume between two of them cannot
+    know that it would have continued, and the log says so; where the stream makes them, it is exact."""
+    run(kind(), save_folder=tmp_path / "cut", train_subset_num_batches=3)
+    run(kind(), load_path=tmp_path / "cut" / "ep1-ba3-rank0.pt", train_subset_num_batches=3)
+    assert "the last epoch of the interrupted run ended before its data" in caplog.text
+    assert "have it end each pass itself" in caplog.text.lower()
+
+    caplog.clear()
+    steps, end = run(kind(3 * size), save_folder=tmp_path / "whole")
+    rest, end_of_rest = run(kind(3 * size), load_path=tmp_path / "whole" / "ep1-ba3-rank0.pt")
+    assert len(steps) == 9
+    assert rest == steps[3:]
+    assert same(end_of_rest, end)
+    assert "ended before its data" not in caplog.text
+
+
+def test_a_loader_that_begins_anew_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A StatefulDataLoader over a map-style data set, in epochs of three batches, is exact between two of them."""
+    arguments: dict[str, Any] = {"train_subset_num_batches": 3}
+    steps, end = run(StatefulDataLoader(Points(), 4, shuffle=True), save_folder=tmp_path, **arguments)
+    again = StatefulDataLoader(Points(), 4, shuffle=True)
+    rest, end_of_rest = run(again, load_path=tmp_path / "ep1-ba3-rank0.pt", **arguments)
+    assert rest == steps[3:]
+    assert same(end_of_rest, end)
+    assert "ended before its data" not in caplog.text
 
 
 # ── workers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -249,6 +249,7 @@ class StatefulPosition(_StreamPosition):
         self._stateful = stateful
         self._timestamp = timestamp
         self._has_state = False
+        self._was_left = False
         self._pass: _Pass | None = None
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -319,10 +320,30 @@ class StatefulPosition(_StreamPosition):
         self._pass = None
         # A loader that was left in the middle starts the next epoch afresh: its state speaks of the one that is over.
         self._has_state = exhausted or is_streaming(self._stateful)
+        self._was_left = not self._has_state
+
+    def _rejoin(self, saved: StateDict) -> None:
+        if saved.get("was_left") and self._may_keep_its_place():
+            log.warning(
+                "the last epoch of the interrupted run ended before its data, and the next one begins at the beginning "
+                "of the %s. If that keeps its place from one pass to the next, this is not the run that was "
+                "interrupted: data are given again. Have it end each pass itself, without train_subset_num_batches, "
+                "and its state is restored.",
+                type(self._stateful).__name__,
+            )
+        super()._rejoin(saved)
+
+    def _may_keep_its_place(self) -> bool:
+        """Return true if a pass that follows one that was left may continue where that was: nobody can tell before."""
+        loader: Any = self._loader
+        if not isinstance(loader, DataLoader):
+            return True
+        stays = loader.num_workers == 0 or loader.persistent_workers  # other workers begin with a copy each time
+        return stays and isinstance(loader.dataset, IterableDataset) and isinstance(loader.dataset, Stateful)
 
     def _own_state(self) -> StateDict:
         if not self._has_state:
-            return {"loader": None}
+            return {"loader": None, "was_left": True} if self._was_left else {"loader": None}
         if is_streaming(self._stateful):
             done = int(self._timestamp().sample_in_epoch)
             saved = self._stateful.state_dict(num_samples=done, from_beginning=True)
