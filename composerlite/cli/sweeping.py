@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import PurePosixPath
 from typing import Any
 
 import click
@@ -89,7 +90,7 @@ def prune(
             _check_metric(best_metric, groups)
         seen: set[str] = set()
         for place, chosen, gone in plans:
-            used = place.in_use() if gone else set[str]()
+            used = _with_folders(place.in_use()) if gone else set[str]()
             for found in chosen:
                 if _is_known(place.uri(found.name), seen):
                     continue
@@ -149,6 +150,11 @@ def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Fou
         and not is_vouched(found)
         and _is_old(found, age)
     ]
+
+
+def _with_folders(names: set[str]) -> set[str]:
+    """``names``, and the folders they are in: a link may lead to a file of a checkpoint that is a directory."""
+    return names | {str(folder) for name in names for folder in PurePosixPath(name).parents}
 
 
 def _check_run(run: str, there: Iterable[str | None]) -> None:

@@ -71,6 +71,20 @@ def test_prune_leaves_what_a_link_leads_to(demo: Path) -> None:
     assert (demo / "latest-rank0.pt").exists()
 
 
+def test_prune_leaves_directories_that_links_lead_to(tmp_path: Path) -> None:
+    """The user's own link ``best`` to a step, one to a file in a step, and an absolute one through a linked folder."""
+    model = torch.nn.Linear(4, 2)
+    for step in (10, 20, 30, 40, 50):
+        Checkpointer().save(tmp_path / f"steps/step{step}", model, {"step": step})
+    (tmp_path / "linked").symlink_to("steps")
+    (tmp_path / "steps/best").symlink_to("step10")
+    (tmp_path / "steps/index").symlink_to("step20/model_and_optim/.metadata")
+    (tmp_path / "steps/absolute").symlink_to(tmp_path / "linked/step30")
+    gone = answer("checkpoint", "prune", "steps", "--keep-last", 1, cwd=tmp_path)["removed"]
+    assert [one["uri"] for one in gone] == ["steps/step40"]
+    assert all((tmp_path / "steps" / link).exists() for link in ("best", "index", "absolute"))
+
+
 def test_prune_leaves_what_is_being_replaced(demo: Path) -> None:
     """A commit that was killed between its two renames is completed by the next launch: its name stays till then."""
     manifest = demo / ".manifest" / f"{ONE}.json"

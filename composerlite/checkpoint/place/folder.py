@@ -440,11 +440,12 @@ class Folder(Place):
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def in_use(self) -> set[str]:
         used: set[str] = set()
-        for folder, _, names in os.walk(self.path):
-            for path in (Path(folder) / name for name in names):
+        real = os.path.realpath(self.path)
+        for folder, folders, names in os.walk(self.path):
+            for path in (Path(folder) / name for name in (*folders, *names)):  # a link to a directory is one of those
                 relative = path.relative_to(self.path)
                 if path.is_symlink():
-                    used.add(os.path.relpath(path.parent / path.readlink(), self.path))
+                    used.add(os.path.relpath(os.path.realpath(path), real))
                 elif MANIFESTS in relative.parts and (begun := _BEGUN.fullmatch(path.name)) is not None:
                     inside = [part for part in relative.parts[:-1] if part != MANIFESTS]
                     used.add("/".join([*inside, begun[1]]))
