@@ -111,6 +111,19 @@ def test_another_checkpoint_is_not_overwritten_unasked(where: str, demo: Path, b
     assert composerlite("checkpoint", "verify", place, cwd=demo.parent).returncode == 0
 
 
+def test_a_file_and_a_directory_do_not_replace_one_another(tmp_path: Path, demo: Path) -> None:
+    """Two runs, of which one saves a file ``x.pt`` and the other a directory of that name, into one folder: the error
+    tells it, and what was there is what it was, with its manifest."""
+    save_model_and_optim_state(tmp_path / "directory/x.pt", torch.nn.Linear(4, 2))
+    assert composerlite("checkpoint", "convert", f"demo/{ONE}", "file/x.pt", cwd=tmp_path).returncode == 0
+    for source, target in (("directory", "file"), ("file", "directory")):
+        done = composerlite("checkpoint", "cp", f"{source}/x.pt", target, "--overwrite", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"'{target}/x.pt' is a {target}, which a {source} does not replace" in done.stderr
+        (found,) = answer("checkpoint", "verify", target, cwd=tmp_path)["checkpoints"]
+        assert found["state"] == "verified"
+
+
 def test_a_file_that_is_no_part_of_a_checkpoint_is_not_overwritten_unasked(demo: Path) -> None:
     """Data of that name that nobody vouches for may be somebody's."""
     (demo.parent / "there").mkdir()

@@ -47,7 +47,8 @@ def copy(
         progress: is called with each number of bytes.
 
     Raises:
-        CheckpointExistsError: there is another one of that name, or a file of the same name with other bytes.
+        CheckpointExistsError: there is another one of that name, or a file of the same name with other bytes. Also with
+            ``overwrite`` if the one is a file and the other a directory.
         CorruptCheckpointError: it is incomplete, or a file is not what was saved. Nothing was copied.
         CheckpointNotFoundError: it has no manifest.
         IncompatibleCheckpointError: a part of it is on the disks of other nodes.
@@ -64,10 +65,16 @@ def copy(
             f"{target.uri(found.name)!r} is another checkpoint of that name. Copy to another place, or give "
             "--overwrite to replace it."
         )
+    old = next((one for one in survey(target) if one.name == found.name), None) if others else None
+    if old is not None and old.commits and _is_of_another_kind(old, found):
+        kinds = ("a file", "a directory") if _is_directory(found) else ("a directory", "a file")
+        raise CheckpointExistsError(
+            f"{target.uri(found.name)!r} is {kinds[0]}, which {kinds[1]} does not replace. Copy to another place, or "
+            "remove it first."
+        )
     mends = any(data is not None for data in there.values())  # an incomplete copy of this one is there
     if mends or overwrite:  # nothing of what is there goes for what is damaged
         _verify(source, found)
-    old = next((one for one in survey(target) if one.name == found.name), None) if others else None
     before = () if old is None else old.files
     if there != commits and old is not None and _can_replace(old, found, target):
         _replace(source, found, target.inside(found.home.rstrip("/")), commits, progress)
@@ -97,13 +104,20 @@ def _remove_others(target: Place, before: Sequence[StoredFile], found: Found) ->
 
 def _can_replace(old: Found, found: Found, target: Place) -> bool:
     """Return true if the commit of a save can replace ``old``: in a bucket no directory, as its files keep names."""
-    if old.committed is None or found.manifest is None or _is_directory(old) != _is_directory(found):
+    if old.committed is None or found.manifest is None:
         return False
     return target.path_of("") is not None or not _is_directory(found)
 
 
 def _is_directory(found: Found) -> bool:
     return found.kind == "step" or (found.manifest is not None and found.manifest.is_directory)
+
+
+def _is_of_another_kind(old: Found, found: Found) -> bool:
+    """Return true if ``old`` is a file where ``found`` is a directory, or a directory where that is a file."""
+    if _is_directory(found):
+        return any(file.path == found.name for file in old.files)
+    return any(file.path.startswith(f"{found.name}/") for file in old.files)
 
 
 def _replace(
