@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from commands import answer, composerlite, published, train
+from forked import run_forked
 
 from composerlite.checkpoint import (
     Checkpointer,
@@ -20,6 +24,7 @@ from composerlite.checkpoint import (
     save_model_and_optim_state,
 )
 from composerlite.checkpoint.tools.comparing import compared, flat
+from composerlite.cli import main
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
 
@@ -148,6 +153,37 @@ def test_convert_replaces_files_and_their_manifests_only(to: str, demo: Path) ->
         composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", *form, "--overwrite", cwd=demo.parent)
         (found,) = answer("checkpoint", "verify", f"demo/{TWO}", cwd=demo.parent)["checkpoints"]
         assert found["state"] == "unverified"
+
+
+def limited(*_: str) -> None:
+    """The command on a disk that has no room for what it writes."""
+    sys.dont_write_bytecode = True  # which would have no room either
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    main()
+
+
+@pytest.mark.parametrize("to", ["state_dict", "lightning"])
+def test_a_conversion_without_room_leaves_what_it_was_to_replace(to: str, demo: Path) -> None:
+    """The checkpoint of that name keeps its manifest, by which a run resumes from it."""
+    arguments = ["checkpoint", "convert", f"demo/{THREE}", f"demo/{TWO}", "--to", to, "--overwrite"]
+    done = run_forked(limited, *arguments, cwd=demo.parent)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "File too large" in done.stderr
+    (found,) = answer("checkpoint", "verify", f"demo/{TWO}", cwd=demo.parent)["checkpoints"]
+    assert found["state"] == "verified"
+
+
+@pytest.mark.parametrize("to", ["state_dict", "lightning", "accelerate", "transformers"])
+def test_a_conversion_for_others_replaces_no_checkpoint_that_is_a_folder(to: str, demo: Path) -> None:
+    """A folder of weights that was saved here stays with its manifest, also where files of its names would come."""
+    assert composerlite("checkpoint", "convert", f"demo/{ONE}", "w", "--to", "safetensors", cwd=demo.parent).stdout
+    done = composerlite("checkpoint", "convert", f"demo/{THREE}", "w", "--to", to, "--overwrite", cwd=demo.parent)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "'w' is a " in done.stderr
+    assert "Give another" in done.stderr
+    (found,) = answer("checkpoint", "verify", "w", cwd=demo.parent)["checkpoints"]
+    assert found["state"] == "verified"
 
 
 @pytest.mark.parametrize("form", ["ep2", "ep2.pt", "ep2.pt.gz", "ep2.tar"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,8 +100,7 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
         ConfigError: ``rename`` gives two weights one name, or changes none.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    _make_free(path, overwrite=overwrite)
-    plain_file.write_safetensors(path, weights)
+    plain_file.write_safetensors(path, weights, replacing=_replacing(path, overwrite=overwrite))
 
 
 def write_safetensors_folder(
@@ -118,8 +117,7 @@ def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str,
     :func:`write_safetensors`.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    _make_free(path, overwrite=overwrite)
-    write_torch(path, weights)
+    write_torch(path, weights, replacing=_replacing(path, overwrite=overwrite))
 
 
 def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
@@ -131,17 +129,26 @@ def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, 
     """
     taken = taken_of(contents, source, rename or Rename())
     written = lightning_contents(taken)
-    _make_free(path, overwrite=overwrite)
-    write_torch(path, written)
+    write_torch(path, written, replacing=_replacing(path, overwrite=overwrite))
     if taken.left:
         log.info("%s: not written for Lightning: %s", source, ", ".join(map(str, taken.left)))
 
 
-def _make_free(path: Path, *, overwrite: bool) -> None:
+def _replacing(path: Path, *, overwrite: bool) -> Callable[[], None]:
+    """See that the file ``path`` may be written; return what to call when its bytes are durable.
+
+    That takes away the manifest of what is there, which does not describe what comes. Not earlier: a write that fails
+    leaves the checkpoint as it was.
+
+    Raises:
+        CheckpointExistsError: there is something, and ``overwrite`` is false, or it is a folder.
+    """
+    if path.is_dir():
+        raise CheckpointExistsError(f"{str(path)!r} is a folder, and a file does not replace it. Give another name.")
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
     make_folder(path.parent)
-    remove_manifest(Folder(path.parent), record_path(path.name))  # what comes is not what it describes
+    return lambda: remove_manifest(Folder(path.parent), record_path(path.name))
 
 
 def _is_model(contents: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename, tensors_of
 from composerlite.checkpoint.foreign.outgoing import accelerate_files, taken_of, transformers_files
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
 from composerlite.checkpoint.tools.whole import weights_of
@@ -361,7 +362,11 @@ def _as_type(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[s
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _check_empty(folder: Path, *, overwrite: bool) -> None:
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if Catalog(folder.parent).record_path(folder.name).exists():  # its manifest would not describe what comes
+        raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint, which this would damage. Give another folder.")
+    if not overwrite:
         raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")
 
 
