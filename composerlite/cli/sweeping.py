@@ -15,7 +15,14 @@ from composerlite.checkpoint.place.place import Leftover, Place
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, survey, vouched_from_above
+from composerlite.checkpoint.tools.surveying import (
+    Found,
+    abandoned,
+    committing,
+    remove,
+    survey,
+    vouched_from_above,
+)
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
@@ -94,10 +101,11 @@ def prune(
             for found in chosen:
                 if _is_known(place.uri(found.name), seen):
                     continue
-                if found.name not in gone or not used.isdisjoint((found.name, *(f.path for f in found.files))):
+                stays = found.name not in gone or not used.isdisjoint((found.name, *(f.path for f in found.files)))
+                if stays or not remove(place, found, dry_run=dry_run):  # or it was saved again meanwhile
                     kept.append(place.uri(found.name))
                 else:
-                    removed.append(_removed(place, found, gone[found.name], dry_run=dry_run))
+                    removed.append(_removed(place, found, gone[found.name]))
     _tell(removed, kept, dry_run=dry_run, as_json=as_json)
 
 
@@ -132,23 +140,31 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                     (completed if one.is_completed else removed).append(_leftover(one))
             if not dry_run:
                 place.sweep(age)
+                still = {one.name for one in _orphans(place, left, age)} if doomed else set[str]()
+                doomed = [one for one in doomed if one.name in still]  # a sweep may take long, and a run may save
             for found in doomed:
-                if not _is_known(place.uri(found.name), seen):
-                    removed.append(_removed(place, found, "data without a manifest", dry_run=dry_run))
+                if not _is_known(place.uri(found.name), seen) and remove(place, found, dry_run=dry_run):
+                    removed.append(_removed(place, found, "data without a manifest"))
     _tell(removed, [], dry_run=dry_run, as_json=as_json, completed=completed)
 
 
 def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Found]:
-    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes."""
+    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes.
+
+    What a process is committing, which has its name and no manifest for a moment, is in neither of two surveys, or is
+    announced between them.
+    """
     decided = {path for one in left for path in one.paths}
     is_vouched = vouched_from_above(place)
+    listed = [one for one in survey(place) if one.may_be_left_over and _is_old(one, age)]
+    if not listed:
+        return []
+    decided |= committing(place, listed)
+    still = {one.name for one in survey(place) if one.may_be_left_over}
     return [
-        found
-        for found in survey(place)
-        if found.may_be_left_over
-        and decided.isdisjoint(file.path for file in found.files)
-        and not is_vouched(found)
-        and _is_old(found, age)
+        one
+        for one in listed
+        if one.name in still and decided.isdisjoint(file.path for file in one.files) and not is_vouched(one)
     ]
 
 
@@ -214,9 +230,7 @@ def _is_known(uri: str, seen: set[str]) -> bool:
     return known
 
 
-def _removed(place: Place, found: Found, why: str | None, *, dry_run: bool) -> dict[str, Any]:
-    if not dry_run:
-        remove(place, found)
+def _removed(place: Place, found: Found, why: str | None) -> dict[str, Any]:
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from commands import answer, composerlite, published, train
 
-from composerlite.checkpoint import Checkpointer
+from composerlite.checkpoint import Catalog, Checkpointer
+from composerlite.checkpoint.record.manifest import record_path
+from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import remove, survey
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, Transfer, open_store
 
@@ -92,6 +97,57 @@ def test_prune_leaves_what_is_being_replaced(demo: Path) -> None:
     gone = answer("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)["removed"]
     assert [one["uri"] for one in gone] == [f"demo/{TWO}"]
     assert (demo / ONE).exists()
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_prune_leaves_what_a_run_saves_meanwhile(where: str, demo: Path, bucket: str) -> None:
+    """``prune --abandoned`` beside the run that was started over, which has saved one of the old names by the time that
+    it would go: the new one, the newest of the run, stays."""
+    if where == "bucket":
+        published(demo, bucket)
+    with place_at(f"{bucket}/demo" if where == "bucket" else str(demo)) as place:
+        listed = {one.name: one for one in survey(place)}
+        train(demo, epochs=2, save_overwrite=True)
+        if where == "bucket":
+            published(demo, bucket)
+        assert not remove(place, listed[TWO])
+        catalog = Catalog(place)
+        for manifest in catalog.manifests():
+            catalog.verify(manifest)
+        assert {ONE, TWO} < {manifest.name for manifest in catalog.manifests()}
+        assert remove(place, listed[THREE])
+        assert [manifest.name for manifest in catalog.manifests()] == [ONE, TWO]
+
+
+def test_neither_prune_nor_gc_touches_a_commit_that_ends_later(demo: Path) -> None:
+    """Both beside a run that replaces the checkpoint of the first epoch and saves a new one, whose files have their
+    names and not yet their manifests."""
+    catalog = Catalog(demo)
+    one = catalog.manifest_of(ONE)
+    assert one is not None
+    listed = {found.name: found for found in survey(catalog.place)}
+    record = one.files[0]
+    new = replace(one, name="ep9.pt", files=(replace(record, path="ep9.pt"),))
+    with contextlib.ExitStack() as stack:
+        commits = []
+        for manifest in (one, new):
+            staged = stack.enter_context(StagedFile(demo / manifest.name))
+            staged.file.write((demo / ONE).read_bytes())
+            staged.flush()
+            parts = {manifest.name: staged.temporary}
+            commit = catalog.place.commit(manifest.name, parts, overwrite=True, record=record_path(manifest.name))
+            commits.append(stack.enter_context(commit))
+            commit.prepare(manifest)
+            commit.take_names()
+            staged.leave_behind()
+        assert not remove(catalog.place, listed[ONE])
+        gone = answer("checkpoint", "gc", "demo", "--orphans", "--older-than", "0s", cwd=demo.parent)
+        assert (gone["removed"], gone["completed"]) == ([], [])
+        for commit in commits:
+            commit.publish()
+    for manifest in catalog.manifests():
+        catalog.verify(manifest)
+    assert {manifest.name for manifest in catalog.manifests()} == {ONE, TWO, THREE, "ep9.pt"}
 
 
 def test_prune_in_a_bucket_leaves_what_a_link_leads_to(demo: Path, bucket: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import final
 
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
@@ -24,7 +25,7 @@ from composerlite.checkpoint.record.manifest import (
 )
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "survey", "vouched_from_above"]
+__all__ = ["UNLISTED", "Found", "abandoned", "committing", "newest", "remove", "survey", "vouched_from_above"]
 
 UNLISTED = "it has no manifest: its save did not end, or another program wrote it"
 _INDEX = ".metadata"
@@ -193,23 +194,67 @@ def survey(place: Place) -> list[Found]:
     return found + _unlisted(files, taken, {one.name for one in found})
 
 
-def remove(place: Place, found: Found) -> None:
+def committing(place: Place, listed: Iterable[Found]) -> set[str]:
+    """Return the files of commits in ``place`` that have begun and not ended: to be called after it was ``listed``.
+
+    Args:
+        place: has them.
+        listed: what is in it. The commits are looked for in the folders of these.
+    """
+    paths = [PurePosixPath(file.path) for one in listed for file in one.files]
+    files: set[str] = set()
+    for home in {"" if str(folder) == "." else f"{folder}/" for path in paths for folder in path.parents}:
+        for manifest in Catalog(place.inside(home.rstrip("/"))).begun():
+            files |= {home + record.path for record in manifest.files}
+    return files
+
+
+def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
     """Remove a checkpoint: what makes it one first, and of a directory its index next.
 
     A kill leaves a deletion that the next start completes, where there was a manifest.
+
+    Args:
+        place: has the checkpoint.
+        found: the checkpoint.
+        dry_run: do not remove it.
+
+    Returns:
+        Whether it goes. It stays if another one of its name was saved since it was found, or is being saved.
     """
     data = sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{_INDEX}"))
     with contextlib.ExitStack() as stack:
         for match in filter(None, map(_MANIFEST.fullmatch, found.commits)):
             home = place.inside(match["root"].rstrip("/"))
             with contextlib.suppress(CheckpointError):  # a damaged one says nothing
-                if (manifest := Catalog(home).manifest_of(match["name"])) is not None:
-                    stack.enter_context(home.deleting(manifest))
+                manifest = Catalog(home).manifest_of(match["name"])
+                if found.manifest is not None and manifest is None:
+                    return True  # another process deletes it
+                if manifest is not None:
+                    if _is_another(place, home, found, manifest):
+                        return False
+                    if not dry_run:
+                        stack.enter_context(home.deleting(manifest))
+        if dry_run:
+            return True
         for record in reversed(found.commits):
             remove_manifest(place, record)
         for path in data:
             place.delete(path)
     place.remove_emptied([*found.commits, *data])
+    return True
+
+
+def _is_another(place: Place, home: Place, found: Found, there: Manifest) -> bool:
+    """Return true if what the name of ``found`` has is not what was found: its manifest is ``there``."""
+    if found.manifest is None:
+        return False
+    is_same = there.saved_at == found.manifest.saved_at and {file.xxh3_128 for file in there.here} <= {
+        file.xxh3_128 for file in found.records
+    }
+    follower = f"{found.name}/{NEXT}"  # of a step in a bucket, which is to be replaced
+    is_followed = found.kind == "step" and place.exists(follower) and follower not in {one.path for one in found.files}
+    return not is_same or is_followed or any(True for _ in Catalog(home).begun(there.name))
 
 
 def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
