@@ -19,6 +19,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from composerlite.checkpoint import (
+    Checkpointer,
     async_save_model_and_optim_state,
     async_save_state_dict,
     get_checkpoint_metadata,
@@ -190,6 +191,43 @@ def test_one_error_lists_every_difference_and_nothing_is_loaded(tmp_path: Path) 
     ):
         assert part in text
     assert model.a.tolist() == [0, 0]
+
+
+class Tied(nn.Module):
+    """Two layers, which may have one weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if tied:
+            self.head.weight = self.body.weight
+
+
+@pytest.mark.parametrize("how", ["model", "state dict", "Checkpointer"])
+def test_two_weights_are_not_loaded_into_one(how: str, tmp_path: Path) -> None:
+    """A checkpoint of a model whose weights are not tied, loaded into one where they are: the error names both. Equal
+    ones are loaded, also with what is no number in them."""
+
+    def load(path: Path, model: nn.Module) -> None:
+        if how == "model":
+            load_model_and_optim_state(path / "model_and_optim", model)
+        elif how == "state dict":
+            load_state_dict(path / "model_and_optim", {"model": model.state_dict()})
+        else:
+            Checkpointer().load(path, (model, AdamW(model.parameters())))
+
+    model = Tied(tied=False)
+    Checkpointer().save(tmp_path / "different", model, {})
+    with pytest.raises(IncompatibleCheckpointError, match=r"one tensor here: model\.body\.weight, model\.head\.weight"):
+        load(tmp_path / "different", Tied(tied=True))
+    with torch.no_grad():
+        model.body.weight[0, 0] = float("nan")
+        model.head.weight.copy_(model.body.weight)
+    Checkpointer().save(tmp_path / "equal", model, {})
+    tied = Tied(tied=True)
+    load(tmp_path / "equal", tied)
+    assert tied.head.weight is tied.body.weight
+    assert torch.equal(tied.head.weight.nan_to_num(7), model.body.weight.nan_to_num(7))
 
 
 def test_not_strict_loads_what_both_have(tmp_path: Path) -> None:

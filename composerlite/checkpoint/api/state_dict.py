@@ -369,6 +369,7 @@ def load_state_dict(
 
     Raises:
         IncompatibleCheckpointError: the checkpoint has not all of it, or in other shapes or types; lists all of that.
+            Or it has different numbers for two names of one tensor, which may have been filled then.
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
         UntrustedCheckpointError: it names what is not known to be safe to load.
@@ -425,6 +426,7 @@ def load_model_and_optim_state(
     Raises:
         IncompatibleCheckpointError: it is one of another model or optimizer; lists what is missing, unexpected, or of
             another shape or type. Nothing has been loaded then.
+            Or it has different numbers for weights that are one here, which may have been filled then.
         ConfigError: the model or the optimizer is none that can be saved: see :func:`save_model_and_optim_state`.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """

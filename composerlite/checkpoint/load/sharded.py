@@ -234,6 +234,9 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
 
     Sparse and quantized tensors, and those of classes of their own, are replaced by others of their kind.
+
+    Raises:
+        IncompatibleCheckpointError: the checkpoint has different numbers for two names of one tensor, on any rank.
     """
     found = leaves(state, as_dcp=True, to_save=False)
     metadata = reader.read_metadata()
@@ -245,7 +248,13 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     for owner, key, steps in inner_tensors(metadata, list(found.values)):
         inner.setdefault(owner, {})[steps] = key
         wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
-    load_leaves(reader, wanted, group=group or group_of())
+    tied = dist.tied_names(wanted)
+    for key in (key for _, *others in tied for key in others):  # read apart, to see that nothing is lost
+        wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
+    group = group or group_of()
+    load_leaves(reader, wanted, group=group)
+    group.agree("comparing what is one tensor here", lambda: _check_tied(wanted, tied, reader.uri))
+    wanted |= {key: found.values[key] for _, *others in tied for key in others}
     for key, place in found.places.items():
         value = wanted[key]
         if key in inner:
@@ -255,6 +264,21 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
             dist.make_fillable(found.values[key], value)
         if value is not found.values[key]:
             _set_element(state, place, value)
+
+
+def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> None:
+    """See that what was loaded for several names of one tensor is the same, bit for bit."""
+
+    def bits(key: str) -> Tensor:
+        return dist.local_shard(loaded[key]).local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+    different = [names for names in tied if any(not torch.equal(bits(names[0]), bits(name)) for name in names[1:])]
+    if different:
+        raise IncompatibleCheckpointError(
+            f"checkpoint {uri!r} has different numbers for what is one tensor here: "
+            f"{'; '.join(', '.join(names) for names in different[:20])}. Load into tensors of their own, as in a "
+            "model whose weights are not tied, or leave all names but one out of the state dict."
+        )
 
 
 def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
