@@ -17,7 +17,7 @@ from typing import Any, final
 from composerlite import dist
 from composerlite.callbacks.checkpoint_saver import CheckpointSaver
 from composerlite.core import Callback, Logger, State, Time, TimeUnit
-from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean, naming
+from composerlite.errors import ConfigError, Preempted, checked_arguments, did_you_mean, naming, raise_all
 from composerlite.storage import leave_by
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,11 @@ class PreemptionHandler(Callback):
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _leave(self) -> None:
-        """Save, as far as the remaining time allows, and end. Collective, after the same batch on all ranks."""
+        """Save, as far as the remaining time allows, and end. Collective, after the same batch on all ranks.
+
+        Raises:
+            Preempted: the run ends. Exception: what made a save fail, when every saver has tried.
+        """
         state = self._state
         assert state is not None
         if state.training_is_over and state.interruption.evaluation is None:
@@ -181,7 +185,16 @@ class PreemptionHandler(Callback):
             log.warning("%s: the run ends after batch %d, %.0f s are left", reason, int(state.timestamp.batch), left)
         savers = [saver for saver in state.callbacks if isinstance(saver, CheckpointSaver)]
         savers = [saver for saver in savers if not saver.weights_only and not saver.in_memory]
-        kept = [self._keep(saver, state) for saver in savers]
+        kept, failures = list[str](), list[Exception]()
+        for saver in savers:
+            try:
+                kept.append(self._keep(saver, state))
+            except Exception as e:  # noqa: BLE001 - raised below: another saver may have room
+                failures.append(e)
+        if failures:
+            if is_first and kept:
+                log.warning("%s: a save failed; %s", reason, "; ".join(kept))
+            raise_all(failures, f"{len(failures)} savers failed as the run was to end")
         newest = savers[0].saver.newest if savers else None
         if is_first:
             what = "; ".join(kept) or "nothing was saved: there is no CheckpointSaver that saves more than weights"

@@ -20,9 +20,9 @@ from forked import run_forked
 from parts import Remember, new_state, save_batch, temporaries, tree
 from tiny_training import Classifier, CrashError, Record, StopAt, saved_batches, train, trainer
 
-from composerlite.callbacks import CheckpointSaver
+from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.core import Logger, State
+from composerlite.core import Callback, Logger, State
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import StagedFile
 
@@ -63,6 +63,30 @@ def test_a_run_goes_on_when_there_is_space_again(mount: Mount) -> None:
     train(model=Classifier(width=1000), callbacks=[record], autoresume=True, save_num_checkpoints_to_keep=1, **common)
     assert record.batches == list(range(newest + 1, 10))
     assert saved_batches(disk) == [9]
+
+
+class FillAndPreempt(Callback):
+    """Fills a disk, and asks for the end of the run, at the end of the sixth batch."""
+
+    def __init__(self, disk: Path, handler: PreemptionHandler) -> None:
+        self.disk = disk
+        self.handler = handler
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 6:
+            (self.disk / "other").write_bytes(bytes(shutil.disk_usage(self.disk).free))
+            self.handler.preempt()
+
+
+def test_a_preempted_run_saves_where_there_is_room(mount: Mount, tmp_path: Path) -> None:
+    """Of two savers the first one's disk is full: the second saves where the run stands, and the error is raised."""
+    disk, handler = mount("size=1m"), PreemptionHandler()
+    savers = [CheckpointSaver(disk), CheckpointSaver(tmp_path / "room")]
+    run = trainer(model=Classifier(width=1000), callbacks=[handler, FillAndPreempt(disk, handler), *savers])
+    with run, pytest.raises(OSError, match="No space left on device"):
+        run.fit()
+    assert saved_batches(disk) == [4]
+    assert saved_batches(tmp_path / "room") == [4, 6]
 
 
 def test_whichever_file_cannot_be_made_a_save_is_whole_or_nothing(mount: Mount) -> None:
