@@ -19,6 +19,7 @@ from composerlite.storage import (
     Transfer,
     Uploader,
     check_name,
+    leave_by,
     open_store,
     parse_uri,
 )
@@ -202,6 +203,10 @@ class RemoteUploaderDownloader(LoggerDestination):
         name = self.object_name(remote_file_name)
         with download_bar(progress_bar) as tell:
             self._uploader.transfer.download(name, Path(destination), overwrite=overwrite, callback=tell)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """End the grace period of a run before this one, which this process has outlived."""
+        leave_by()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Raise the error of an upload that failed."""

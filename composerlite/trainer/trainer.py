@@ -300,7 +300,6 @@ class Trainer:
 
         self._calls = Calls(self.state)
         self._train_spec: DataSpec | None = None
-        leave_by()  # a grace period of a run before is over: this process has outlived it
         try:
             self.engine.run_event(Event.INIT)
             checks.check_own_files(user_loggers)
@@ -386,7 +385,6 @@ class Trainer:
             Exception: whatever the model, an algorithm or a callback raises.
         """
         given = locals()
-        leave_by()  # as at construction
         self._end_call_before()
         self._settings = self._settings.replaced(given)
         state = self.state
@@ -608,6 +606,7 @@ class Trainer:
         """
         if not self._savers:
             raise ConfigError("there is no save_folder: pass it to Trainer, or use save_checkpoint(name).")
+        leave_by()  # a grace period of a run before is over: this process has outlived it
         return self._savers[0].save(self.state)
 
     def export_for_inference(

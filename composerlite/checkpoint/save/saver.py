@@ -32,7 +32,7 @@ from composerlite.errors import (
     RankError,
     RunInUseError,
 )
-from composerlite.storage import open_store
+from composerlite.storage import leave_by, open_store
 from composerlite.types import CheckpointNews, StateDict
 
 __all__ = ["Saver"]
@@ -390,8 +390,10 @@ class Saver:
             RunInUseError: see :meth:`take_leases`.
         """
         group = dist.get_group()
-        if several and self._publishing is not None:
-            self.where.check_remote_name()
+        if self._publishing is not None:
+            leave_by()  # a grace period of a run before is over: this process has outlived it
+            if several:
+                self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
             self.options.check(state.weights_state_dict())
         with group.all_or_none("taking the lease of the run"):
