@@ -331,6 +331,39 @@ def test_fine_tuning_adds_to_where_the_checkpoint_stands(tmp_path: Path) -> None
     assert trainer.state.timestamp.epoch == "3ep"
 
 
+def test_fine_tuning_begins_behind_the_epoch_that_is_over(tmp_path: Path) -> None:
+    """A run that ended with the last batch of an epoch is trained for an epoch more, as it is in one process."""
+    arguments: dict[str, Any] = {"max_duration": "5ba"}
+    with build(save_folder=tmp_path, save_interval="5ba", **arguments) as trainer:
+        trainer.fit()
+        trainer.fit(duration="1ep")
+    seen = Seen()
+    checkpoint = tmp_path / "ep0-ba5-rank0.pt"
+    with build(load_path=checkpoint, callbacks=seen, max_duration=None) as more:
+        more.fit(duration="1ep")
+    assert [count for count, _ in seen.steps] == [6, 7, 8, 9, 10]
+    assert same(weights(more), weights(trainer))
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_schedule_that_steps_first_after_a_resume_is_not_warned_of(tmp_path: Path) -> None:
+    """torch says that the optimizer should have stepped before: it has, in the process before."""
+    rates: list[float] = []
+    for load_path in (None, tmp_path / "ep0-ba5-rank0.pt"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with build(
+            model=model,
+            optimizers=optimizer,
+            schedulers=StepLR(optimizer, 1, 0.5),
+            run_name="run",
+            **({"load_path": load_path} if load_path else {"save_folder": tmp_path, "save_interval": "5ba"}),
+        ) as trainer:
+            trainer.fit()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.025, 0.025]
+
+
 def test_fine_tuning_may_count_from_zero(tmp_path: Path) -> None:
     """``reset_time=True`` takes effect once, at the start of the new run, and not again when it is resumed."""
     launch(one_fit, tmp_path / "pretraining", run_name="pretraining", save_interval="1ep")

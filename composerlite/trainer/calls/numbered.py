@@ -73,6 +73,8 @@ class Calls:
             time, start = Time.from_input(duration, TimeUnit.EPOCH), Timestamp() if reset_time else state.timestamp
             if self.has_begun:
                 start = state.fit_starts[self.number]
+            if int(start.batch_in_epoch) and start.batch_in_epoch == state.dataloader_len:
+                start = start.to_next_epoch()  # a checkpoint of the last batch of an epoch: there is nothing left of it
             length = time if ratio is None else build.scaled_duration(time, ratio, argument="duration")
             state.max_duration = start.get(time.unit) + length
         elif ratio is not None and end is not None and not self.is_retried:

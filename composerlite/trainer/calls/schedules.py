@@ -56,6 +56,8 @@ class Schedules:
 
     def note_loaded(self) -> None:
         """Record the rates of the optimizer as loaded: torch's schedulers change them when they are made."""
+        if int(self._state.timestamp.batch) > 0:
+            mark_as_stepped(self._state.optimizers[0])
         if self._state.loaded_schedulers is not None:
             self._loaded = [_set_by_schedulers(group) for group in self._state.optimizers[0].param_groups]
 
