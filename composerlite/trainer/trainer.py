@@ -502,7 +502,7 @@ class Trainer:
             self._run_settings.leave()
 
     def _end_call_before(self) -> None:
-        """Run the end of the call before, where the interrupted run had not come to it: this call begins behind it."""
+        """Run the end of the call before, where the interrupted run had not come to it: this call begins after that."""
         spec = self._train_spec
         if self._may_lack_end and spec is not None:
             self._use_train_data(spec)
