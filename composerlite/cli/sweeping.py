@@ -140,8 +140,7 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                     (completed if one.is_completed else removed).append(_leftover(one))
             if not dry_run:
                 place.sweep(age)
-                still = {one.name for one in _orphans(place, left, age)} if doomed else set[str]()
-                doomed = [one for one in doomed if one.name in still]  # a sweep may take long, and a run may save
+                doomed = _still(place, doomed, left, age)
             for found in doomed:
                 if not _is_known(place.uri(found.name), seen) and remove(place, found, dry_run=dry_run):
                     removed.append(_removed(place, found, "data without a manifest"))
@@ -149,23 +148,29 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
 
 
 def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Found]:
-    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes.
-
-    What a process is committing, which has its name and no manifest for a moment, is in neither of two surveys, or is
-    announced between them.
-    """
+    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes."""
     decided = {path for one in left for path in one.paths}
     is_vouched = vouched_from_above(place)
-    listed = [one for one in survey(place) if one.may_be_left_over and _is_old(one, age)]
-    if not listed:
-        return []
-    decided |= committing(place, listed)
-    still = {one.name for one in survey(place) if one.may_be_left_over}
     return [
-        one
-        for one in listed
-        if one.name in still and decided.isdisjoint(file.path for file in one.files) and not is_vouched(one)
+        found
+        for found in survey(place)
+        if found.may_be_left_over
+        and decided.isdisjoint(file.path for file in found.files)
+        and not is_vouched(found)
+        and _is_old(found, age)
     ]
+
+
+def _still(place: Place, doomed: list[Found], left: Iterable[Leftover], age: timedelta) -> list[Found]:
+    """What of the ``doomed`` still goes after a sweep, which may take long, beside a run that may save.
+
+    What a process is committing, which has its name and no manifest for a moment, is announced between two surveys.
+    """
+    if not doomed:
+        return []
+    begun = committing(place, doomed)
+    names = {one.name for one in _orphans(place, left, age)}
+    return [one for one in doomed if one.name in names and begun.isdisjoint(file.path for file in one.files)]
 
 
 def _with_folders(names: set[str]) -> set[str]:
