@@ -162,7 +162,7 @@ def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Fou
 
 
 def _still(place: Place, doomed: list[Found], left: Iterable[Leftover], age: timedelta) -> list[Found]:
-    """What of the ``doomed`` still goes after a sweep, which may take long, beside a run that may save.
+    """Data of the ``doomed`` that still go after a sweep, which may take long, beside a run that may save.
 
     What a process is committing, which has its name and no manifest for a moment, is announced between two surveys.
     """
