@@ -83,6 +83,7 @@ class PreemptionHandler(Callback):
         self._state: State | None = None
         self._logger: Logger | None = None
         self._reason = ""
+        self._in_fit = False  # also where it raised, until something else is asked for
         self._code = 128 + signal.SIGTERM
         self._pressed_at = math.inf
         self._until = math.inf
@@ -101,8 +102,10 @@ class PreemptionHandler(Callback):
             self._state.interruption.request()
 
     def _note(self, reason: str, code: int, grace_seconds: float | None = None) -> None:
-        if self._reason:
+        call_raised = self._in_fit and not (self._state is not None and self._state.interruption.is_watched)
+        if self._reason and not call_raised:
             return
+        self._in_fit = self._in_fit and not call_raised
         if grace_seconds is None:
             grace_seconds = _DEFAULT_GRACE_SECONDS if self._grace_seconds is None else self._grace_seconds
         self._until = time.monotonic() + grace_seconds
@@ -139,7 +142,10 @@ class PreemptionHandler(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Listen, if this is the main thread: Python hands signals to no other."""
         self._state, self._logger, self._process = state, logger, os.getpid()
+        if self._in_fit:  # the last call raised, and this process lives on, as a notebook does: it was for that call
+            self._reason, self._pressed_at = "", math.inf
         state.interruption.watch(self._leave, self._numbers)
+        self._in_fit = True
         if self._reason:
             state.interruption.request()
         if threading.current_thread() is not threading.main_thread():
@@ -151,6 +157,7 @@ class PreemptionHandler(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Training is over: signals are as before."""
+        self._in_fit = False
         self._stop_listening()
 
     def post_close(self) -> None:

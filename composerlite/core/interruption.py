@@ -75,13 +75,15 @@ class Interruption:
         return self.leave is not None
 
     def watch(self, leave: Callable[[], None], signals: Sequence[int]) -> None:
-        """Call ``leave`` at the next safe point after a :meth:`request`, from now on.
+        """Call ``leave`` at the next safe point after a :meth:`request`, from now on. Earlier ones do not count.
 
         Args:
             leave: ends the run; called on every rank, at the same point.
             signals: by which the process may be asked; the workers of loaders are kept from them.
         """
         self.leave, self._signals = leave, signals
+        self.requested = False
+        self._asking.reduced = 0
 
     def unwatch(self) -> None:
         """Nobody looks any more: training is over."""

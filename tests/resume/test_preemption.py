@@ -8,18 +8,21 @@ import random
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import preempted_run
 import pytest
 import torch
+from checkpoint.tiny_training import trainer
 from forked import run_forked
 from small_run import BATCHES, Cell, build, differences
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import PreemptionHandler
 from composerlite.checkpoint import Catalog
+from composerlite.errors import Preempted
 
 
 class Launch(NamedTuple):
@@ -277,6 +280,37 @@ def test_a_signal_while_the_last_save_is_waited_for_does_not_end_it(tmp_path: Pa
     assert newest(tmp_path) == BATCHES, done.stderr
     assert f"run r ended at epoch 3, batch {BATCHES}" in done.stderr
     assert done.returncode == -signal.SIGTERM
+
+
+class AskAt(Callback):
+    """Presses Ctrl-C in some batches, so often each."""
+
+    def __init__(self, presses: dict[int, int]) -> None:
+        self.presses = presses
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        for number in range(self.presses.get(int(state.timestamp.batch), 0)):
+            time.sleep(1.1 * number)  # sooner it is one key press, which several processes hear
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_call_of_fit_after_one_that_was_interrupted_trains_to_its_end(tmp_path: Path, presses: int) -> None:
+    """In a notebook, where the process lives on after Ctrl-C: the next call trains on. What is asked for between two
+    calls, and a Ctrl-C in the second, count as in the first."""
+    handler = PreemptionHandler()
+    with trainer(callbacks=[handler, AskAt({3: presses, 8: 1})], save_folder=tmp_path) as run:
+        with pytest.raises(Preempted if presses == 1 else KeyboardInterrupt):
+            run.fit()
+        with pytest.raises(Preempted):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 8
+        handler.preempt()
+        with pytest.raises(Preempted):
+            run.fit()
+        assert int(run.state.timestamp.batch) == 8
+        run.fit()
+        assert int(run.state.timestamp.batch) == 12
 
 
 def test_the_last_save_is_in_the_bucket(tmp_path: Path, request: pytest.FixtureRequest) -> None:
