@@ -502,9 +502,9 @@ class Saver:
         held: StateDict = {}
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
+                yield held
                 for path in self.where.keep_leases(self.saved_checkpoints):
                     self._forget(path)
-                yield held
         except (*_FAILURES, RankError, RunInUseError) as e:
             held.clear()
             self.outcomes.failed(e)
