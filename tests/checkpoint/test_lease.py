@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tiny_training import trainer
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import _own_name, _started, take_leases
+from composerlite.checkpoint.place.lease import _own_name, _started, take_leases, turn_at
 from composerlite.errors import RunInUseError
 from composerlite.storage import LocalObjectStore, Transfer, open_store
 
@@ -374,3 +375,25 @@ def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
             lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.1, dead_seconds=0.3)
             take_leases([lease], "run 'run'", 20)
             lease.release()
+
+
+# ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_one_at_a_time_has_a_turn_and_who_waits_too_long_is_told_where(what: str, tmp_path: Path) -> None:
+    """A turn that ended is free, however it ended, also while a process lives that was forked during it."""
+    path = tmp_path if what == "directory" else tmp_path / "file"
+    brief = timedelta(seconds=0.1)
+    with contextlib.suppress(ZeroDivisionError), turn_at(path):
+        hears, says = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(says)
+            os.read(hears, 1)
+            os._exit(0)
+        os.close(hears)
+        with pytest.raises(TimeoutError, match=f"{path}.*hang"), turn_at(path, brief):
+            pass
+        raise ZeroDivisionError
+    with turn_at(path, brief):
+        os.kill(child, 0)  # it lives
+    os.close(says)
+    assert os.waitpid(child, 0)[1] == 0

@@ -9,15 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeoutError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.kill_points import refuse_exchange
+from checkpoint.kill_points import at_event, refuse_exchange
 from checkpoint.parts import save_batch, value_in
-from forked import run_forked
+from forked import run_forked, started
 
 from composerlite.checkpoint import (
     Catalog,
@@ -77,6 +78,50 @@ def test_a_checkpoint_that_gets_its_name_while_it_is_read_is_read_again_under_it
         with pytest.warns(UserWarning, match="in a single process"):
             dcp.load(state, storage_reader=reader, no_dist=True)
     assert torch.cat([state["a"], state["b"]]).unique().tolist() == [7.0]
+
+
+def test_of_two_that_replace_one_checkpoint_at_once_the_data_and_the_manifest_of_the_last_one_stay(
+    tmp_path: Path,
+) -> None:
+    """One process is suspended when its data have the name and its manifest has not: the other waits for it."""
+    _replace(tmp_path, "folder", 1)
+    catalog = Catalog(tmp_path / "folder")
+    with started(_replace_and_stop, str(tmp_path)) as first, ThreadPoolExecutor(1) as pool:
+        assert first.stdout is not None
+        number = int(first.stdout.readline())
+        _wait_until_stopped(number)
+        second = pool.submit(_replace, tmp_path, "folder", 3)
+        with pytest.raises(FuturesTimeoutError):
+            second.result(timeout=2)
+        os.kill(number, signal.SIGCONT)
+        second.result(timeout=60)
+        assert first.wait(60) == 0
+    (manifest,) = catalog.manifests()
+    catalog.verify(manifest)
+    state = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    load_state_dict(tmp_path / "folder" / "c", state)
+    assert torch.cat([state["a"], state["b"]]).unique().tolist() == [3.0]
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == [".manifest", "c"]
+
+
+def _replace_and_stop(root: str) -> None:
+    def stop(_: str) -> None:
+        sys.stdout.write(f"{os.getpid()}\n")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def is_manifest(event: str, arguments: tuple[Any, ...]) -> bool:
+        return event == "os.rename" and str(arguments[1]).endswith("/c.json")
+
+    at_event(root, 0, stop, is_manifest)
+    _replace(Path(root), "folder", 2)
+
+
+def _wait_until_stopped(number: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _place(root: Path, place: str) -> Any:

@@ -11,7 +11,8 @@ decide what others mean.
 
 In a folder a file is ``.<name>.tmp-<id>`` before that, a directory ``.<name>.saving-<id>``, and a manifest
 ``.<name>.json.tmp-<id>``, the *intention*: ``Folder.recover`` completes a commit that a killed process left unfinished.
-Files of the user in a directory that is replaced are moved to the one that takes its place. In a bucket:
+Files of the user in a directory that is replaced are moved to the one that takes its place. Commits with a manifest in
+one folder wait for each other from the first name to the last, where its file system has locks. In a bucket:
 :mod:`composerlite.checkpoint.place.bucket`.
 
 A deletion is announced, too: the manifest becomes ``.<name>.gone.tmp-<id>``, and goes when the data are gone.
@@ -156,14 +157,20 @@ class Commit(ABC):
         Raises:
             CheckpointExistsError: there is one by now, and it is not to be replaced.
             OSError, ObjectStoreError: it does not, and what was there before has its names again.
+            TimeoutError: another process hangs in a commit in the same folder.
         """
-        try:
-            self.take_names()
-            self.publish()
-        except BaseException:
-            self.undo()
-            raise
+        with self.turn():
+            try:
+                self.take_names()
+                self.publish()
+            except BaseException:
+                self.undo()
+                raise
         self.discard()
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Within it no other commit gives the same names, where the place can see to it."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def announce(self, manifest: bytes) -> None:

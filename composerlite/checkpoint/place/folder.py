@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar, final
 from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.place import commit as commits
 from composerlite.checkpoint.place.commit import MARKER, SAVING, Commit
-from composerlite.checkpoint.place.lease import FileLease, Lease
+from composerlite.checkpoint.place.lease import FileLease, Lease, turn_at
 from composerlite.checkpoint.place.place import (
     DELETION,
     Leftover,
@@ -65,6 +65,8 @@ _UNFINISHED = re.compile(r"\..+\.(?:tmp-[0-9a-f]{16}|saving-[0-9a-f]{16}(?:-old|
 """Files and folders that are being written, or whose writer died."""
 
 _SEEN_SECONDS = 20.0
+_TURN = timedelta(minutes=10)
+"""To wait for the commits of others in the same folder, which rename files and sync directories."""
 _BEGUN = re.compile(r"\.(.+)\.json\.tmp-[0-9a-f]+")
 """The manifest of a commit that has not ended."""
 
@@ -558,6 +560,18 @@ class _FolderCommit(Commit):
         intention.flush()
         for folder in {record.parent, *(temporary.parent for temporary in self._parts.values())}:
             fsync_folder(folder)
+
+    @contextlib.contextmanager
+    def turn(self) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._record is not None:  # what has no manifest gets its only name at one instant
+                try:
+                    stack.enter_context(turn_at((self._folder.path / self._record).parent, _TURN))
+                except TimeoutError:
+                    raise
+                except OSError as e:
+                    log.debug("no lock on the folder of %s, which two may write at the same time: %s", self._record, e)
+            yield
 
     def take_names(self) -> None:
         if self._record is not None and self._folder.exists(self._record):

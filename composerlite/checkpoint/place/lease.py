@@ -512,21 +512,32 @@ def _is_gone(pid: int, started: str | None) -> bool:
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
-    """Within it no other process of this machine is in one at ``path``, a file that is made if need be.
+    """Within it no other thread or process of this machine is in one at ``path``.
 
     A process that dies gives its turn to the next.
 
+    Args:
+        path: a directory, or a file, which is made if need be.
+        timeout: to wait for the others.
+
     Raises:
-        OSError: a link is there, or a file that cannot be opened.
+        OSError: a link is there, or what cannot be opened; or the file system has no locks.
         TimeoutError: the others have taken longer than ``timeout``.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb") as file:
-        while not _locked(file.fileno()):
+    how = os.O_DIRECTORY if path.is_dir() else os.O_WRONLY | os.O_CREAT
+    file = os.open(path, how | os.O_NOFOLLOW, 0o666)
+    try:
+        while not _locked(file):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"other processes have held {str(path)!r} for {timeout}: does one of them hang?")
             time.sleep(_PAUSE_SECONDS)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile would hold it on
+    finally:
+        os.close(file)
 
 
 def _locked(descriptor: int) -> bool:
