@@ -241,6 +241,20 @@ def test_four_requests_find_the_newest_of_any_number(remote: Catalog, store: Fau
     assert len(store.calls) <= 4
 
 
+def test_a_resume_reads_no_manifest_but_the_newest_and_those_that_links_lead_to(
+    remote: Catalog, store: FaultyStore, tmp_path: Path
+) -> None:
+    """However many checkpoints there are; another saver has a link of its own, as for the weights alone."""
+    publish(remote, tmp_path, *range(1, 30))
+    manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
+    remote.publish(manifest, [path], link="run/latest-weights.pt")
+    store.calls.clear()
+    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba29.pt"
+    read = {name for _, name in store.calls if name.endswith(".json")}
+    assert read == {"run/.manifest/ba29.pt.json", "run/.manifest/weights-29.pt.json"}
+    assert len(store.calls) <= 12
+
+
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest", "link"])
 def test_a_damaged_newest_is_passed_over(
     remote: Catalog, store: FaultyStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

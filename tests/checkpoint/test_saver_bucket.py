@@ -575,6 +575,22 @@ def test_a_saver_of_ones_own_may_have_a_uri(bucket: str, store: ObjectStore) -> 
     assert run.state.load_path == "mine/ba8.pt"
 
 
+@pytest.mark.parametrize("again", ["continues", "starts over"])
+def test_a_run_whose_checkpoints_have_had_other_names_meanwhile_resumes_from_the_newest(
+    bucket: str, again: str, tmp_path: Path
+) -> None:
+    """On a new disk, where the link of its names of now leads to what it saved before; the newest has another link."""
+    first: dict[str, Any] = {"save_folder": f"{bucket}/run"}
+    other = {"save_filename": "other-ba{batch}.pt", "save_latest_filename": "latest-of-other.pt"}
+    train(**first, max_duration="2ep")
+    how = {"autoresume": True} if again == "continues" else {"save_overwrite": True}
+    train(**first, **other, **how, max_duration="10ba" if again == "continues" else "1ep")
+    for number, names_of in enumerate([{}, other, {}]):
+        new_disk = {"save_staging_folder": tmp_path / f"disk{number}"}
+        with trainer(**first, **names_of, **new_disk, autoresume=True, max_duration="3ep") as run:
+            assert run.state.timestamp.batch == (10 if again == "continues" else 4)
+
+
 def test_weights_load_from_a_bucket(bucket: str) -> None:
     """``load_weights_only`` with a URI takes the model and leaves the clock at zero."""
     first = train(save_folder=f"{bucket}/run")

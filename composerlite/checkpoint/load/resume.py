@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, final
 
 from composerlite import dist
@@ -35,6 +35,7 @@ from composerlite.checkpoint.record.manifest import (
 from composerlite.checkpoint.record.naming import differ_by_rank, name_pattern
 from composerlite.errors import (
     CheckpointError,
+    ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     RankError,
@@ -72,8 +73,8 @@ class RunPlace:
         template: of the names of checkpoints; ``None``: only what has a manifest counts.
         link: of the names of links to the latest; ``None``: there are none. Only those that are called so and lead to a
             checkpoint of ``template`` are mended or removed.
-        buckets: where else checkpoints are. Four requests find the latest of one; only if that is not good is
-            everything in it looked at.
+        buckets: where else checkpoints are. Four requests find the latest of one, and a listing what other links are
+            there; only if that is not good, or another link leads to a later one, is everything in it looked at.
         in_memory: the folder is in memory: of two checkpoints of the same moment, that in memory is taken.
         memory: of all nodes, where each keeps replicas of another's: what this node's lacks is brought to it.
     """
@@ -305,7 +306,7 @@ class _Search:
         ]
         for catalog, bucket in [(place.catalog, bucket) for place in places for bucket in place.buckets]:
             manifest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
-            if manifest is not None and manifest.kind in RESUMABLE:
+            if manifest is not None and manifest.kind in RESUMABLE and not self._may_be_later(bucket, manifest):
                 found.append(_Candidate(manifest, catalog, bucket.remote))
                 self._unseen[bucket.remote.place.uri()] = bucket
             else:
@@ -316,6 +317,24 @@ class _Search:
                 found += self._unlisted(place.catalog, place.template, known)
         self._known = found
         self._look_at_line()
+
+    def _may_be_later(self, bucket: RunBucket, latest: Manifest) -> bool:
+        """Return true if not ``latest`` alone is to be looked at: another link leads to a later one, or to nothing.
+
+        Links have other names where the run saved files before and saves directories now, and where the user says so.
+        """
+        own = None if bucket.link is None else PurePosixPath(bucket.link).name
+        for link in bucket.remote.place.links():
+            if link == own:
+                continue
+            try:
+                found = bucket.remote.manifest_of(bucket.remote.place.target_of(link, ahead=True))
+            except (FileNotFoundError, CorruptCheckpointError, NewerManifestError, ConfigError) as e:
+                log.debug("%s does not lead to a checkpoint: %s", link, e)
+                return True
+            if found is None or (found.kind in RESUMABLE and self._of_run([found]) and found.order > latest.order):
+                return True
+        return False
 
     def _everything_in(self, bucket: RunBucket, catalog: Catalog) -> list[_Candidate]:
         """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""

@@ -13,7 +13,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
@@ -370,6 +370,10 @@ class Bucket(Place):
         except UnicodeDecodeError as e:
             raise CorruptCheckpointError(f"{self.transfer.store.get_uri(pointer)!r} holds no name: {e}") from e
         return target.strip().removeprefix(self._prefix)
+
+    def links(self) -> Sequence[str]:
+        names = (path.removeprefix(f"{MANIFESTS}/") for path in self.files(MANIFESTS) if path.endswith(_NEXT))
+        return [name.removesuffix(_NEXT) for name in names if "/" not in name and not name.endswith(f".json{_NEXT}")]
 
     def _link(self, link: str, *, ahead: bool) -> str:
         """Return the object that the link is: that of a link which is about to move lies beside the manifests."""

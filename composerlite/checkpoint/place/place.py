@@ -466,6 +466,10 @@ class Place(ABC):
     def target_of(self, link: str, *, ahead: bool = False) -> str:
         """Return the target of ``link``, or the one it is about to get. Raises FileNotFoundError."""
 
+    def links(self) -> Sequence[str]:
+        """Return the names of the links of savers, where checkpoints are not listed to find the newest."""
+        return ()
+
     def broken_links(self) -> Iterator[tuple[str, str]]:
         """Yield the links that lead to nothing, and the name that each leads to."""
         return iter(())
