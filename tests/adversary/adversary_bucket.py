@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import hypothesis.strategies as st
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of
+from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of, line_in
 from adversary_run import FILTERS, LONGEST, Order, as_json, live_alone
 from forked import run_forked
 from hypothesis.stateful import rule
@@ -123,23 +123,49 @@ class BucketAdversary(Machine):
         committed = [entry for folder in folders for entry in entries_of(folder, set())]
         return committed, [entry for folder in folders for entry in begun_in(folder)]
 
-    def may_start_from(self) -> list[Line | None] | None:
+    def in_memory_of(
+        self, project: Project, look: Callable[[Path], list[Entry]] = lambda folder: entries_of(folder, set())
+    ) -> list[Entry]:
+        """What launches on this machine have saved in its memory."""
+        return [entry for path in self.memory_here.rglob(".manifest") for entry in look(path.parent)]
+
+    @property
+    def memory_here(self) -> Path:
+        """For checkpoints in the memory of this machine."""
+        path = self.memory / str(self.machines)
+        path.mkdir(exist_ok=True)
+        return path
+
+    def may_start_from(self, *, memory: bool = False) -> list[Line | None] | None:
         """As :meth:`acceptable`, for a launch on this machine."""
-        entries = self.entries(self.project)
+        entries = [entry for entry in self.entries(self.project) if entry.kind != "weights"]
         here, begun = self.on_disk()
-        replaced = begun_in(self.project.folder)  # the next launch completes it if its data is there
-        good = [*here, *replaced, *(entry for entry in entries if entry.line is not None)]
+        replaced = [entry for entry in begun_in(self.project.folder) if entry.kind != "weights"]
+        # The next launch completes what is replaced if its data is there.
+        in_memory = self.in_memory_of(self.project) if memory else []
+        begun += self.in_memory_of(self.project, begun_in) if memory else []
+        good = [*here, *replaced, *in_memory, *(entry for entry in entries if entry.line is not None)]
         lost = [self.damaged[entry.data] for entry in entries if entry.line is None]
         newest = max((self.history.attempts[entry.launch] for entry in good), default=0)
         if not good:
             return None if entries or begun else [None]
         if max(lost, default=0) > newest:
             return None
-        return [*self.newest_lines(good), *(line for one in begun for line in self.newest_lines([*good, one]))]
+        scratch = [None] if not (here or entries or replaced) else []  # whose memory it is nothing says
+        return [*scratch, *self.newest_lines(good), *(x for one in begun for x in self.newest_lines([*good, one]))]
+
+    def check_are_there(self, wanted: Iterable[Entry], now: Mapping[str, Entry], *, launch: int = 0) -> None:
+        """As for a folder; a launch may also send what the one before had saved on this machine."""
+        saved = {entry.line for entry in self.on_disk()[0]} if launch else set[Line | None]()
+        super().check_are_there(
+            [entry for entry in wanted if entry.name not in now or now[entry.name].line not in saved],
+            now,
+            launch=launch,
+        )
 
     def check_link(self, project: Project, order: Order, saved: Sequence[Entry]) -> None:
         """The object that names the newest does so."""
-        link = project.folder / "latest.pt.symlink"
+        link = project.folder / f"{'latest' if order.sharded else 'latest.pt'}.symlink"
         names = {f"run/{entry.name}" for entry in saved}
         if not link.exists() or link.read_text().strip() not in names:
             raise FoundError(f"[latest] {link.name} says {link.exists() and link.read_text()!r}, and not {names}")
@@ -165,14 +191,32 @@ class BucketAdversary(Machine):
         interval=st.sampled_from([1, 1, 2]),
         clock=st.sampled_from([0.0] * 6 + [-48.0, 5.0]),
         load=st.one_of(st.none(), st.tuples(st.integers(0, 30), st.sampled_from([*FILTERS]))),
+        weights=st.sampled_from([False] * 3 + [True]),
+        sharded=st.sampled_from([False] * 3 + [True]),
+        memory=st.sampled_from([False] * 3 + [True]),
+        two_ranks=st.sampled_from([False] * 9 + [True]),
     )
-    def launch(self, lost: bool, more: int, load: tuple[int, str] | None, **given: Any) -> None:
+    def launch(
+        self,
+        lost: bool,
+        more: int,
+        load: tuple[int, str] | None,
+        sharded: bool,
+        memory: bool,
+        two_ranks: bool,
+        **given: Any,
+    ) -> None:
         """The script is started, as by a scheduler; it goes on by itself, whatever it says of how it once began."""
         self.change_machine(lost)
-        if load is not None and (chosen := self.one_of(self.project, load[0])) is not None:
+        memory = memory and not sharded and not two_ranks
+        if sharded:
+            given |= {"sharded": True, "weights": False, "filename": "ba{batch}"}
+        if load is not None and not sharded and (chosen := self.one_of(self.project, load[0])) is not None:
             given |= {"load": f"{self.project.uri}/{chosen.name}", "filtered": load[1]}
-        acceptable = self.may_start_from()
-        self.run(self.project, self.bucket_order(until=self.later(acceptable, more), **given), acceptable)
+        acceptable = self.may_start_from(memory=memory)
+        order = self.bucket_order(until=self.later(acceptable, more), **given)
+        order = replace(order, memory=str(self.memory_here) if memory else "", dying_rank=order.die_at % 2 * two_ranks)
+        self.run(self.project, order, acceptable, ranks=1 + two_ranks)
 
     @rule(lost=st.booleans(), until=st.integers(1, 5), dies=kills)
     def start_from_scratch(self, lost: bool, **given: Any) -> None:
@@ -252,8 +296,10 @@ class BucketAdversary(Machine):
         if not (before := self.entries(self.project)):
             return
         self.command("prune", self.project.uri, "--keep-last", keep)
-        stays = self.what_stays(before, [], "ba{batch}.pt", keep)
-        self.check_are_there(stays.values(), {entry.name: entry for entry in self.entries(self.project)})
+        after = {entry.name: entry for entry in self.entries(self.project)}
+        for template in {entry.template for entry in before}:
+            stays = self.what_stays(before, [], template, keep).values()
+            self.check_are_there((entry for entry in stays if entry.template == template), after)
 
     @rule()
     def collect_garbage(self) -> None:
@@ -265,20 +311,68 @@ class BucketAdversary(Machine):
     @rule(what=st.sampled_from(["notes.txt", "other.pt", "ba99.pt", ".manifest/bad.pt.json", ".manifest/ba98.pt.json"]))
     def plant(self, what: str) -> None:
         """Somebody puts an object beside the checkpoints."""
+        if "/ba" in what and not self.entries(self.project):
+            return  # a manifest of the run's that cannot be read, and no good one: it would not start
         body = f"of others, {self.new_number()}".encode()
         self.project.client.put_object(Bucket=self.project.bucket, Key=f"run/{what}", Body=body)
         self.kept[f"run/{what}"] = body
 
+    @rule(which=st.integers(0, 30), suffix=st.sampled_from([".pt", ".pt.gz"]))
+    def convert(self, which: int, suffix: str) -> None:
+        """The user takes a checkpoint out of the bucket."""
+        entry = self.one_of(self.project, which)
+        if entry is not None and not entry.data.is_dir():  # which unshard makes a file of
+            target = self.root / f"converted{self.new_number()}{suffix}"
+            self.command("convert", f"{self.project.uri}/{entry.name}", target)
+            self.check_copy(entry, target)
+
+    @rule(which=st.integers(0, 30), elsewhere=st.sampled_from(["folder", "bucket"]))
+    def copy(self, which: int, elsewhere: str) -> None:
+        """The user keeps a checkpoint in another place."""
+        if (entry := self.one_of(self.project, which)) is None:
+            return
+        name = f"kept{self.new_number()}"
+        place = self.root / name
+        uri = f"s3://{self.project.bucket}/{name}"
+        self.command("cp", f"{self.project.uri}/{entry.name}", place if elsewhere == "folder" else uri)
+        if elsewhere == "bucket":
+            self.project.look()
+            place = self.project.folder.with_name(name)
+        self.check_copy(entry, place / entry.name)
+
+    def check_copy(self, entry: Entry, target: Path) -> None:
+        """It holds the same, now and later."""
+        if line_in(target) != entry.line:
+            raise FoundError(f"[content] {entry} was copied, and {target} has {line_in(target)}")
+        for path in target.rglob("*") if target.is_dir() else [target]:
+            self.planted.add(path)
+
+    @rule(which=st.integers(0, 30), with_record=st.booleans())
+    def copy_by_hand(self, which: int, with_record: bool) -> None:
+        """The user keeps a checkpoint under another name, with a copy of its manifest or without."""
+        entry = self.one_of(self.project, which)
+        if entry is None or entry.data.is_dir():
+            return
+        name = f"best{self.new_number()}.pt"
+        files = {f"run/{name}": entry.data}
+        if with_record:
+            files[f"run/.manifest/{name}.json"] = entry.folder / ".manifest" / f"{entry.name}.json"
+        for key, path in files.items():
+            body = path.read_bytes()
+            self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=body)
+            self.kept[key] = body
+
     @rule(which=st.integers(0, 30))
     def damage(self, which: int) -> None:
         """The store gives a byte of a checkpoint wrongly, and there is another good one."""
-        living = self.history.living(self.entries(self.project))
+        living = [e for e in self.history.living(self.entries(self.project)) if e.kind != "weights"]
         if len(living) < 2:
             return
         entry = living[which % len(living)]
-        data = bytearray(entry.data.read_bytes())
+        part = next(entry.data.glob("*.distcp")) if entry.data.is_dir() else entry.data
+        data = bytearray(part.read_bytes())
         data[len(data) // 2] ^= 1
-        key = str(entry.data.relative_to(self.project.folder.parent))
+        key = str(part.relative_to(self.project.folder.parent))
         self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=bytes(data))
         self.project.look()
         self.note_damage(entry.data, self.history.attempts[entry.launch])
@@ -291,8 +385,7 @@ class BucketAdversary(Machine):
             path = self.project.folder.parent / key
             if not path.exists() or path.read_bytes() != body:
                 raise FoundError(f"[planted] {key} is {path.exists() and path.read_bytes()[:60]!r}, and was {body!r}")
-        link = project.folder / "latest.pt.symlink"
-        if link.exists():
-            name = link.read_text().strip()
-            if name not in [f"run/{entry.name}" for entry in [*self.entries(project), *begun_in(project.folder)]]:
+        names = {f"run/{entry.name}" for entry in [*self.entries(project), *begun_in(project.folder)]}
+        for link in (project.folder / "latest.pt.symlink", project.folder / "latest.symlink"):
+            if link.exists() and (name := link.read_text().strip()) not in names:
                 raise FoundError(f"[latest] {link.name} says {name!r}, which is not there")

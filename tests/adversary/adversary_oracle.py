@@ -8,7 +8,7 @@ import json
 import stat
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from adversary_run import LONGEST
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from xxhash import xxh3_128_hexdigest as xxh3
 
 __all__ = ["Entry", "FoundError", "History", "Line", "Planted", "begun_in", "entries_of", "line_in", "line_of"]
 
@@ -103,7 +104,9 @@ def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
     begun = {entry.name for entry in begun_in(folder)}  # data and record may be of two checkpoints
     for path in sorted(records.rglob("*.json")) if records.is_dir() else ():
         manifest = _manifest(path)
-        if manifest is None or path.name.startswith(".") or manifest["name"] in begun:
+        if manifest is None or path.name.startswith("."):
+            continue
+        if manifest["name"] in begun and not _is_of(folder, manifest):
             continue
         if f"{manifest['name']}.json" != str(path.relative_to(records)):
             continue
@@ -125,14 +128,20 @@ def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
     return found
 
 
+def _is_of(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the record is that of the file which is there: a commit may have begun, and been given up."""
+    data = [folder / record["path"] for record in manifest["files"]]
+    return len(data) == 1 and data[0].is_file() and manifest["files"][0]["xxh3_128"] == xxh3(data[0].read_bytes())
+
+
 def begun_in(folder: Path) -> list[Entry]:
     """Checkpoints whose process was killed within the commit: the next one may complete it."""
     found: list[Entry] = []
     announced = (path for what in (".*.tmp-*", "*.json.next") for path in (folder / ".manifest").glob(what))
     for path in sorted(announced):
         manifest = None if ".gone.tmp-" in path.name else _manifest(path)  # a deletion, which only goes on
-        if manifest is not None and (folder / manifest["name"]).exists():
-            data = folder / manifest["name"]
+        data = folder / manifest["name"] if manifest is not None else folder
+        if manifest is not None and (data.is_file() or (data / ".metadata").is_file()):
             found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line_in(data)))
     return found
 

@@ -273,7 +273,13 @@ def live_here(order: Order, callbacks: list[Callback] | None = None) -> None:
     if order.weights:
         name = f"weights-{order.filename}"
         saver = CheckpointSaver(
-            order.folder, name, latest_filename=None, save_interval="1ba", weights_only=True, overwrite=True
+            order.folder,
+            name,
+            latest_filename=None,
+            save_interval="1ba",
+            weights_only=True,
+            overwrite=True,
+            staging_folder=f"{order.staging}-weights" if order.staging else None,
         )
         callbacks.append(saver)
     arguments: dict[str, Any] = dict(SAVING[order.saving])
