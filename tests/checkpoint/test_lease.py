@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -390,9 +391,10 @@ def test_one_at_a_time_has_a_turn_and_who_waits_too_long_is_told_where(what: str
             os.read(hears, 1)
             os._exit(0)
         os.close(hears)
-        with pytest.raises(TimeoutError, match=f"{path}.*hang"), turn_at(path, brief):
-            pass
-        raise ZeroDivisionError
+        with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError, match=f"{path}.*hang"):
+            pool.submit(turn_at(path, brief).__enter__).result()
+        with turn_at(path, brief):
+            raise ZeroDivisionError  # as in a handler of a signal that saves in the middle of a save
     with turn_at(path, brief):
         os.kill(child, 0)  # it lives
     os.close(says)

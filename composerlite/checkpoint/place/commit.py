@@ -11,8 +11,8 @@ decide what others mean.
 
 In a folder a file is ``.<name>.tmp-<id>`` before that, a directory ``.<name>.saving-<id>``, and a manifest
 ``.<name>.json.tmp-<id>``, the *intention*: ``Folder.recover`` completes a commit that a killed process left unfinished.
-Files of the user in a directory that is replaced are moved to the one that takes its place. Commits with a manifest in
-one folder wait for each other from the first name to the last, where its file system has locks. In a bucket:
+Files of the user in a directory that is replaced are moved to the one that takes its place. Commits that replace
+in one folder wait for each other from the first name to the last, where its file system has locks. In a bucket:
 :mod:`composerlite.checkpoint.place.bucket`.
 
 A deletion is announced, too: the manifest becomes ``.<name>.gone.tmp-<id>``, and goes when the data are gone.

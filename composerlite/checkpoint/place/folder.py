@@ -564,7 +564,7 @@ class _FolderCommit(Commit):
     @contextlib.contextmanager
     def turn(self) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            if self._record is not None:  # what has no manifest gets its only name at one instant
+            if self._overwrite and self._record is not None:  # else a name is taken at one instant, or not
                 try:
                     stack.enter_context(turn_at((self._folder.path / self._record).parent, _TURN))
                 except TimeoutError:

@@ -510,11 +510,16 @@ def _is_gone(pid: int, started: str | None) -> bool:
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+_turns: set[tuple[int, int, int, int]] = set()
+"""Those that threads of this process have: process, thread, device and inode."""
+
+
 @contextlib.contextmanager
 def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
     """Within it no other thread or process of this machine is in one at ``path``.
 
-    A process that dies gives its turn to the next.
+    A process that dies gives its turn to the next. Within a turn of the same thread, as a handler of a signal that
+    saves may be, there is nothing to wait for.
 
     Args:
         path: a directory, or a file, which is made if need be.
@@ -527,14 +532,21 @@ def turn_at(path: Path, timeout: timedelta = _PATIENCE) -> Generator[None]:
     deadline = time.monotonic() + timeout.total_seconds()
     how = os.O_DIRECTORY if path.is_dir() else os.O_WRONLY | os.O_CREAT
     file = os.open(path, how | os.O_NOFOLLOW, 0o666)
+    status = os.fstat(file)
+    turn = os.getpid(), threading.get_ident(), status.st_dev, status.st_ino
     try:
+        if turn in _turns:
+            yield
+            return
         while not _locked(file):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"other processes have held {str(path)!r} for {timeout}: does one of them hang?")
             time.sleep(_PAUSE_SECONDS)
+        _turns.add(turn)
         try:
             yield
         finally:
+            _turns.discard(turn)
             fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile would hold it on
     finally:
         os.close(file)
