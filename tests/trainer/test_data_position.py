@@ -29,7 +29,10 @@ def run(data: Any, **arguments: Any) -> tuple[list[Step], dict[str, torch.Tensor
     defaults: dict[str, Any] = {"max_duration": "3ep", "run_name": "run", "dropout": 0.5}
     with build(train_dataloader=data, callbacks=seen, **{**defaults, **arguments}) as trainer:
         trainer.fit()
-        return seen.steps, weights(trainer)
+        end = weights(trainer)
+    if hasattr(data, "_iterator"):
+        data._iterator = None  # its workers end now; as garbage, torch waits for each of them for five seconds
+    return seen.steps, end
 
 
 def middle_and_edge(state: State, event: Event) -> bool:
