@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import choose
+from composerlite.checkpoint.load.resume import RunPlace, choose
 
 MEMORY = "/dev/shm"
 INTERVALS = (1, 2, 5, 10, 20, 50)
@@ -164,7 +164,7 @@ def _save(queue: Any, done: Any, folder: str, layers: int) -> None:
 
 def _resume(queue: Any, done: Any, folder: str, layers: int) -> None:
     started = time.perf_counter()
-    found = choose([Catalog(folder)], "benchmark", templates=["ep{epoch}-ba{batch}-rank{rank}.pt"]).place
+    found = choose([RunPlace(Catalog(folder), "ep{epoch}-ba{batch}-rank{rank}.pt")], "benchmark").place
     assert found is not None
     discovery = time.perf_counter() - started
     started = time.perf_counter()

@@ -30,6 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,11 @@ def finding(checkpoints: int) -> None:
                 return Catalog(Bucket(stack.enter_context(Transfer(store)), "run"))
 
             counted, direct = remote(proxy.url), remote(server.endpoint_url)
-            newest = counted.latest(link)
+            newest = counted.latest(link, "run")
             assert newest is not None
             assert newest.batch == checkpoints
             requests = proxy.requests
-            seconds = [timed(lambda: direct.latest(link)) for _ in range(FINDS)]
+            seconds = [timed(lambda: direct.latest(link, "run")) for _ in range(FINDS)]
             before = proxy.requests
             assert len(list(counted.names())) == checkpoints
             listing = proxy.requests - before
@@ -178,41 +179,48 @@ def finding(checkpoints: int) -> None:
 
 
 def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
-    """Put the records of so many checkpoints into the bucket, and the data of the newest."""
+    """Put so many small checkpoints into the bucket, and point the link to the newest."""
+    from composerlite.checkpoint.place.bucket import Bucket
+    from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-    from composerlite.storage import Transfer, open_store
+    from composerlite.checkpoint.record.tail import seal
+    from composerlite.storage import Digester, Transfer, chunk_bytes_for, open_store
 
     stamp = dict.fromkeys(("epoch", "batch", "sample", "token", "batch_in_epoch", "sample_in_epoch"), 0)
+    body = bytes(1000)
+    digester = Digester(chunk_bytes_for(len(body)))
+    digester.update(body)
+    digest = digester.finish()
 
-    def manifest(batch: int) -> Manifest:
+    def sealed(batch: int) -> tuple[Manifest, bytes]:
+        """The record of a checkpoint, and its file."""
         name = f"ep0-ba{batch}-rank0.pt"
-        files = (FileRecord(name, 1000, "0" * 32),)
         when = f"2026-01-01T00:00:{batch / checkpoints:.6f}"
-        return Manifest(
+        manifest = Manifest(
             name=name,
             kind="monolithic",
             template="ep{epoch}-ba{batch}-rank{rank}.pt",
             run_name="run",
             timestamp={**stamp, "batch": batch},
-            files=files,
+            files=(),
             saved_at=when,
         )
+        tail = seal(manifest, digest)
+        return replace(manifest, files=(FileRecord.of(name, digest.with_tail(tail)),)), body + tail
 
     with open_store(f"s3://{bucket}") as store, Transfer(store) as transfer:
 
         def put(batch: int) -> None:
-            record = manifest(batch)
-            transfer.put_bytes(f"run/.manifest/{record.name}.json", record.to_json())
+            manifest, file = sealed(batch)
+            transfer.put_bytes(f"run/{manifest.name}", file)
 
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(put, range(1, checkpoints)))
-        from composerlite.checkpoint.place.bucket import Bucket
-        from composerlite.checkpoint.place.catalog import Catalog
-
         with tempfile.NamedTemporaryFile() as data:
-            data.write(bytes(1000))
+            newest, file = sealed(checkpoints)
+            data.write(file)
             data.flush()
-            Catalog(Bucket(transfer, "run")).publish(manifest(checkpoints), [Path(data.name)], link=link)
+            Catalog(Bucket(transfer, "run")).publish(newest, [Path(data.name)], link=link)
 
 
 def timed(do: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Cost of coordination at thousands of ranks: planning, commit, index, manifest and load planning of Llama models.
+"""Cost of coordination at thousands of ranks: planning, commit, index, record and load planning of Llama models.
 
 The ranks are logical ones in one process: DTensors in the real layouts, over torch's fake process group, whose parts
 have memory for one number.
@@ -61,7 +61,8 @@ from composerlite.checkpoint.format.sharded_layout import file_name, narrowed
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.load.sharded import _LoadPlanner
 from composerlite.checkpoint.load.sharing import ReadRequests
-from composerlite.checkpoint.place.directory import _MOST_CHUNKS, _chunk_bytes
+from composerlite.checkpoint.place.directory import MOST_CHUNKS, SaveHandle, chunk_bytes_of
+from composerlite.checkpoint.record.tail import seal_index
 from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import KnownPlan, Planner, _Proposal, _Table, plan_together
 from composerlite.checkpoint.save.sharded_writer import (
@@ -370,7 +371,7 @@ def _committed(
     """The index that rank 0 makes when all have written, and what it takes, from the votes as they arrive."""
     writer: Any = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
     writer.layout = known[0].layout
-    writer._claim = Claim("")
+    writer._claim = SaveHandle("0" * 16)
     own = {rank: _vote(rank, planners[rank], known[rank], writer) for rank in known}
     others = [rank for rank in known if rank] or [0]
     votes = [
@@ -381,13 +382,13 @@ def _committed(
     start = time.thread_time()
     results = [pickle.loads(vote) for vote in votes]
     index, files = writer.indexed(metadata, results)
-    manifest = writer._folder.sealed(index, {name: digest for name, (digest, _) in files.items()}, {}, {}).manifest
-    record = manifest.to_json()
+    manifest = writer._folder._record_with(writer._claim, {name: digest for name, (digest, _) in files.items()}, {}, {})
+    record_bytes = len(seal_index(manifest, index)) - len(index)
     return index, {
         "commit_s": time.thread_time() - start,
         "vote_bytes": sum(map(len, votes)),
         "index_bytes": len(index),
-        "manifest_bytes": len(record),
+        "record_bytes": record_bytes,
         "files": len(files),
     }
 
@@ -412,12 +413,6 @@ def _loaded(ranks: Ranks, index: bytes, planners: Mapping[int, Planner]) -> dict
     return {"load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}
 
 
-class Claim(NamedTuple):
-    """The claim of a save."""
-
-    suffix: str
-
-
 def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
     """What a rank that has written votes with: real numbers, and the digests of files that there are not."""
     layout = known.layout
@@ -431,7 +426,7 @@ def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
             size = _size(item, planner)
             results.append(WriteResult(item.index, size, StorageInfo(name, at, size)))
             at += size
-        chunk = _chunk_bytes(at, _MOST_CHUNKS if layout is None else layout.most_chunks)
+        chunk = chunk_bytes_of(at, MOST_CHUNKS if layout is None else layout.most_chunks)
         digest = FileDigest(at, "0" * 32, chunk, base64.b64encode(os.urandom(8 * -(-at // chunk))).decode())
         results.append(WriteResult(MetadataIndex(f"file {name}"), at, _FileWritten(name, digest, None)))
     if layout is None:
@@ -677,7 +672,7 @@ NUMBERS = (
     "commit_s",
     "vote_bytes",
     "index_bytes",
-    "manifest_bytes",
+    "record_bytes",
     "files",
     "load_s",
     "load_bytes",

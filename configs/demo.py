@@ -7,8 +7,6 @@ two results bit for bit. ``make demo`` runs it; it takes about a minute.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import shutil
 import signal
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from composerlite.checkpoint import Catalog, Manifest
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "runs" / "demo"
@@ -38,13 +38,9 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def manifests(folder: Path) -> list[dict[str, Any]]:
-    """The commit records of the checkpoints in ``folder``, oldest first."""
-    records: list[dict[str, Any]] = []
-    for path in (folder / ".manifest").glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):  # given up for a newer one in this moment
-            records.append(json.loads(path.read_text()))
-    return sorted(records, key=lambda record: record["timestamp"]["batch"])
+def checkpoints(folder: Path) -> list[Manifest]:
+    """The records of the checkpoints in ``folder``, oldest first."""
+    return Catalog(folder).manifests()
 
 
 def launch(folder: Path) -> float:
@@ -60,7 +56,7 @@ def launch_and_send(number: signal.Signals, folder: Path, batch: int) -> int:
     """Run the command and send it a signal once it has saved at a ``batch`` or later; its exit code."""
     process = subprocess.Popen(command(folder))
     deadline = time.monotonic() + 300
-    while not any(record["timestamp"]["batch"] >= batch for record in manifests(folder)):
+    while not any(record.batch >= batch for record in checkpoints(folder)):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             raise SystemExit(f"the run ended, or took five minutes, before batch {batch}")
@@ -82,7 +78,7 @@ def differences(a: Any, b: Any, path: str) -> list[str]:
 
 def compare(folder_a: Path, folder_b: Path) -> list[str]:
     """Where the newest checkpoints of two runs differ; wall-clock times and what measures them are left out."""
-    newest = [folder / manifests(folder)[-1]["name"] for folder in (folder_a, folder_b)]
+    newest = [folder / checkpoints(folder)[-1].name for folder in (folder_a, folder_b)]
     a, b = (torch.load(path, weights_only=True) for path in newest)
     parts = ("model", "optimizers", "schedulers", "algorithms", "rank_zero_seed")
     unequal = [d for part in parts for d in differences(a["state"][part], b["state"][part], part)]
@@ -100,21 +96,18 @@ def main() -> None:
     code = launch_and_send(signal.SIGTERM, killed, FIRST_QUARTER)
     if code != 128 + signal.SIGTERM:
         raise SystemExit(f"\nThe run was to end with {128 + signal.SIGTERM} and ended with {code}")
-    say(f"\n   It has saved and ended with {code}: {manifests(killed)[-1]['name']}.")
+    say(f"\n   It has saved and ended with {code}: {checkpoints(killed)[-1].name}.")
 
     say(f"\n3. The same command again, killed with SIGKILL after batch {HALF_WAY}.\n")
     launch_and_send(signal.SIGKILL, killed, HALF_WAY)
-    say(f"\n   Killed. Its newest checkpoint is {manifests(killed)[-1]['name']}.")
+    say(f"\n   Killed. Its newest checkpoint is {checkpoints(killed)[-1].name}.")
 
     say("\n4. The same command again: it resumes from there.\n")
     accuracy_killed = launch(killed)
 
     say("\n5. What is there now.\n")
-    for record in manifests(killed):
-        size = sum(file["size_bytes"] for file in record["files"])
-        say(
-            f"   {record['name']:24} batch {record['timestamp']['batch']:3}  {size / 1e3:6.0f} kB  {record['saved_at']}"
-        )
+    for record in checkpoints(killed):
+        say(f"   {record.name:24} batch {record.batch:3}  {record.size_bytes / 1e3:6.0f} kB  {record.saved_at}")
     say(f"\n   accuracy without interruption {accuracy_whole}, interrupted twice {accuracy_killed}")
     unequal = compare(whole, killed)
     if unequal or accuracy_whole != accuracy_killed:

@@ -90,70 +90,41 @@ def test_nobody_asks_what_kind_of_place_it_is() -> None:
     assert asks == []
 
 
-CHANGES: dict[str, tuple[str, ...]] = {
-    "write_manifest": ("put", "send", "take", "put_bytes", "write_bytes", "write_text", "atomic_write"),
-    "remove_manifest": ("delete", "delete_all", "quarantine", "unlink", "rename", "replace"),
-}
-KEEPS_THE_PATH = {"record_path", "name_of", "reversed", "list", "str"}
+PUTS = {"commit_file", "put_decider"}
+"""Functions whose call makes a checkpoint exist."""
+MAKES_TAILS = {"seal", "seal_index", "seal_weights_index"}
+"""Functions that return the record as bytes."""
 
 
-def changes_of_manifests(tree: ast.Module, verbs: tuple[str, ...]) -> Iterator[str]:
-    """Name the functions that call one of ``verbs`` for the path of a manifest or of a step's marker."""
-    if not any(isinstance(node, ast.Name) and node.id in {"record_path", "MARKER"} for node in ast.walk(tree)):
-        return
-    named = {"MARKER", "commits", "found.commits"}
-
-    def is_one(node: ast.expr) -> bool:
-        if isinstance(node, ast.Call):
-            kind = ast.unparse(node.func).rpartition(".")[2]
-            return kind == "record_path" or (kind in KEEPS_THE_PATH and any(map(is_one, node.args)))
-        if isinstance(node, ast.BinOp):  # below a folder; with a suffix it is another path
-            return isinstance(node.op, ast.Div) and is_one(node.right)
-        if isinstance(node, ast.JoinedStr):
-            return isinstance(last := node.values[-1], ast.FormattedValue) and is_one(last.value)
-        return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in named
-
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    ends = {function.name: function.body[-1] for function in functions}
-    properties = {name for name, end in ends.items() if isinstance(end, ast.Return) and end.value and is_one(end.value)}
-    of_all = named | {f"self.{name}" for name in properties}
-    for function in functions:
-        named = set(of_all)
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value and is_one(node.value):
-                named.update(map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target]))
-            elif isinstance(node, ast.For | ast.comprehension) and is_one(node.iter):
-                named.add(ast.unparse(node.target))
-        for node in ast.walk(function):
-            match node:
-                case ast.Call(func=ast.Attribute(value=of, attr=verb), args=args) if verb in verbs:
-                    if any(map(is_one, [of, *args])):
-                        yield function.name
-                case _:
-                    pass
-
-
-@pytest.mark.parametrize("function", CHANGES)
-def test_one_function_writes_manifests_and_one_removes_them(function: str) -> None:
-    """Whatever makes a checkpoint exist, or exist no more, calls it; it stands beside the commit."""
-    for verb in CHANGES[function]:
-        for call in (f"place.{verb}(record_path(name))", f"record = root / record_path(name); record.{verb}(data)"):
-            assert list(changes_of_manifests(ast.parse(f"def f(): {call}"), CHANGES[function])) == ["f"], call
-    found = {f"{path}: {name}" for path, tree in trees() for name in changes_of_manifests(tree, CHANGES[function])}
-    assert found == set(), f"these change manifests themselves: let them call {function}"
-    defined = [path for path, tree in trees() for node in tree.body if getattr(node, "name", "") == function]
-    assert defined == ["checkpoint/place/commit.py"]
-
-
-def test_manifests_are_written_in_one_place() -> None:
-    """Only the commit turns a manifest into bytes."""
-    writers = {
+def users_of(names: set[str]) -> set[str]:
+    """Return the modules that use one of the functions ``names``, besides those that define them."""
+    used = {
         path
         for path, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("manifest.to_json")
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).rpartition(".")[2] in names
     }
-    assert writers == {"checkpoint/place/commit.py"}
+    defined = {path for path, tree in trees() for node in tree.body if getattr(node, "name", "") in names}
+    return used - defined
+
+
+def test_one_module_makes_checkpoints_exist() -> None:
+    """Both functions that put a deciding file are in the module of the commit, and few modules call them."""
+    defined = {path for path, tree in trees() for node in tree.body if getattr(node, "name", "") in PUTS}
+    assert defined == {"checkpoint/place/commit.py"}
+    assert users_of(PUTS) == {"checkpoint/place/bucket.py", "checkpoint/place/folder.py", "checkpoint/save/form.py"}
+
+
+def test_one_function_deletes_checkpoints() -> None:
+    """Only the module of the commit decides in which order the files of a checkpoint are deleted."""
+    defined = [path for path, tree in trees() for node in tree.body if getattr(node, "name", "") == "delete_checkpoint"]
+    assert defined == ["checkpoint/place/commit.py"]
+
+
+def test_records_become_bytes_in_one_module() -> None:
+    """Whoever writes a deciding file gets its tail from the module of the record."""
+    defined = {path for path, tree in trees() for node in tree.body if getattr(node, "name", "") in MAKES_TAILS}
+    assert defined == {"checkpoint/record/tail.py"}
 
 
 STARTS_THREADS = {

@@ -42,8 +42,10 @@ class CheckpointSaver(Callback):
 
     A save happens when ``save_interval`` says so, at most once per batch count; a built-in interval also saves at the
     end of training. Training continues as soon as the state is copied; one save is in flight at a time, and the end
-    of ``fit`` waits for it. A checkpoint appears when it is durable, and is verified on load; a kill at any moment
-    leaves every older one as it was. A save that fails ends training at the next batch, unless failures are tolerated.
+    of ``fit`` waits for it. A checkpoint contains its record, with digests by which it is verified on load, and exists
+    from one rename on, after it is durable. A kill at any moment leaves older checkpoints as they were; only archives
+    of ranks that are replaced under their names are lost. A save that fails ends training at the next batch, unless
+    failures are tolerated.
     Several savers may run side by side, in one folder if their ``filename`` and ``latest_filename`` differ.
 
     Args:
@@ -202,11 +204,11 @@ class CheckpointSaver(Callback):
         self.saver.renew_leases()
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Keep the metrics for the manifest."""
+        """Keep the metrics for the record."""
         self._measured.after_evaluation(state)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Keep the metrics for the manifest."""
+        """Keep the metrics for the record."""
         self._measured.after_epoch(state)
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:

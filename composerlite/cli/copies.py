@@ -12,7 +12,7 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
-from composerlite.checkpoint.tools.surveying import Found, newest, survey
+from composerlite.checkpoint.tools.surveying import Found, newest, sealed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError
@@ -29,9 +29,9 @@ _everything = click.option("--all", "everything", is_flag=True, help="All that a
 @options.link
 @options.as_json
 def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json: bool) -> None:
-    """Copy CHECKPOINT to PLACE under its name: between folders and buckets, every byte verified, its manifest last.
+    """Copy CHECKPOINT to PLACE under its name, between folders and buckets, every byte verified.
 
-    A copy that was interrupted resumes where it was.
+    It exists in PLACE when all of it is there. A copy of a directory that was interrupted resumes where it was.
     """
     with pointed(checkpoint) as source, target_at(target) as place:
         if source.name is None:
@@ -124,6 +124,9 @@ def _copy(
     """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
     if link is not None:
         target.check_link(link)
+        there = sealed(target, link)
+        if link in [found.name for found in chosen] or (there is not None and there.copy_of is None):
+            raise ConfigError(f"{target.uri(link)!r} is a checkpoint, and no link takes its place. Give another name.")
     copied: list[dict[str, Any]] = []
     for found in chosen:
         with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:

@@ -10,7 +10,7 @@ import click
 from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.cli import options
-from composerlite.cli.listing import described
+from composerlite.cli.listing import described, metrics_text
 from composerlite.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -45,8 +45,12 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
     where = [f"epoch {facts['epoch']}, batch {facts['batch']}"] if facts["epoch"] is not None else []
     run = [f"run {facts['run_name']}"] if facts["run_name"] else []
     saved = [f"saved {facts['saved_at']}"] if facts["saved_at"] else []
+    copy = [f"a copy of {facts['copy_of']!r}"] if facts["copy_of"] else []
     system = [facts["system"]] if facts["system"] and found.manifest is None else []
-    click.echo(", ".join([facts["uri"], *([facts["kind"]] if facts["kind"] else []), *system, *run, *where, *saved]))
+    kind = [facts["kind"]] if facts["kind"] else []
+    click.echo(", ".join([facts["uri"], *kind, *system, *run, *where, *saved, *copy]))
+    if facts["metrics"]:
+        click.echo(f"metrics: {metrics_text(facts['metrics'])}")
     for line in _tree(leaves, depth):
         click.echo(line)
     click.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")

@@ -1,19 +1,17 @@
 """``composerlite checkpoint ls``, ``latest`` and ``verify``: what there is, and whether it is what was saved.
 
-None of them imports torch, but ``verify`` where something is damaged or has no manifest; only that opens data files.
+None of them imports torch, but ``verify`` where something is damaged or has no record; only that reads data.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.place.step import MODEL
 from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
@@ -58,7 +56,8 @@ _ORDERS: dict[str, Callable[[_Listed], Any]] = {
 def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None:
     """List the checkpoints in PLACE: whether each is whole, of which moment, how large.
 
-    No data file is opened: 'verify' reads them.
+    A file is read at its end only, where its record is: 'verify' reads all. A file that was saved under another name is
+    listed as a copy: no run resumes from it, and 'prune' leaves it.
     """
     if sort not in _ORDERS:
         raise ConfigError(f"--sort {sort}: no such choice.{did_you_mean(sort, _ORDERS)}")
@@ -117,6 +116,7 @@ def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, 
         "uri": place.uri(found.name),
         "where": place.where,
         "state": found.state,
+        "copy_of": found.copy_of,
         "attempt": None if manifest is None else manifest.lineage.attempt,
         "abandoned": abandoned,
         "faults": list(found.faults),
@@ -135,9 +135,14 @@ def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, 
     }
 
 
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics and their values on one line."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+
+
 def _row(one: _Listed) -> list[str]:
     facts = described(*one)
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in (facts["metrics"] or {}).items())
+    metrics = metrics_text(facts["metrics"] or {})
     is_marked = one.found.manifest is not None and bool(one.found.manifest.not_finite)
     marks = ("ephemeral" if facts["ephemeral"] else "", "not finite" if is_marked else "")
     kind = " ".join(part for part in (facts["kind"], *marks) if part)
@@ -152,6 +157,8 @@ def _row(one: _Listed) -> list[str]:
 
 
 def _state(found: Found) -> str:
+    if found.copy_of is not None:
+        return f"a copy of {found.copy_of!r}"
     if not found.faults:
         return found.state
     more = len(found.faults) - _FAULTS_SHOWN
@@ -166,11 +173,12 @@ def _state(found: Found) -> str:
 @options.run
 @options.as_json
 def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
-    """Read CHECKPOINT, or all in a folder, and compare every byte with the manifest.
+    """Read CHECKPOINT, or all in a folder, and compare every byte with the record.
 
-    Exit status 1: a checkpoint is damaged, or holds what is not known to be safe. Checkpoints without a manifest, as
-    other programs write them, are read and compared with the checksums in their own files; they and those that another
-    program has rewritten are listed as unverified.
+    A file contains its record, so a copy of it is verified wherever it is, under any name. Exit status 1: a checkpoint
+    is damaged, or holds what is not known to be safe. Checkpoints without a record, as other programs write them, are
+    read and compared with the checksums in their own files. They are listed as unverified, and so are directories that
+    another program has rewritten.
     """
     verdicts: list[dict[str, Any]] = []
     for text in targets:
@@ -196,21 +204,8 @@ def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
 
 
 def _told(verdict: dict[str, Any]) -> str:
-    return ": ".join(filter(None, (verdict["state"], "; ".join(verdict["faults"]))))
-
-
-def _is_rewritten(place: Place, found: Found, differ: Sequence[str]) -> bool:
-    """Return true if another program has replaced the files that ``differ``: these are loaded, unverified."""
-    indexed = {"sharded": found.name, "step": f"{found.name}/{MODEL}"}
-    if found.kind not in indexed or not all(path.startswith(f"{indexed[found.kind]}/") for path in differ):
-        return False
-    from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader  # imports torch
-
-    with RemoteFileSystemReader(place.uri(indexed[found.kind])) as reader:
-        reader.warns = False
-        with contextlib.suppress(CheckpointError):
-            reader.read_metadata()
-        return reader.is_rewritten
+    copy = "" if verdict["copy_of"] is None else f"a copy of {verdict['copy_of']!r}"
+    return ": ".join(filter(None, (verdict["state"], copy, "; ".join(verdict["faults"]))))
 
 
 def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
@@ -229,22 +224,21 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> d
     state = "damaged" if faults else "verified"
     if found.state == "unverified":
         state, faults = _by_itself(place, found, progress)
-    elif found.manifest is None:  # the manifest is damaged, or the save did not end
+    elif found.manifest is None:  # the record is damaged, or the save did not end
         faults = list(found.faults)
-        state = "damaged" if found.commits and faults else "unverified"
-    elif faults and _is_rewritten(place, found, list(differ)):
-        state, faults = "unverified", ["another program has written it again: its manifest describes other files"]
+        state = "damaged" if found.decider and faults else "unverified"
     return {
         "name": found.name,
         "uri": place.uri(found.name),
         "state": state,
+        "copy_of": found.copy_of,
         "faults": faults,
         "size_bytes": found.size_bytes,
     }
 
 
 def _by_itself(place: Place, found: Found, progress: Callable[[int], object]) -> tuple[str, list[str]]:
-    """Return the verdict on a checkpoint without a manifest."""
+    """Return the verdict on a checkpoint without a record."""
     from composerlite.checkpoint.tools.verifying import compared_with_itself  # imports torch
 
     try:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.place import Leftover, Place
+from composerlite.checkpoint.place.catalog import record_in
+from composerlite.checkpoint.place.commit import garbage
+from composerlite.checkpoint.place.place import Leftover, Place, StoredFile
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import (
-    Found,
-    abandoned,
-    committing,
-    remove,
-    survey,
-    vouched_from_above,
-)
+from composerlite.checkpoint.tools.surveying import Found, abandoned, is_in_checkpoint, remove, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
@@ -57,7 +54,7 @@ def prune(
 
     The newest always stays, and so does what is incomplete. A run that was started over has left the checkpoints of the
     attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
-    What a link leads to stays, and so does what a killed process has begun to replace.
+    What a link leads to stays.
     """
     if keep_last is None and keep_every is None and best_k is None and best_metric is None and not with_abandoned:
         raise ConfigError("prune: which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned.")
@@ -111,9 +108,7 @@ def prune(
 
 @click.command("gc")
 @options.places
-@click.option(
-    "--orphans", is_flag=True, help="Remove data without a manifest, too: also what other programs have saved."
-)
+@click.option("--orphans", is_flag=True, help="Remove data without a record, too: also what other programs have saved.")
 @click.option(
     "--older-than",
     default="24h",
@@ -123,54 +118,60 @@ def prune(
 @options.dry_run
 @options.as_json
 def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool, as_json: bool) -> None:
-    """Remove leftovers of killed processes in PLACE: temporary files, parts of uploads. No checkpoint is deleted.
+    """Remove leftovers of killed processes in PLACE: temporary files, parts of uploads, unnamed data files.
 
-    What a process that lives is writing on this machine's disks stays.
+    No checkpoint is deleted. What a process that lives is writing on this machine's disks stays.
     """
     age = _age(older_than)
     removed: list[dict[str, Any]] = []
-    completed: list[dict[str, Any]] = []
     seen: set[str] = set()
     for text in places:
         with place_at(text) as place:
-            left = place.leftovers(age)
-            doomed = _orphans(place, left, age) if orphans else []  # before the sweep, which a dry run has not
-            for one in left:
+            for one in place.leftovers(age):
                 if not _is_known(one.uri, seen):
-                    (completed if one.is_completed else removed).append(_leftover(one))
+                    removed.append(_leftover(one))
             if not dry_run:
                 place.sweep(age)
-                doomed = _still(place, doomed, left, age)
-            for found in doomed:
+            garbage_files = _garbage(place, age)
+            for file in garbage_files:
+                if not _is_known(place.uri(file.path), seen):
+                    removed.append(
+                        {"uri": place.uri(file.path), "size_bytes": file.size_bytes, "why": "a file of a killed save"}
+                    )
+                    if not dry_run:
+                        place.delete_all([file.path])
+            for found in _orphans(place, age, {file.path for file in garbage_files}) if orphans else ():
                 if not _is_known(place.uri(found.name), seen) and remove(place, found, dry_run=dry_run):
-                    removed.append(_removed(place, found, "data without a manifest"))
-    _tell(removed, [], dry_run=dry_run, as_json=as_json, completed=completed)
+                    removed.append(_removed(place, found, "data without a record"))
+    _tell(removed, [], dry_run=dry_run, as_json=as_json)
 
 
-def _orphans(place: Place, left: Iterable[Leftover], age: timedelta) -> list[Found]:
-    """Data without a manifest that go, but for what a sweep of what is ``left`` completes or removes."""
-    decided = {path for one in left for path in one.paths}
-    is_vouched = vouched_from_above(place)
+def _garbage(place: Place, age: timedelta) -> list[StoredFile]:
+    """Data files of killed saves that are as old as ``age``."""
+    files = place.files()
+    old = [path for path, file in files.items() if _is_old([file], age)]
+    return [files[path] for path in garbage(place, old, re.compile(".*"), lambda path: record_in(place, path))]
+
+
+def _orphans(place: Place, age: timedelta, removed: set[str]) -> list[Found]:
+    """Data without a record that are as old as ``age``, and no part of a checkpoint or of a save in progress.
+
+    Files that were ``removed``, or would be, do not count.
+    """
+    if is_in_checkpoint(place):
+        return []
+    there = [
+        replace(found, files=tuple(file for file in found.files if file.path not in removed)) for found in survey(place)
+    ]
     return [
         found
-        for found in survey(place)
-        if found.may_be_left_over
-        and decided.isdisjoint(file.path for file in found.files)
-        and not is_vouched(found)
-        and _is_old(found, age)
+        for found in there
+        if found.files
+        and found.may_be_left_over
+        and found.manifest is None
+        and _is_old(found.files, age)
+        and not any(".tmp-" in name for name in (place.names(found.name) if found.kind else ()))
     ]
-
-
-def _still(place: Place, doomed: list[Found], left: Iterable[Leftover], age: timedelta) -> list[Found]:
-    """Data of the ``doomed`` that still go after a sweep, which may take long, beside a run that may save.
-
-    What a process is committing, which has its name and no manifest for a moment, is announced between two surveys.
-    """
-    if not doomed:
-        return []
-    begun = committing(place, doomed)
-    names = {one.name for one in _orphans(place, left, age)}
-    return [one for one in doomed if one.name in names and begun.isdisjoint(file.path for file in one.files)]
 
 
 def _with_folders(names: set[str]) -> set[str]:
@@ -221,10 +222,10 @@ def _age(text: str) -> timedelta:
     return age
 
 
-def _is_old(found: Found, older_than: timedelta) -> bool:
-    """Return true if all its files are that old. Without a known age it may be a save in progress, and is not old."""
+def _is_old(files: Iterable[StoredFile], older_than: timedelta) -> bool:
+    """Return true if all files are that old. Without a known age they may be those of a save in progress."""
     latest = datetime.now(UTC) - older_than
-    return all(file.modified_at is not None and file.modified_at <= latest for file in found.files)
+    return all(file.modified_at is not None and file.modified_at <= latest for file in files)
 
 
 def _is_known(uri: str, seen: set[str]) -> bool:
@@ -243,25 +244,15 @@ def _leftover(one: Leftover) -> dict[str, Any]:
     return {"uri": one.uri, "size_bytes": one.size_bytes, "why": one.what}
 
 
-def _tell(
-    removed: Sequence[dict[str, Any]],
-    kept: Sequence[str],
-    *,
-    dry_run: bool,
-    as_json: bool,
-    completed: Sequence[dict[str, Any]] | None = None,
-) -> None:
-    """Print the files that were removed and the checkpoints that were ``completed``, or would be."""
+def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:
+    """Print the removed checkpoints and files, or those that would be removed."""
     freed = sum(one["size_bytes"] for one in removed)
     if as_json:
-        more = {} if completed is None else {"completed": completed}
-        print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed, **more})
+        print_json({"dry_run": dry_run, "removed": removed, "kept": kept, "freed_bytes": freed})
         return
     verb = "would remove" if dry_run else "removed"
-    verbs = [(verb, removed), ("would complete" if dry_run else "completed", completed or ())]
-    for did, ones in verbs:
-        for one in ones:
-            why = "" if one["why"] is None else f": {one['why']}"
-            click.echo(f"{did} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
+    for one in removed:
+        why = "" if one["why"] is None else f": {one['why']}"
+        click.echo(f"{verb} {one['uri']} ({bytes_text(one['size_bytes'])}){why}")
     rest = f", {len(kept)} stay" if kept else ""
     click.echo(f"{verb} {len(removed)}, {bytes_text(freed)}{rest}")

@@ -1,4 +1,4 @@
-"""The saves of a run: what the record says of each, joined with the manifests that are there."""
+"""The saves of a run: what the event log says of each, joined with the records of the checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stored:
     Attributes:
         name: of it. uri: where it is. where: ``'local'`` or ``'remote'``.
         state: ``'committed'`` or ``'incomplete'``. faults: what is wrong with it.
-        kind, run_name, epoch, batch, saved_at, ephemeral, metrics, seconds: as its manifest says.
+        kind, run_name, epoch, batch, saved_at, ephemeral, metrics, seconds: as its record says.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Save:
 
 
 def stored_at(place: Place, found: Found) -> Stored:
-    """Return the facts about a checkpoint in its manifest."""
+    """Return the facts about a checkpoint in its record."""
     manifest = found.manifest
     counts: Mapping[str, int | float] = {} if manifest is None else manifest.timestamp
     epoch, batch = counts.get("epoch"), counts.get("batch")
@@ -94,7 +94,7 @@ def stored_at(place: Place, found: Found) -> Stored:
 
 
 def saves_in(lines: Sequence[Line], stored: Sequence[Stored]) -> list[Save]:
-    """List the saves that the record or a manifest knows of, oldest first."""
+    """List the saves that the event log or a checkpoint's record has, oldest first."""
     saves: list[Save] = []
     for line in lines:
         if line.kind == "checkpoint":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import tempfile
 from abc import ABC, abstractmethod
@@ -205,6 +206,80 @@ class ObjectStore(ABC):
                 content.seek(offset)
                 return content.read(size)
 
+    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
+        """Size of the object ``name``, and its last bytes, in one request where the store has a verb for that.
+
+        Args:
+            name: of the object.
+            most_bytes: number of bytes, at least 1; a smaller object is returned whole.
+
+        Returns:
+            Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
+        """
+        if most_bytes < 1:
+            raise ConfigError(f"{self.get_uri(name)}: read the tail: most_bytes={most_bytes}: expected 1 or more.")
+        size = self.get_object_size(name)
+        length = min(size, most_bytes)
+        tail = self.read_range(name, size - length, length) if size else b""
+        if len(tail) != length:
+            raise ObjectStoreTransientError(
+                f"{self.get_uri(name)}: read the tail: {len(tail)} of {length} bytes came: read again."
+            )
+        return size, tail
+
+    def read_versioned(self, name: str) -> tuple[bytes, str]:
+        """Content of the small object ``name``, and the version that :meth:`swap_bytes` replaces.
+
+        Args:
+            name: of the object.
+
+        Returns:
+            All bytes, and an opaque version. Here the version is a digest of the content, so give each content of an
+            object that is swapped something of its own, such as a counter.
+        """
+        data = self.read_range(name, 0, self.get_object_size(name))
+        return data, version_of(data)
+
+    def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
+
+        Of several processes that swap the same version at once exactly one succeeds, if :attr:`swaps_atomically`. Else
+        the store reads, compares and writes. Two processes can both succeed if both compare before either writes; the
+        later write wins.
+
+        Args:
+            name: of the object.
+            data: new content.
+            version: that :meth:`read_versioned` returned.
+
+        Raises:
+            FileExistsError: the object has another version or was deleted. The object is unchanged.
+        """
+        try:
+            is_same = self.read_versioned(name)[1] == version
+        except FileNotFoundError as e:
+            raise self._not_swapped(name, version) from e
+        if not is_same:
+            raise self._not_swapped(name, version)
+        self.put_bytes(name, data)
+
+    def _not_swapped(self, name: str, version: str) -> FileExistsError:
+        return FileExistsError(
+            f"{self.get_uri(name)}: swap: the object does not have version {version!r} any more: read the object again."
+        )
+
+    def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
+        """List the objects and folders directly below ``prefix``: one level of the tree that slashes in names make.
+
+        Args:
+            prefix: beginning of the names, usually a folder with its slash, such as ``run/``; empty for the top level.
+
+        Returns:
+            The objects whose names have no slash after ``prefix``, and the names up to and including the next slash of
+            all others, such as ``run/ep1/``. Both are sorted. A store of files also lists folders without objects.
+        """
+        return split_level(prefix, self.list_objects(prefix))
+
     def delete_object(self, name: str) -> None:
         """Remove the object ``name``. That there is none is fine."""
         if self._has(name):
@@ -283,6 +358,11 @@ class ObjectStore(ABC):
         """True if ``put_bytes(create_only=True)`` lets exactly one of several processes succeed."""
         return False
 
+    @property
+    def swaps_atomically(self) -> bool:
+        """True if :meth:`swap_bytes` lets exactly one of several processes replace the same version."""
+        return False
+
     def start_parts(self, name: str) -> PartUpload | None:
         """Begin to send an object in parts; ``None`` from a store that takes objects only as a whole."""
         return None
@@ -332,6 +412,24 @@ def _reading_of_any_version(reading: Callable[[Any, str, int, int], Generator[by
         return reading(self, name, offset, size)
 
     return read_pieces
+
+
+def version_of(data: bytes) -> str:
+    """Version of an object in a store that has no versions: a digest of its content ``data``."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectInfo], list[str]]:
+    """Return the objects directly below ``prefix`` and the folders of the others, as :meth:`ObjectStore.list_level`."""
+    objects: list[ObjectInfo] = []
+    folders: set[str] = set()
+    for info in found:
+        child, slash, _ = info.name[len(prefix) :].partition("/")
+        if slash:
+            folders.add(f"{prefix}{child}/")
+        else:
+            objects.append(info)
+    return sorted(objects, key=lambda info: info.name), sorted(folders)
 
 
 def check_name(name: str) -> str:

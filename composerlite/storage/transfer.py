@@ -145,18 +145,45 @@ class Transfer:
         """
         if not create_only and self._sent_in_parts(name, MemorySource(memoryview(data)), None):
             return
-        content = bytes(data)
+        put = partial(self.store.put_bytes, create_only=create_only)
+        self._put_once(f"put of {name!r}", put, name, bytes(data))
+
+    def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
+
+        Succeeds also if an earlier try replaced the content and the answer was lost. For that ``data`` must not be what
+        another process might write.
+
+        Args:
+            name: of the object.
+            data: new content.
+            version: that :meth:`read_versioned` returned.
+
+        Raises:
+            FileExistsError: the object has another version or was deleted. The object is unchanged.
+            ObjectStoreTransientError: it is unknown whether the content was replaced: read the object.
+        """
+        self._put_once(f"swap of {name!r}", partial(self.store.swap_bytes, version=version), name, data)
+
+    def _put_once(self, what: str, put: Callable[[str, bytes], object], name: str, content: bytes) -> None:
+        """Call ``put`` with retries. A retry that is refused has succeeded if the object has the content."""
         tries: list[int] = []
 
-        def put() -> None:
+        def put_or_find() -> None:
             tries.append(1)
             try:
-                self.store.put_bytes(name, content, create_only=create_only)
+                put(name, content)
             except FileExistsError:
-                if len(tries) == 1 or self.store.read_range(name, 0, len(content) + 1) != content:
+                if len(tries) == 1 or not self._has_content(name, content):
                     raise  # else an earlier try has put it, and its answer was lost
 
-        self._retry.run(put, f"put of {name!r}")
+        self._retry.run(put_or_find, what)
+
+    def _has_content(self, name: str, content: bytes) -> bool:
+        try:
+            return self.store.read_range(name, 0, len(content) + 1) == content
+        except FileNotFoundError:
+            return False
 
     def abort_stale(self, prefix: str, older_than: timedelta) -> int:
         """Remove the parts of uploads that dead processes have left below ``prefix``; returns how many uploads it were.
@@ -305,6 +332,22 @@ class Transfer:
             raise CorruptCheckpointError(f"read of {name!r}: it has more than the {most_bytes} bytes that it may have.")
         return data
 
+    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
+        """Size of the object ``name``, and its last bytes, in one request where the store can.
+
+        Args:
+            name: of the object.
+            most_bytes: number of bytes, at least 1; a smaller object is returned whole.
+
+        Returns:
+            Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
+        """
+        return self._retry.run(lambda: self.store.read_tail(name, most_bytes), f"read of the tail of {name!r}")
+
+    def read_versioned(self, name: str) -> tuple[bytes, str]:
+        """Content of the small object ``name``, and the version that :meth:`swap_bytes` replaces."""
+        return self._retry.run(lambda: self.store.read_versioned(name), f"read of {name!r}")
+
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
     def size(self, name: str) -> int:
         """Bytes of the object ``name``."""
@@ -331,6 +374,17 @@ class Transfer:
         return self._retry.run(
             lambda: self.store.list_objects(prefix, start_after=start_after), f"listing of {prefix!r}"
         )
+
+    def list_level(self, prefix: str = "") -> tuple[Sequence[ObjectInfo], Sequence[str]]:
+        """List the objects and folders directly below ``prefix``.
+
+        Args:
+            prefix: beginning of the names, usually a folder with its slash, such as ``run/``.
+
+        Returns:
+            The objects whose names have no slash after ``prefix``, and the names of the folders, such as ``run/ep1/``.
+        """
+        return self._retry.run(lambda: self.store.list_level(prefix), f"listing of {prefix!r}")
 
     def delete(self, name: str) -> None:
         """Remove the object ``name``. That there is none is fine."""

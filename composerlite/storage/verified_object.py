@@ -38,8 +38,8 @@ class VerifiedObject:
             self._chunks = [] if digest is None else digest.chunk_digests()
         except ValueError as e:
             raise CorruptCheckpointError(f"the digests of {name!r} are not those of a file: {e}.") from e
-        if digest is not None and not self._chunks and digest.size_bytes:
-            raise CorruptCheckpointError(f"the manifest has no digests of the chunks of {name!r}.")
+        if digest is not None and not self._chunks and digest.body_bytes:
+            raise CorruptCheckpointError(f"the record has no digests of the chunks of {name!r}.")
 
     def read(self, offset: int, size: int) -> bytes:
         data = bytearray(size)
@@ -50,7 +50,7 @@ class VerifiedObject:
         if self._digest is None:
             self._transfer.read_into(self._name, targets, progress, self._upload)
             return
-        step, size_bytes = self._digest.chunk_bytes, self._digest.size_bytes
+        step, size_bytes = self._digest.chunk_bytes, self._digest.body_bytes
         for offset, _, size in targets:
             if offset < 0 or size < 0 or offset + size > size_bytes:
                 raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, ObjectStoreTransientError
 from composerlite.storage import ObjectStore
 from composerlite.storage.retry import RetryPolicy
 
@@ -119,6 +119,18 @@ class ObjectStoreContract(ABC):
         assert len(told) in (0, 4)
         assert told[:1] == told[1:2] != told[2:3] == told[3:] or not told
 
+    @pytest.mark.parametrize(
+        ("content", "most_bytes", "tail"),
+        [(b"0123456789", 4, b"6789"), (b"0123456789", 10, b"0123456789"), (b"012", 65536, b"012"), (b"", 5, b"")],
+    )
+    def test_a_tail_has_the_size_and_the_last_bytes(
+        self, store: ObjectStore, prefix: str, content: bytes, most_bytes: int, tail: bytes
+    ) -> None:
+        """``read_tail`` returns the size and the last bytes; of a smaller or empty object all bytes."""
+        store.put_bytes(f"{prefix}/a", content)
+        retried = RetryPolicy().run  # a service that refuses a range may drop the connection that the next read uses
+        assert retried(lambda: store.read_tail(f"{prefix}/a", most_bytes), "read") == (len(content), tail)
+
     # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_listing_has_names_and_sizes_in_order(self, store: ObjectStore, prefix: str) -> None:
         """Everything below a prefix is listed, at any depth, in the order of the names."""
@@ -152,6 +164,23 @@ class ObjectStoreContract(ABC):
     def test_nothing_is_listed_where_nothing_is(self, store: ObjectStore, prefix: str) -> None:
         """An empty prefix in a bucket that exists is no error."""
         assert list(store.list_objects(f"{prefix}/nothing/")) == []
+        assert store.list_level(f"{prefix}/nothing/") == ([], [])
+
+    def test_a_level_has_its_objects_and_folders(self, store: ObjectStore, prefix: str) -> None:
+        """``list_level`` lists objects directly below a prefix, and folders once each; the prefix may end anywhere."""
+        for size, name in enumerate(["run/b", "run/ep1/x", "run/ep1/y/z", "run/ep2/x", "run/a", "run10/a", "top"]):
+            store.put_bytes(f"{prefix}/{name}", bytes(size))
+        for begin, objects, folders in (
+            ("run/", [("run/a", 4), ("run/b", 0)], ["run/ep1/", "run/ep2/"]),
+            ("run/ep1/", [("run/ep1/x", 1)], ["run/ep1/y/"]),
+            ("run/ep", [], ["run/ep1/", "run/ep2/"]),
+            ("", [("top", 6)], ["run/", "run10/"]),
+            ("t", [("top", 6)], []),
+        ):
+            found, below = store.list_level(f"{prefix}/{begin}")
+            assert [(info.name.removeprefix(f"{prefix}/"), info.size_bytes) for info in found] == objects
+            assert [name.removeprefix(f"{prefix}/") for name in below] == folders
+        assert f"{prefix}/" in store.list_level()[1]
 
     def test_long_listings_are_complete(self, store: ObjectStore, prefix: str) -> None:
         """More objects than a service returns at once are all listed, once each."""
@@ -159,6 +188,7 @@ class ObjectStoreContract(ABC):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda name: store.put_bytes(name, b""), names))
         assert [info.name for info in store.list_objects(f"{prefix}/")] == names
+        assert [info.name for info in store.list_level(f"{prefix}/")[0]] == names
 
     # ── deleting ─────────────────────────────────────────────────────────────────────────────────────────────────
     def test_what_was_deleted_is_gone(self, store: ObjectStore, prefix: str) -> None:
@@ -198,6 +228,59 @@ class ObjectStoreContract(ABC):
             assert len(winners) == 1
             assert store.read_range(name, 0, 10) == str(winners[0]).encode()
 
+    # ── swaps ────────────────────────────────────────────────────────────────────────────────────────────────────
+    def test_a_swap_replaces_only_the_version_that_was_read(self, store: ObjectStore, prefix: str) -> None:
+        """A swap with the version that was read succeeds, a second one with that version leaves the object alone."""
+        name = f"{prefix}/a"
+        store.put_bytes(name, b"")
+        content, version = store.read_versioned(name)
+        assert content == b""
+        store.swap_bytes(name, b"first", version)
+        with pytest.raises(FileExistsError, match="a: swap"):
+            store.swap_bytes(name, b"second", version)
+        content, later = store.read_versioned(name)
+        assert content == b"first"
+        assert later != version
+        store.swap_bytes(name, b"third", later)
+        assert store.read_versioned(name)[0] == b"third"
+
+    def test_a_swap_sees_other_writers(self, store: ObjectStore, prefix: str) -> None:
+        """A swap fails if the object was put again or deleted since; the swap writes nothing."""
+        name = f"{prefix}/a"
+        store.put_bytes(name, b"first")
+        _, version = store.read_versioned(name)
+        store.put_bytes(name, b"other")
+        with pytest.raises(FileExistsError, match="a: swap"):
+            store.swap_bytes(name, b"mine", version)
+        assert store.read_range(name, 0, 10) == b"other"
+        _, version = store.read_versioned(name)
+        store.delete_object(name)
+        with pytest.raises(FileExistsError, match="a: swap"):
+            store.swap_bytes(name, b"mine", version)
+        assert list(store.list_objects(f"{prefix}/")) == []
+
+    def test_one_of_many_swaps(self, store: ObjectStore, prefix: str) -> None:
+        """Exactly one of eight threads that swap the same version at once succeeds, and its bytes are there."""
+        if not store.swaps_atomically:
+            pytest.skip("this store cannot swap atomically, and says so")
+        name = f"{prefix}/a"
+        store.put_bytes(name, b"first")
+        for _ in range(3):
+            (_, version), start = store.read_versioned(name), threading.Barrier(8)
+
+            def swap(number: int, version: str = version, start: threading.Barrier = start) -> int | None:
+                start.wait(10)
+                try:
+                    store.swap_bytes(name, f"{number} after {version}".encode(), version)
+                except (FileExistsError, ObjectStoreTransientError):  # transient: another swap is under way
+                    return None
+                return number
+
+            with ThreadPoolExecutor(8) as pool:
+                winners = [number for number in pool.map(swap, range(8)) if number is not None]
+            assert len(winners) == 1
+            assert store.read_versioned(name)[0] == f"{winners[0]} after {version}".encode()
+
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_missing_object_is_not_found(self, store: ObjectStore, prefix: str, tmp_path: Path) -> None:
         """Reading a missing object raises FileNotFoundError with its name, and leaves no file."""
@@ -205,6 +288,8 @@ class ObjectStoreContract(ABC):
         for read in (
             lambda: store.get_object_size(name),
             lambda: store.read_range(name, 0, 1),
+            lambda: store.read_tail(name, 1),
+            lambda: store.read_versioned(name),
             lambda: list(store.read_pieces(name, 0, 1)),
             lambda: store.download_object(name, tmp_path / "copy"),
         ):
@@ -217,6 +302,9 @@ class ObjectStoreContract(ABC):
         (tmp_path / "source").write_bytes(b"x")
         for use in (
             lambda: missing_bucket.list_objects("a"),
+            lambda: missing_bucket.list_level("a"),
+            lambda: missing_bucket.read_tail("a", 1),
+            lambda: missing_bucket.read_versioned("a"),
             lambda: missing_bucket.put_bytes("a", b""),
             lambda: missing_bucket.upload_object("a", tmp_path / "source"),
             lambda: missing_bucket.read_range("a", 0, 1),
@@ -248,6 +336,8 @@ class ObjectStoreContract(ABC):
             lambda: store.put_bytes(name, b""),
             lambda: store.read_range(name, 0, 1),
             lambda: store.get_object_size(name),
+            lambda: store.read_tail(name, 1),
+            lambda: store.swap_bytes(name, b"", "version"),
             lambda: store.delete_object(name),
         ):
             with pytest.raises(ConfigError, match="name"):

@@ -108,6 +108,22 @@ class FaultyStore(ObjectStore):
         with self.call("list_objects", prefix):
             return self._store.list_objects(prefix, start_after=start_after)
 
+    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
+        with self.call("read_tail", name):
+            return self._store.read_tail(name, most_bytes)
+
+    def read_versioned(self, name: str) -> tuple[bytes, str]:
+        with self.call("read_versioned", name):
+            return self._store.read_versioned(name)
+
+    def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        with self.call("swap_bytes", name, len(data)):
+            self._store.swap_bytes(name, data, version)
+
+    def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
+        with self.call("list_level", prefix):
+            return self._store.list_level(prefix)
+
     def delete_object(self, name: str) -> None:
         with self.call("delete_object", name):
             self._store.delete_object(name)
@@ -122,6 +138,10 @@ class FaultyStore(ObjectStore):
     @property
     def creates_atomically(self) -> bool:
         return self._store.creates_atomically
+
+    @property
+    def swaps_atomically(self) -> bool:
+        return self._store.swaps_atomically
 
     def start_parts(self, name: str) -> PartUpload | None:
         with self.call("start_parts", name):

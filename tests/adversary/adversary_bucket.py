@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import hypothesis.strategies as st
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import Entry, FoundError, Line, begun_in, entries_of, line_in
+from adversary_oracle import Entry, FoundError, Line, entries_of, folders_in, line_in, place_in
 from adversary_run import FILTERS, LONGEST, Order, as_json, live_alone
 from forked import run_forked
 from hypothesis.stateful import rule
@@ -117,17 +117,15 @@ class BucketAdversary(Machine):
         self.project.look()
         super().look_for_mended()
 
-    def on_disk(self) -> tuple[list[Entry], list[Entry]]:
-        """What the machine has on its disk: committed, and begun when a process was killed."""
-        folders = [path.parent for path in self.project.staging.rglob(".manifest")]
-        committed = [entry for folder in folders for entry in entries_of(folder, set())]
-        return committed, [entry for folder in folders for entry in begun_in(folder)]
+    def on_disk(self) -> list[Entry]:
+        """What the machine has on its disk."""
+        return [entry for folder in folders_in(self.project.staging) for entry in entries_of(folder, set())]
 
     def in_memory_of(
         self, project: Project, look: Callable[[Path], list[Entry]] = lambda folder: entries_of(folder, set())
     ) -> list[Entry]:
         """What launches on this machine have saved in its memory."""
-        return [entry for path in self.memory_here.rglob(".manifest") for entry in look(path.parent)]
+        return [entry for folder in folders_in(self.memory_here) for entry in look(folder)]
 
     @property
     def memory_here(self) -> Path:
@@ -139,24 +137,21 @@ class BucketAdversary(Machine):
     def may_start_from(self, *, memory: bool = False) -> list[Line | None] | None:
         """As :meth:`acceptable`, for a launch on this machine."""
         entries = [entry for entry in self.entries(self.project) if entry.kind != "weights"]
-        here, begun = self.on_disk()
-        replaced = [entry for entry in begun_in(self.project.folder) if entry.kind != "weights"]
-        # The next launch completes what is replaced if its data is there.
+        here = self.on_disk()
         in_memory = self.in_memory_of(self.project) if memory else []
-        begun += self.in_memory_of(self.project, begun_in) if memory else []
-        good = [*here, *replaced, *in_memory, *(entry for entry in entries if entry.line is not None)]
+        good = [*here, *in_memory, *(entry for entry in entries if entry.line is not None)]
         lost = [self.damaged[entry.data] for entry in entries if entry.line is None]
         newest = max((self.history.attempts[entry.launch] for entry in good), default=0)
         if not good:
-            return None if entries or begun else [None]
+            return None if entries else [None]
         if max(lost, default=0) > newest:
             return None
-        scratch = [None] if not (here or entries or replaced) else []  # whose memory it is nothing says
-        return [*scratch, *self.newest_lines(good), *(x for one in begun for x in self.newest_lines([*good, one]))]
+        scratch = [None] if not (here or entries) else []  # whose memory it is nothing says
+        return [*scratch, *self.newest_lines(good)]
 
     def check_are_there(self, wanted: Iterable[Entry], now: Mapping[str, Entry], *, launch: int = 0) -> None:
         """As for a folder; a launch may also send what the one before had saved on this machine."""
-        saved = {entry.line for entry in self.on_disk()[0]} if launch else set[Line | None]()
+        saved = {entry.line for entry in self.on_disk()} if launch else set[Line | None]()
         super().check_are_there(
             [entry for entry in wanted if entry.name not in now or now[entry.name].line not in saved],
             now,
@@ -308,11 +303,11 @@ class BucketAdversary(Machine):
             self.command("gc", self.project.uri, "--older-than", "0s")
             self.check_are_there(before, {entry.name: entry for entry in self.entries(self.project)})
 
-    @rule(what=st.sampled_from(["notes.txt", "other.pt", "ba99.pt", ".manifest/bad.pt.json", ".manifest/ba98.pt.json"]))
+    @rule(what=st.sampled_from(["notes.txt", "other.pt", "ba99.pt"]))
     def plant(self, what: str) -> None:
         """Somebody puts an object beside the checkpoints."""
-        if "/ba" in what and not self.entries(self.project):
-            return  # a manifest of the run's that cannot be read, and no good one: it would not start
+        if "ba9" in what and self.one_of(self.project, 0) is None:
+            return  # what may be the run's cannot be read, and nothing is good: it would not start
         body = f"of others, {self.new_number()}".encode()
         self.project.client.put_object(Bucket=self.project.bucket, Key=f"run/{what}", Body=body)
         self.kept[f"run/{what}"] = body
@@ -347,23 +342,18 @@ class BucketAdversary(Machine):
         for path in target.rglob("*") if target.is_dir() else [target]:
             self.planted.add(path)
 
-    @rule(which=st.integers(0, 30), with_record=st.booleans())
-    def copy_by_hand(self, which: int, with_record: bool) -> None:
-        """The user keeps a checkpoint under another name, with a copy of its manifest or without."""
+    @rule(which=st.integers(0, 30), name=st.sampled_from(["best{}.pt", "ba10{}.pt"]))
+    def copy_by_hand(self, which: int, name: str) -> None:
+        """The user keeps a checkpoint under another name, which may look like one of the run's."""
         entry = self.one_of(self.project, which)
         if entry is None or entry.data.is_dir():
             return
-        name = f"best{self.new_number()}.pt"
-        files = {f"run/{name}": entry.data}
-        if with_record:
-            files[f"run/.manifest/{name}.json"] = entry.folder / ".manifest" / f"{entry.name}.json"
-        for key, path in files.items():
-            body = path.read_bytes()
-            self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=body)
-            self.kept[key] = body
+        key, body = f"run/{name.format(self.new_number())}", entry.data.read_bytes()
+        self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=body)
+        self.kept[key] = body
 
-    @rule(which=st.integers(0, 30))
-    def damage(self, which: int) -> None:
+    @rule(which=st.integers(0, 30), where=st.sampled_from(["data", "record"]))
+    def damage(self, which: int, where: str) -> None:
         """The store gives a byte of a checkpoint wrongly, and there is another good one."""
         living = [e for e in self.history.living(self.entries(self.project)) if e.kind != "weights"]
         if len(living) < 2:
@@ -371,7 +361,7 @@ class BucketAdversary(Machine):
         entry = living[which % len(living)]
         part = next(entry.data.glob("*.distcp")) if entry.data.is_dir() else entry.data
         data = bytearray(part.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[place_in(entry.data, len(data), where)] ^= 1
         key = str(part.relative_to(self.project.folder.parent))
         self.project.client.put_object(Bucket=self.project.bucket, Key=key, Body=bytes(data))
         self.project.look()
@@ -385,7 +375,7 @@ class BucketAdversary(Machine):
             path = self.project.folder.parent / key
             if not path.exists() or path.read_bytes() != body:
                 raise FoundError(f"[planted] {key} is {path.exists() and path.read_bytes()[:60]!r}, and was {body!r}")
-        names = {f"run/{entry.name}" for entry in [*self.entries(project), *begun_in(project.folder)]}
+        names = {f"run/{entry.name}" for entry in self.entries(project)}
         for link in (project.folder / "latest.pt.symlink", project.folder / "latest.symlink"):
             if link.exists() and (name := link.read_text().strip()) not in names:
                 raise FoundError(f"[latest] {link.name} says {name!r}, which is not there")

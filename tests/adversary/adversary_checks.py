@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from adversary_oracle import Entry, FoundError, History, Line, Planted, begun_in, entries_of, line_in, line_of
+from adversary_oracle import (
+    Entry,
+    FoundError,
+    History,
+    Line,
+    Planted,
+    entries_of,
+    folders_in,
+    line_in,
+    line_of,
+)
 from adversary_run import LONGEST, Order, as_json, live, live_alone, live_as_rank
 from click.testing import CliRunner
 from forked import run_forked
@@ -212,23 +222,17 @@ class Machine(RuleBasedStateMachine):
         ``None`` where that is not known: nothing of the living attempt is good.
         """
         entries = [e for e in self.entries(project) if e.kind != "weights"]
-        begun = [e for e in begun_in(project.folder) if e.kind != "weights"]
-        begun_in_memory = self.in_memory_of(project, begun_in) if memory else []
-        if not entries and begun:
-            return None
         if not entries:
             if not project.folder.exists() or not memory:
                 return [None]
             known = self.in_memory_of(project)
-            completed = [line for one in begun_in_memory for line in self.newest_lines([*known, one])]
-            return [None, *self.newest_lines(known), *completed]
+            return [None, *self.newest_lines(known)]
         good = [e for e in entries if e.line is not None]
         lost = [self.damaged[e.folder / e.name] for e in entries if e.line is None]
         if max(lost, default=0) > max((self.history.attempts[e.launch] for e in good), default=0):
             return None
         candidates = [*good, *(self.in_memory_of(project) if memory else ())]
-        completed = [line for one in [*begun, *begun_in_memory] for line in self.newest_lines([*candidates, one])]
-        return [*self.newest_lines(candidates), *completed]
+        return self.newest_lines(candidates)
 
     def newest_lines(self, entries: Sequence[Entry]) -> list[Line | None]:
         """What is in the newest; two launches that went on from one checkpoint may have come equally far."""
@@ -240,8 +244,7 @@ class Machine(RuleBasedStateMachine):
         self, project: Project, look: Callable[[Path], list[Entry]] = lambda folder: entries_of(folder, set())
     ) -> list[Entry]:
         """What launches of this project have saved in memory."""
-        folders = {path.parent for path in self.memory.rglob(".manifest")}
-        found = [entry for folder in folders for entry in look(folder)]
+        found = [entry for folder in folders_in(self.memory) for entry in look(folder)]
         return [entry for entry in found if self.owners[entry.launch] is project]
 
     def with_load(self, order: Order) -> tuple[int, Line] | None:
@@ -315,8 +318,6 @@ class Machine(RuleBasedStateMachine):
     def check_are_there(self, wanted: Iterable[Entry], now: Mapping[str, Entry], *, launch: int = 0) -> None:
         """Each is as it was, or the launch has saved another one of its name."""
         for entry in wanted:
-            if entry.name in {begun.name for begun in begun_in(entry.folder)}:
-                continue  # the old one or the new one, which the next launch finds out
             there = now.get(entry.name)
             if there is None or (there.line != entry.line and there.launch != launch):
                 raise FoundError(f"[gone] {entry}, of {self.history.attempts}, is now {there}")

@@ -14,31 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import torch
+import xxhash
 from adversary_checks import SECONDS, Machine, Project
-from adversary_oracle import FoundError, Line, begun_in, line_in
+from adversary_oracle import IN_RECORD, FoundError, Line, line_in, place_in
 from adversary_run import FILTERS, LONGEST, RUN, Order, elsewhere, live, load_saved, save_alone
 from forked import run_forked
 from hypothesis.stateful import precondition, rule
 
-from composerlite.checkpoint import FileRecord, Manifest
+from composerlite.checkpoint import FileRecord, Manifest, read_checkpoint
+from composerlite.checkpoint.record.tail import seal
 from composerlite.errors import CheckpointNotFoundError, RunInUseError
+from composerlite.storage import FileDigest
 
 __all__ = ["Adversary"]
 
 numbers = st.integers(0, 30)
 
 
-def hostile(**fields: Any) -> Callable[[Path], None]:
-    """A record that is whole, and says what it must not."""
+def hostile(*others: str, **fields: Any) -> Callable[[Path], None]:
+    """A file whose record is whole, and says what it must not."""
+    files = tuple(FileRecord(path=other, size_bytes=9, xxh3_128="0" * 32) for other in others)
 
     def write(path: Path) -> None:
-        name = path.name.removesuffix(".json")
-        record = FileRecord(path=fields.get("path", name), size_bytes=9, xxh3_128="0" * 32)
         time = {"batch": 10**6, "epoch": 0}
-        manifest = Manifest(
-            name=name, kind="monolithic", template="ba{batch}.pt", run_name=RUN, timestamp=time, files=(record,)
-        )
-        path.write_bytes(manifest.to_json())
+        known = {"name": path.name, "kind": "monolithic", "template": "ba{batch}.pt", "run_name": RUN, **fields}
+        body = b"no checkpoint"
+        stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
+        path.write_bytes(body + seal(Manifest(**known, timestamp=time, files=files), stored))
 
     return write
 
@@ -46,6 +49,8 @@ def hostile(**fields: Any) -> Callable[[Path], None]:
 THINGS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "file": ("notes{}.txt", lambda path: path.write_text("notes")),
     "archive": ("other{}.pt", lambda path: path.write_bytes(b"no checkpoint")),
+    "half a record": ("half{}.pt", lambda path: path.write_bytes(b'\n{"composerlite": 1, "record": {"name": "ba')),
+    "empty": ("empty{}.pt", lambda path: path.touch()),
     "dangling link": ("data{}", lambda path: path.symlink_to("/nowhere/imagenet")),
     "link in a folder": ("venv{}/bin/python", lambda path: path.symlink_to("/nowhere/python3")),
     "link to a file": ("link{}.pt", lambda path: path.symlink_to(sys.executable)),
@@ -57,24 +62,25 @@ THINGS: dict[str, tuple[str, Callable[[Path], object]]] = {
 BAD: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "folder": lambda path: path.mkdir(),
-    "nesting": lambda path: path.write_text("[" * 100_000),
-    "empty": lambda path: path.touch(),
-    "number": lambda path: path.write_text("7"),
-    "half": lambda path: path.write_text('{"name": "ba'),
-    "link": lambda path: path.symlink_to("/nowhere/record.json"),
-    "out": hostile(path="../victim.txt"),
-    "absolute": hostile(path="/nowhere/file"),
+    "nesting": lambda path: path.write_text('\n{"composerlite": ' + "[" * 60_000),
+    "number": lambda path: path.write_text("7\nCLREC1 00000001 00000000000000000000000000000000\n"),
+    "link": lambda path: path.symlink_to("/nowhere/record.pt"),
+    "out": hostile("../victim.txt", form="archives"),
+    "absolute": hostile("/nowhere/file", form="archives"),
+    "of others": hostile("victim.txt", form="archives"),
+    "another name": hostile(name="../victim.txt"),
+    "another form": hostile(form="sharded"),
 }
 
 
-def flip_a_byte(paths: Iterable[Path]) -> None:
-    """Change the byte in the middle of each file, or change it back; the files are not newer than they were."""
-    for path in paths:
+def flip_a_byte(places: Iterable[tuple[Path, int]]) -> None:
+    """Change a byte of each file, or change it back; the files are not newer than they were."""
+    for path, at in places:
         status = path.stat()
         with path.open("r+b") as file:
-            file.seek(status.st_size // 2)
+            file.seek(at)
             (byte,) = file.read(1)
-            file.seek(status.st_size // 2)
+            file.seek(at)
             file.write(bytes([byte ^ 1]))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -171,28 +177,34 @@ class Adversary(Machine):
         self.run(project, self.order(project, until=self.later(acceptable, more), clock=clock), acceptable)
 
     @precondition(may("wrong-bytes"))
-    @rule(b=st.booleans(), which=numbers, what=st.sampled_from(["manifests", "data", "both"]))
+    @rule(b=st.booleans(), which=numbers, what=st.sampled_from(["records", "data", "both"]))
     def launch_where_all_is_read_wrongly(self, b: bool, which: int, what: str) -> None:
         """The run is started on a machine that reads other bytes than there are: it ends, and discards nothing."""
         project = self.projects[b]
         known = self.entries(project)
-        if (named := self.one_of(project, which)) is None or begun_in(project.folder):
+        if (named := self.one_of(project, which)) is None:
             return
-        manifests, data = what != "data", what != "manifests"
-        paths = [e.folder / ".manifest" / f"{e.name}.json" for e in known if manifests]
-        whole = [e.data for e in known if data and e.line is not None]  # what the disk has damaged would be whole again
-        paths += [part for path in whole for part in (path.glob("*.distcp") if path.is_dir() else [path])]
+        places: list[tuple[Path, int]] = []
+        for entry in known:
+            parts = entry.data.glob("*.distcp") if entry.data.is_dir() else [entry.data]
+            if what != "records" and entry.line is not None:  # what the disk has damaged would be whole again
+                places += [(part, part.stat().st_size // 2) for part in parts]
+            if what != "data" and entry.data.is_dir():
+                path = entry.data / ".metadata"
+                places.append((path, path.stat().st_size - IN_RECORD + 1))
+            elif what != "data":
+                places.append((entry.data, entry.data.stat().st_size - IN_RECORD + 1))
         order = self.order(
             project, until=LONGEST, filename=named.template, sharded=(named.folder / named.name).is_dir()
         )
-        flip_a_byte(paths)
+        flip_a_byte(places)
         try:
             self.let_live(order, may_refuse=True)
         finally:
-            flip_a_byte(path for path in paths if path.exists())
+            flip_a_byte((path, at) for path, at in places if path.exists())
         if "started" in (told := self.told(order)):
             raise FoundError(f"[resume] launch {order.launch} started at {told['started']}: nothing was good")
-        if gone := [path for path in paths if not path.exists()]:
+        if gone := [path for path, _ in places if not path.exists()]:
             raise FoundError(f"[gone] {gone} after launch {order.launch}, which could read nothing")
 
     # ── at the same time ─────────────────────────────────────────────────────────────────────────────────────────
@@ -297,8 +309,10 @@ class Adversary(Machine):
         if done.returncode not in ((0, -signal.SIGKILL) if die_at else (0,)):
             raise FoundError(f"[crash] {given} ended with {done.returncode}: {done.stderr[-3000:]}")
         saved = [json.loads(line)["saved"] for line in notes.read_text().splitlines()] if notes.exists() else []
+        # A step is deleted before one of the same name is written: a kill in between leaves neither.
         least = max([least, *saved])
         most = max(least + 1, most) if done.returncode else least
+        least = 0 if kind == "step" and done.returncode else least
         if most:
             self.values[folder, kind] = self.found_value(folder, kind, least, most + (most > least))
 
@@ -362,28 +376,21 @@ class Adversary(Machine):
 
     # ── the hands of the user, and others ────────────────────────────────────────────────────────────────────────
     @precondition(may("copy"))
-    @rule(b=st.booleans(), which=numbers, how=st.sampled_from(["bare", "with its manifest", "in a folder"]))
-    def copy_by_hand(self, b: bool, which: int, how: str) -> None:
-        """The user keeps a checkpoint under another name."""
+    @rule(
+        b=st.booleans(), which=numbers, name=st.sampled_from(["best{}.pt", "best{}/{name}", "ba10{}.pt", "ba20{}.pt"])
+    )
+    def copy_by_hand(self, b: bool, which: int, name: str) -> None:
+        """The user keeps a checkpoint under another name, which may look like one of the run's, or without a record."""
         entry = self.one_of(self.projects[b], which)
-        if (
-            entry is None
-            or (entry.folder / entry.name).is_dir()
-            or (how == "with its manifest" and not may("records")(self))
-        ):
+        if entry is None or entry.data.is_dir():
             return
-        records, name = entry.folder / ".manifest", f"best{self.new_number()}.pt"
-        if how == "in a folder":
-            folder = entry.folder / name.removesuffix(".pt")
-            (folder / ".manifest").mkdir(parents=True)
-            shutil.copy(records / f"{entry.name}.json", folder / ".manifest" / f"{entry.name}.json")
-            self.planted.add(folder / ".manifest" / f"{entry.name}.json")
-            name = f"{folder.name}/{entry.name}"
-        if how == "with its manifest":
-            shutil.copy(records / f"{entry.name}.json", records / f"{name}.json")
-            self.planted.add(records / f"{name}.json")
-        shutil.copy(entry.folder / entry.name, entry.folder / name)
-        self.planted.add(entry.folder / name)
+        path = entry.folder / name.format(self.new_number(), name=entry.name)
+        path.parent.mkdir(exist_ok=True)
+        if path.name.startswith("ba20"):
+            torch.save(read_checkpoint(entry.data), path)
+        else:
+            shutil.copy(entry.data, path)
+        self.planted.add(path)
 
     @precondition(may("plant"))
     @rule(b=st.booleans(), what=st.sampled_from([*THINGS]))
@@ -393,30 +400,27 @@ class Adversary(Machine):
             return
         name, make = THINGS[what]
         path = self.projects[b].folder / name.format(self.new_number())
-        if not path.parent.is_dir() and path.parent.name == ".manifest":
-            return
         path.parent.mkdir(parents=True, exist_ok=True)
         make(path)
         self.planted.add(path)
 
-    @precondition(may("manifest"))
+    @precondition(may("record"))
     @rule(b=st.booleans(), what=st.sampled_from([*BAD]))
-    def plant_a_manifest(self, b: bool, what: str) -> None:
+    def plant_a_record(self, b: bool, what: str) -> None:
         """Something has gone wrong with a record, or it is hostile."""
-        records = self.projects[b].folder / ".manifest"
-        if not records.is_dir():
+        folder = self.projects[b].folder
+        if not folder.is_dir():
             return
-        victim = records.parent.parent / "victim.txt"
-        if victim not in self.planted.things:
-            victim.write_text("of others")
-            self.planted.add(victim)
-        path = records / f"bad{self.new_number()}.pt.json"
-        BAD[what](path)
+        for victim in (folder.parent / "victim.txt", folder / "victim.txt"):
+            if victim not in self.planted.things:
+                victim.write_text("of others")
+                self.planted.add(victim)
+        BAD[what](folder / f"bad{self.new_number()}.pt")
         self.has_pipe |= what == "pipe"
 
     @precondition(may("damage"))
-    @rule(b=st.booleans(), which=numbers)
-    def damage(self, b: bool, which: int) -> None:
+    @rule(b=st.booleans(), which=numbers, where=st.sampled_from(["data", "record"]))
+    def damage(self, b: bool, which: int, where: str) -> None:
         """The disk loses a byte of a checkpoint, and there is another good one."""
         living = [e for e in self.history.living(self.entries(self.projects[b])) if e.kind != "weights"]
         if len(living) < 2:
@@ -425,7 +429,7 @@ class Adversary(Machine):
         path = entry.folder / entry.name
         part = next(path.glob("*.distcp")) if path.is_dir() else path
         data = bytearray(part.read_bytes())
-        data[len(data) // 2] ^= 1
+        data[place_in(path, len(data), where)] ^= 1
         part.write_bytes(data)
         self.note_damage(path, self.history.attempts[entry.launch])
 

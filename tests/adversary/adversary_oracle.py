@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import stat
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,20 @@ from adversary_run import LONGEST
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from xxhash import xxh3_128_hexdigest as xxh3
 
-__all__ = ["Entry", "FoundError", "History", "Line", "Planted", "begun_in", "entries_of", "line_in", "line_of"]
+__all__ = [
+    "IN_RECORD",
+    "Entry",
+    "FoundError",
+    "History",
+    "Line",
+    "Planted",
+    "entries_of",
+    "folders_in",
+    "line_in",
+    "line_of",
+    "place_in",
+]
 
 Line = tuple[int, ...]
 """The launches that made some weights: who started from scratch, and who trained each batch."""
@@ -48,7 +60,7 @@ class Entry:
     Attributes:
         folder: where it is. name: below that.
         template: it was named by.
-        kind: of its manifest.
+        kind: of its record.
         data: where its bytes are.
         line: in its weights; ``None``: its data are not what was saved.
     """
@@ -83,11 +95,14 @@ def line_of(weights: Iterable[float]) -> Line:
 
 
 _LOOKS, _PAUSE_SECONDS = 5, 0.1
+IN_RECORD = 20
+"""Bytes from the end of a file to a letter of the digest of its record."""
+_FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) .{32}\n\Z", re.DOTALL)
 _read: dict[tuple[str, int, int, int], Line | None] = {}
 
 
 def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
-    """The checkpoints below ``folder`` that have a manifest of their own. ``damaged`` are known not to be readable.
+    """The checkpoints below ``folder`` that have a record of their own. ``damaged`` are known not to be readable.
 
     A run that lives may replace one while it is read: what cannot be read each of several times is an error.
     """
@@ -100,20 +115,10 @@ def entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
 
 def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
     found: list[Entry] = []
-    records = folder / ".manifest"
-    begun = {entry.name for entry in begun_in(folder)}  # data and record may be of two checkpoints
-    for path in sorted(records.rglob("*.json")) if records.is_dir() else ():
-        manifest = _manifest(path)
-        if manifest is None or path.name.startswith("."):
-            continue
-        if manifest["name"] in begun and not _is_of(folder, manifest):
-            continue
-        if f"{manifest['name']}.json" != str(path.relative_to(records)):
-            continue
-        data = folder / manifest["name"]
-        paths = [Path(record["path"]) for record in manifest["files"]]
-        if len(paths) == 1 and not paths[0].is_absolute() and ".." not in paths[0].parts and not data.is_dir():
-            data = folder / paths[0]  # one that replaced another in a bucket may have a name of its own
+    for name, record, source in _sealed(folder):
+        data = folder / name
+        if record["name"] != name:
+            continue  # a copy made by hand
         line: Line | None = None
         if data not in damaged:
             if not data.is_file() and not (data / ".metadata").is_file():
@@ -121,39 +126,49 @@ def _entries_of(folder: Path, damaged: set[Path]) -> list[Entry]:
             try:
                 line = line_in(data)
             except Exception:
-                if path.exists():
+                if source.exists():
                     raise
                 continue  # removed while it was looked at, by a run that lives
-        found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line))
+        found.append(Entry(folder, name, record["template"], record["kind"], data, line))
     return found
 
 
-def _is_of(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether the record is that of the file which is there: a commit may have begun, and been given up."""
-    data = [folder / record["path"] for record in manifest["files"]]
-    return len(data) == 1 and data[0].is_file() and manifest["files"][0]["xxh3_128"] == xxh3(data[0].read_bytes())
+def _sealed(folder: Path) -> Iterator[tuple[str, dict[str, Any], Path]]:
+    """Names of checkpoints, with the record of each, and the path of the file that contains it."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        named = relative.parent if path.name == ".metadata" else relative
+        if any(part.startswith(".") for part in named.parts) or (record := _record_in(path)) is None:
+            continue
+        if (record["form"] == "file") == (named == relative):
+            yield str(named), record, path
 
 
-def begun_in(folder: Path) -> list[Entry]:
-    """Checkpoints whose process was killed within the commit: the next one may complete it."""
-    found: list[Entry] = []
-    announced = (path for what in (".*.tmp-*", "*.json.next") for path in (folder / ".manifest").glob(what))
-    for path in sorted(announced):
-        manifest = None if ".gone.tmp-" in path.name else _manifest(path)  # a deletion, which only goes on
-        data = folder / manifest["name"] if manifest is not None else folder
-        if manifest is not None and (data.is_file() or (data / ".metadata").is_file()):
-            found.append(Entry(folder, manifest["name"], manifest["template"], manifest["kind"], data, line_in(data)))
-    return found
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
+def _record_in(path: Path) -> dict[str, Any] | None:
+    """The record at the end of the file, whatever its digest; ``None``: there is none."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return None
-        fields = json.loads(path.read_bytes())
-        return fields if {"name", "template", "kind", "run_name", "digest"} <= fields.keys() else None
-    except (ValueError, AttributeError, RecursionError, FileNotFoundError):  # the last: a run that lives removed it
+        data = path.read_bytes()
+        plain = gzip.decompress(data) if path.suffix == ".gz" else data
+        footer = _FOOTER.search(plain[-64:])
+        if footer is None:
+            return None
+        size = int(footer[1], 16) + len(footer[0])
+        return json.loads(plain[-size : -len(footer[0])])["record"]
+    except (ValueError, TypeError, OSError, EOFError):  # FileNotFoundError: a run that lives removed it
         return None
+
+
+def place_in(data: Path, size: int, where: str) -> int:
+    """Where to damage a file of a checkpoint: in the middle, or in the digest of its record if it has one inside."""
+    has_record = where == "record" and not data.is_dir() and data.suffix != ".gz"
+    return size - IN_RECORD if has_record else size // 2
+
+
+def folders_in(root: Path) -> set[Path]:
+    """The folders below ``root`` that may have checkpoints."""
+    return {path.parent for path in root.rglob("*")}
 
 
 def line_in(data: Path) -> Line:

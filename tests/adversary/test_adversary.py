@@ -19,8 +19,8 @@ from hypothesis.stateful import run_state_machine_as_test
 
 STEPS = 50
 RULES = os.environ.get("ADVERSARY_RULES", "").split()
-"""To look for one thing, some of: train restart older load clock memory ranks beside prune gc convert copy records
-plant links manifest damage wrong-bytes remove reboot sharded functions."""
+"""To look for one thing, some of: train restart older load clock memory ranks beside prune gc convert copy
+plant links record damage wrong-bytes remove reboot sharded functions."""
 SECONDS = float(os.environ.get("ADVERSARY_SECONDS", "3600"))
 SEED = os.environ.get("ADVERSARY_SEED")
 

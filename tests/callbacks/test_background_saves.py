@@ -74,7 +74,7 @@ class InTheWay(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.at:
             for batch in self.names:
-                (self.folder / ".manifest" / f"ba{batch}.pt.json").mkdir(parents=True)
+                (self.folder / f"ba{batch}.pt").mkdir(parents=True)
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────

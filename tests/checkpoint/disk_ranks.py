@@ -83,14 +83,15 @@ def saves_and_loads(folder: Path) -> dict[str, Any]:
     return told
 
 
-def save_and_be_killed(folder: Path, rank: int, stage: str) -> str:
-    """Two saves, in the second of which ``rank`` is killed when it comes to ``stage``: what the other one raises."""
+def save_and_be_killed(folder: Path, rank: int, stage: str, saves: int) -> str:
+    """So many saves, in the last of which ``rank`` is killed when it comes to ``stage``: what the other one raises."""
     on_nodes(folder)
     state = sharded_state()
     saver, logger = ready(Path("run"), state, filename="ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
-    step(state)
-    saver.batch_checkpoint(state, logger)
-    saver.fit_end(state, logger)
+    for _ in range(saves - 1):
+        step(state)
+        saver.batch_checkpoint(state, logger)
+        saver.fit_end(state, logger)
     step(state)
     dist.barrier()
     object.__setattr__(dist.get_control(), "timeout", timedelta(seconds=3))  # all has been imported: that takes longer
@@ -112,16 +113,18 @@ def go_on(folder: Path) -> dict[str, Any]:
     saver = CheckpointSaver("run", "ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
     saver.init(state, logger)
     found = choose([RunPlace(saver.saver.where.catalog)], "run").place
-    assert found is not None
-    load_checkpoint(found, state)
+    if found is not None:
+        load_checkpoint(found, state)
     saver.after_load(state, logger)
     saver.fit_start(state, logger)
-    told = {"found": str(found), "latest": Path("run/latest").resolve().name, "batch": int(state.timestamp.batch)}
+    told: dict[str, Any] = {"found": found and str(found), "batch": int(state.timestamp.batch)}
+    told["latest"] = Path("run/latest").resolve().name if Path("run/latest").is_symlink() else None
     step(state)
     saver.batch_checkpoint(state, logger)
     saver.fit_end(state, logger)
     saver.close(state, logger)
-    return {**told, "left": sorted(path.name for path in Path("run").iterdir())}
+    # The process that survived has the lease of the saver that it could not close.
+    return {**told, "left": sorted(path.name for path in Path("run").iterdir() if path.suffix != ".lease")}
 
 
 def save_on_small_disks(folder: Path, small: int, disks: int) -> None:
@@ -178,7 +181,7 @@ def lose_parts(folder: Path) -> dict[str, Any]:
     second, here = dist.get_global_rank() == 1, Path("run")
     cases: dict[str, Callable[[], object]] = {
         "whole": lambda: None,
-        "damaged": lambda: (here / "ba3" / "__1_0.distcp").write_bytes(b"x"),
+        "damaged": lambda: next((here / "ba3").glob("__1_0_*.distcp")).write_bytes(b"x"),
         "gone": lambda: Catalog(here).delete(Catalog(here).manifests()[-1]),
         "all gone": lambda: shutil.rmtree(here),
     }

@@ -125,15 +125,18 @@ def kill_at_every_step(
     raise SystemExit(f"{root}: not over after {_MOST} steps")
 
 
-def refuse_exchange() -> None:
-    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS (seccomp)."""
+def refuse_exchange(*, and_new_names: bool = False) -> None:
+    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS (seccomp).
+
+    ``and_new_names``: it refuses renames to free names alone (``RENAME_NOREPLACE``), too.
+    """
     number = {"x86_64": 316, "aarch64": 276}[platform.machine()]  # of renameat2
     refused = 0x00050000 | 22  # EINVAL
     steps = [
         (32, 0, 0, 0),
         (21, 0, 3, number),
         (32, 0, 0, 48),
-        (69, 0, 1, 2),
+        (69, 0, 1, 3 if and_new_names else 2),
         (6, 0, 0, refused),
         (6, 0, 0, 0x7FFF0000),
     ]

@@ -17,15 +17,13 @@ import pytest
 import torch
 
 from composerlite.checkpoint.format.packing import format_of
-from composerlite.storage import FileDigest, Sink, StagedFile
+from composerlite.storage import FileDigest, Seal, Sink, StagedFile
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma")
 TOOLS = {
     ".pt.bz2": "bzip2",
     ".pt.gz": "gzip",
     ".pt.lz4": "lz4",
-    ".pt.lzma": "lzma",
-    ".pt.lzo": "lzop",
     ".pt.xz": "xz",
     ".pt.zst": "zstd",
 }
@@ -41,12 +39,6 @@ def torch_bytes(*, megabytes: float) -> bytes:
     return file.getvalue()
 
 
-def need(suffix: str) -> None:
-    """Skip the test where files of this kind cannot be written."""
-    if suffix == ".pt.lzo" and shutil.which("lzop") is None:
-        pytest.skip("the program lzop is not installed")
-
-
 def fill(sink: Sink, data: bytes) -> int:
     """Write ``data`` in the way a save does: small pieces, and one from memory, whose CRC-32 is returned."""
     middle = data[1000:-1000]
@@ -57,13 +49,12 @@ def fill(sink: Sink, data: bytes) -> int:
     return crc
 
 
-def pack(path: Path, data: bytes) -> FileDigest:
-    """Write the checkpoint ``path`` with ``data`` for its ``.pt`` bytes, in the format of its name."""
-    need(suffix_of(path.name))
+def pack(path: Path, data: bytes, seal: Seal | None = None) -> FileDigest:
+    """Write the checkpoint ``path`` with ``data`` for its ``.pt`` bytes, in the format of its name, with a tail."""
     with StagedFile(path) as staged:
         with format_of(path).open_sink(staged.temporary, len(data)) as sink:
             fill(sink, data)
-            digest = sink.finish()
+            digest = sink.finish(seal)
         staged.publish()
     return digest
 
@@ -86,7 +77,7 @@ def independent_read(path: Path) -> bytes:
         return gzip.decompress(path.read_bytes())
     if suffix == ".pt.bz2":
         return bz2.decompress(path.read_bytes())
-    if suffix in (".pt.xz", ".pt.lzma"):
+    if suffix == ".pt.xz":
         return lzma.decompress(path.read_bytes())
     if suffix == ".pt":
         return path.read_bytes()

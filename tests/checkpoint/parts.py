@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Manifest, rng, save_state_dict
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
+from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.job import save
 from composerlite.core import Callback, State
-from composerlite.storage import StagedFile
 
 
 class Remember(Callback):
@@ -63,37 +63,67 @@ def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
     """A directory ``ba<batch>`` of the run ``run``, as a run with many ranks leaves it."""
     path = folder / f"ba{batch}"
     state = new_state(batch, value=float(batch), **arguments)
-    save_state_dict(path, {"state": state.state_dict(), "rng": [rng.capture()]})
-    manifest_path = folder / ".manifest" / f"{path.name}.json"
-    manifest = Manifest.from_json(manifest_path.read_bytes(), "")
-    manifest = dataclasses.replace(manifest, run_name="run", timestamp={"batch": batch})
-    manifest_path.write_bytes(manifest.to_json())
+    with ShardedDirectory.on_disk(path) as directory:
+        directory.record = Manifest(
+            name=path.name,
+            kind="sharded",
+            template=path.name,
+            run_name="run",
+            timestamp={"batch": batch},
+            files=(),
+        )
+        save_state_dict(directory, {"state": state.state_dict(), "rng": [rng.capture()]})
     return path
 
 
-def save_archives(folder: Path, value: int) -> None:
+def save_archives(folder: Path, value: int, *, overwrite: bool = True, name: str = "c", batch: int = 1) -> Manifest:
     """Two files, as two ranks of DeepSpeed write them."""
-    names = ["c-rank0.tar", "c-rank1.tar"]
-    catalog = Catalog(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    staged = [StagedFile(folder / name) for name in names]
-    records: list[FileRecord] = []
-    for name, one in zip(names, staged, strict=True):
-        one.file.write(content := bytes([value]) * 1000)
-        one.flush()
-        records.append(FileRecord(name, len(content), xxhash.xxh3_128_hexdigest(content)))
-    manifest = Manifest(
-        name=names[0],
+    template = f"{name}-rank{{rank}}.tar"
+    record = Manifest(
+        name=f"{name}-rank0.tar",
         kind="deepspeed",
-        template="c-rank{rank}.tar",
-        run_name="r",
-        timestamp={"batch": value},
-        files=tuple(records),
+        form="archives",
+        template=template,
+        run_name="run",
+        timestamp={"batch": batch},
+        files=(),
+        world_size=2,
     )
-    catalog.commit(manifest, {name: one.temporary for name, one in zip(names, staged, strict=True)})
-    for one in staged:
-        one.leave_behind()
-        one.__exit__(None, None, None)
+    writers = [
+        FileWriter(
+            {STATES: TorchImage({"x": torch.full((10,), value)}), f"{DEEPSPEED}/zero.pt": TorchImage({"rank": rank})},
+            Catalog(folder),
+            name=f"{name}-rank{rank}.tar",
+            template=template,
+            overwrite=overwrite,
+            record=record,
+        )
+        for rank in (0, 1)
+    ]
+    for writer in writers:
+        writer.write(None, 1 << 20)
+    manifest = writers[0].commit(record, [writer.finish(record) for writer in writers])
+    for writer in writers:
+        writer.close(may_be_committed=False)
+    return manifest
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip a bit of the byte at ``offset`` in a file; a negative offset counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def damage_record(path: Path) -> None:
+    """Flip a bit in the record that a checkpoint file contains; the bytes that torch reads stay as they are."""
+    flip(path, -100)
+
+
+def drop_record(path: Path) -> Path:
+    """Write the contents of a checkpoint file with ``torch.save``, as another program would: without a record."""
+    torch.save(torch.load(path, weights_only=True), path)
+    return path
 
 
 def value_in(contents: dict[str, Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import Catalog, record_in
+from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, record_path
+from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, Sink
 
@@ -135,10 +137,10 @@ class PlaceContract(ABC):
     # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
     def test_files_are_listed_with_their_sizes(self, place: Place) -> None:
         """In order, hidden ones too; below a folder only those in it, by whole names."""
-        for size, path in enumerate(["b", ".manifest/b.json", "run/a", "run/sub/c", "run2/a"]):
+        for size, path in enumerate(["b", ".hidden/b.json", "run/a", "run/sub/c", "run2/a"]):
             place.put(path, bytes(size))
         sizes = {path: file.size_bytes for path, file in place.files().items()}
-        assert sizes == {"b": 0, ".manifest/b.json": 1, "run/a": 2, "run/sub/c": 3, "run2/a": 4}
+        assert sizes == {"b": 0, ".hidden/b.json": 1, "run/a": 2, "run/sub/c": 3, "run2/a": 4}
         assert list(place.files("run")) == ["run/a", "run/sub/c"]
         assert dict(place.files("none")) == {}
 
@@ -238,17 +240,15 @@ class PlaceContract(ABC):
 
     @staticmethod
     def saved(place: Place) -> bytes:
-        """Return the value of ``run/c``, which is whole, and by its manifest."""
+        """Return the value of ``run/c``, which is whole."""
         index, manifest = ShardedDirectory(place, "run/c").described()
         assert manifest is not None
         Catalog(place).verify(manifest)
-        assert sorted(path for path in place.files() if not path.startswith(MANIFESTS)) == sorted(
-            record.path for record in manifest.files
-        )
+        assert sorted(place.files()) == sorted(record.path for record in manifest.files)
         return index.removeprefix(b"index of ")
 
     def test_a_commit_makes_a_checkpoint_exist(self, place: Place) -> None:
-        """Whole, with a manifest; another takes its place, and nothing of the first is left."""
+        """Whole, with a record; another takes its place, and nothing of the first is left."""
         self.save(place, b"first", overwrite=False)
         assert self.saved(place) == b"first"
         assert [manifest.name for manifest in Catalog(place).manifests()] == ["run/c"]
@@ -272,24 +272,14 @@ class PlaceContract(ABC):
             self.save(place, b"third", overwrite=True, until="commit")
         assert self.saved(place) == b"second"
 
-    def test_what_is_deleted_goes_manifest_first(self, place: Place) -> None:
-        """And files of the user stay, and are no checkpoint."""
+    def test_a_deletion_leaves_files_of_the_user(self, place: Place) -> None:
+        """They are no checkpoint."""
         self.save(place, b"first", overwrite=False)
         place.put("run/c/config.json", b"{}")
         (manifest,) = Catalog(place).manifests()
         Catalog(place).delete(manifest)
         assert list(place.files()) == ["run/c/config.json"]
         assert Catalog(place).manifests() == []
-
-    def test_a_commit_that_has_begun_is_told(self, place: Place) -> None:
-        """What is announced in place of another is there for readers until it is published or withdrawn."""
-        self.save(place, b"first", overwrite=False)
-        (manifest,) = Catalog(place).manifests()
-        with place.commit("run/c", {}, overwrite=True, record=record_path("run/c")) as commit:
-            commit.prepare(manifest)
-            assert list(Catalog(place).begun("run/c")) == [manifest]
-            commit.commit()
-        assert list(Catalog(place).begun("run/c")) == []
 
     # ── one at a time ────────────────────────────────────────────────────────────────────────────────────────────
     def test_a_lock_is_released(self, place: Place) -> None:
@@ -318,6 +308,31 @@ class PlaceContract(ABC):
         assert place.each(double, range(40)) == [2 * number for number in range(40)]
         with pytest.raises(ValueError, match="7"):
             place.each(fails, range(40))
+
+    def test_the_end_of_a_file_is_read(self, place: Place) -> None:
+        """With the size of the whole; a file that is shorter is read whole."""
+        place.put("file", b"0123456789")
+        assert place.end("file", 3) == (10, b"789")
+        assert place.end("file", 100) == (10, b"0123456789")
+        with pytest.raises(FileNotFoundError):
+            place.end("none", 3)
+
+    def test_data_files_that_no_record_names_are_garbage(self, place: Place) -> None:
+        """Those of the checkpoint are not, nor those beside a damaged record, nor files of other names."""
+        self.save(place, b"first", overwrite=False)
+        left = "run/c/__0_0_0123456789abcdef.distcp"
+        others = ["run/c/__0_0.distcp", "run/other/__0_0_0123456789abcdef.distcp", "run/c/notes/a_0123456789abcdef"]
+        for path in (left, *others):
+            place.put(path, b"x")
+
+        def found() -> list[str]:
+            return garbage(place, place.files(), re.compile("run/c"), lambda path: record_in(place, path))
+
+        assert found() == [left]
+        data = bytearray(place.read("run/c/.metadata"))
+        data[-100] ^= 1
+        place.put("run/c/.metadata", bytes(data))
+        assert found() == []
 
     def test_there_is_nothing_to_sweep(self, place: Place) -> None:
         """Where every write has ended; what is there stays."""

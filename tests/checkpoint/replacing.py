@@ -1,89 +1,126 @@
-"""Replaces a checkpoint of the same name, and is killed or overtaken at each event: for test_replacing_matrix.py.
+"""Saves, replaces and deletes checkpoints of every form, killed or overtaken at each step.
 
-An event is whatever python reports to audit hooks about a file of the place, or a request to an object store. Every
-attempt has a place of its own and runs in a process of its own; what was found after it is printed as a line of JSON.
+A step in a folder is what python reports to audit hooks about a file that is opened to be written, renamed, removed or
+linked. A step in a bucket is a request that changes an object. Each attempt has a place of its own and runs in a
+process of its own; its outcome is printed as a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from click.testing import CliRunner
 from clocks import set_clock
 from kill_points import at_event, changes_something, refuse_exchange
-from parts import save_archives, save_batch, value_in
+from parts import new_state, save_archives, value_in
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import ComposerModel, Trainer
-from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, save_state_dict
-from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import Catalog, Checkpointer, load_keys, save_state_dict
+from composerlite.checkpoint.format.archive import STATES
+from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
+from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.place import directory
+from composerlite.checkpoint.place.catalog import record_in
+from composerlite.checkpoint.place.commit import data_file_id, garbage
+from composerlite.checkpoint.place.directory import ShardedDirectory, directory_at
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.save.job import save as save_of_run
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, target_at
-from composerlite.checkpoint.tools.surveying import survey
-from composerlite.storage import FileDigest, open_store, parse_uri
+from composerlite.checkpoint.tools.surveying import remove, survey
+from composerlite.cli.app import app
+from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
+from composerlite.errors import CheckpointNotFoundError
+from composerlite.storage import FileDigest
+from composerlite.storage.stores.local import LocalObjectStore
+from composerlite.testing import Fault, FaultyStore
 
-__all__ = ["KINDS", "killed", "overtaken"]
+__all__ = ["KINDS", "Kind", "killed", "overtaken", "save_on_disks"]
 
-_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "http.client.send")
-"""At which a saver or a reader is overtaken."""
-_MOST = 400
-TEMPORARY = re.compile(r"\.(tmp|saving)-[0-9a-f]{16}")
-_IMPORTED = (fully_shard,)  # before processes are forked, so that each need not
-ZERO = {"deepspeed_config": {"zero_optimization": {"stage": 1}}, "save_filename": "newest-rank{rank}"}
+_URI = "s3://bucket/run"
+_READS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
+"""Events at which a saver or a reader in a folder is overtaken."""
+_CHANGES = ("put*", "upload*", "swap*", "delete*", "start_parts", "send", "complete", "abort")
+"""Requests that change a bucket."""
+_MOST = 200
+_ID = re.compile(r"[0-9a-f]{16}")
+_NOT_COUNTED = re.compile(r"\.lease|\.next$|\.symlink$|latest|(?:^|/)\.bucket-|\.deletable")
+"""Files that are no part of a checkpoint and are made anew by each run."""
 
 
 class Kind(NamedTuple):
-    """A way to save.
+    """A form of checkpoints.
 
     Attributes:
-        save: the value at the place, in place of what is there if that is so wished.
-        value: what a start finds there, that is asked for nothing else.
-        own: the directory, below the place, in which files of the user lie beside the parts.
-        read: what somebody else finds there meanwhile, if that is looked up otherwise.
+        save: saves the value at the place, in place of what is there if so wished.
+        value: the value that a start finds there, verified; ``None``: there is no checkpoint.
+        delete: deletes the checkpoint.
+        start: removes what killed processes have left.
+        own: the directory, below the place, in which files of the user lie beside the parts; empty: none is allowed.
+        may_be_lost: a replacement that is killed may leave neither the old nor the new one.
+        in_buckets: it is saved to buckets, too.
+        read: the value that another program finds there meanwhile, if not by ``value``.
     """
 
     save: Callable[[str, int, bool], None]
-    value: Callable[[str], int]
+    value: Callable[[str], int | None]
+    delete: Callable[[str], None]
+    start: Callable[[str], None]
     own: str = ""
-    read: Callable[[str], int] | None = None
+    may_be_lost: bool = False
+    in_buckets: bool = True
+    read: Callable[[str], int | None] | None = None
 
 
-# ── functions ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def save_function(place: str, value: int, overwrite: bool) -> None:
-    save_state_dict(f"{place}/c", {"x": torch.full((10,), value)}, save_overwrite=overwrite)
+# ── places ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def use_bucket(folder: Path, faults: Sequence[Fault] = ()) -> None:
+    """Let every URI mean the bucket whose objects lie in ``folder``, in this process from now on."""
+    store = FaultyStore(LocalObjectStore(folder), *faults)
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("composerlite") and hasattr(module, "open_store"):
+            module.open_store = lambda *_, **__: store  # type: ignore[attr-defined]
 
 
-def value_of_function(place: str) -> int:
-    assert got(place, ".manifest/c.json"), "it could not be verified"
-    state = {"x": torch.zeros(10, dtype=torch.int64)}
-    load_state_dict(f"{place}/c", state)
-    return _one(state["x"])
+def _collect_garbage(place: str) -> None:
+    """``composerlite checkpoint gc``."""
+    done = CliRunner().invoke(app, ["checkpoint", "gc", place, "--older-than", "0s"])
+    assert done.exit_code == 0, (done.output, done.exception)
 
 
-def save_step(place: str, value: int, overwrite: bool) -> None:
-    model = nn.Linear(1, 1)
-    nn.init.constant_(model.weight, value)
-    Checkpointer(save_overwrite=overwrite).save(f"{place}/step1", model, {"value": value})
+def _delete(place: str) -> None:
+    """Delete the only checkpoint, as retention does."""
+    with place_at(place) as here:
+        for manifest in Catalog(here).manifests():
+            Catalog(here).delete(manifest)
 
 
-def value_of_step(place: str) -> int:
-    model = nn.Linear(1, 1)
-    found = Checkpointer().load(Checkpointer.latest_checkpoint(place), model)
-    assert found is not None
-    assert found["value"] == _one(model.weight.detach())
-    return int(found["value"])
+def _catalogued(place: str, read: Callable[[Place, Manifest], int]) -> int | None:
+    """The value in the only checkpoint, which is verified."""
+    with place_at(place) as here:
+        found = Catalog(here).manifests()
+        if not found:
+            return None
+        (manifest,) = found
+        Catalog(here).verify(manifest)
+        return read(here, manifest)
 
 
 def _one(tensor: torch.Tensor) -> int:
@@ -91,152 +128,249 @@ def _one(tensor: torch.Tensor) -> int:
     return int(value)
 
 
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _save_file(place: str, value: int, overwrite: bool, template: str = "c.pt") -> None:
+    """As a run does: a save to the folder, the link to the latest, and the upload."""
+    with tempfile.TemporaryDirectory() as staging:
+        folder = Path(staging if "://" in place else place)
+        state = new_state(1, value=float(value))
+        state.lineage = type(state.lineage)(value, str(value))  # else a save of the same moment replaces it unasked
+        save_of_run(state, catalog=Catalog(folder), template=template, latest="latest.pt", overwrite=overwrite)
+        if "://" in place:
+            (manifest,) = Catalog(folder).manifests()
+            with place_at(place) as there:
+                files = {manifest.name: folder / manifest.name}
+                Catalog(there).publish(manifest, files, link="run/latest", overwrite=overwrite)
+
+
+def _value_of_file(place: str, name: str = "c.pt") -> int | None:
+    """What a run resumes from."""
+    with tempfile.TemporaryDirectory() as staging:
+        if "://" not in place:
+            found = choose([RunPlace(Catalog(place), name, "latest.pt")], "run").place
+            latest = Path(place, "latest.pt")
+            if latest.is_symlink():
+                value_in(read_checkpoint(latest))
+            return None if found is None else int(value_in(read_checkpoint(found)))
+        with place_at(place) as there:
+            buckets = [RunBucket(Catalog(there), "run/latest")]
+            found = choose([RunPlace(Catalog(staging), name, "latest.pt", buckets)], "run").place
+        return None if found is None else int(value_in(read_checkpoint(found)))
+
+
+def _read_file(place: str) -> int | None:
+    """What another run loads."""
+    state = new_state(0)
+    load_checkpoint(f"{place}/c.pt", state, load_weights_only=True)
+    return _one(torch.cat([parameter.detach().flatten() for parameter in state.model.parameters()]))
+
+
+# ── archives of ranks ────────────────────────────────────────────────────────────────────────────────────────────────
+def _save_archives(place: str, value: int, overwrite: bool) -> None:
+    if "://" not in place:
+        save_archives(Path(place), value, overwrite=overwrite)
+        return
+    with tempfile.TemporaryDirectory() as staging, place_at(place) as there:
+        manifest = save_archives(Path(staging), value)
+        files: dict[str, Path | bytes] = {file.path: Path(staging, file.path) for file in manifest.files}
+        Catalog(there).publish(manifest, files, link="run/latest", overwrite=overwrite)
+
+
+def _value_of_archives(place: str) -> int | None:
+    def read(here: Place, manifest: Manifest) -> int:
+        values: set[int] = set()
+        for file in manifest.files:
+            with here.lent(file.path, file.digest) as path, tarfile.open(path) as archive:
+                member = archive.extractfile(STATES)
+                assert member is not None
+                values.add(_one(torch.load(member, weights_only=True)["x"]))
+        (value,) = values
+        return value
+
+    return _catalogued(place, read)
+
+
+# ── functions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _save_function(place: str, value: int, overwrite: bool) -> None:
+    save_state_dict(f"{place}/c", {"x": torch.full((10,), value)}, save_overwrite=overwrite)
+
+
+def _value_of_function(place: str) -> int | None:
+    with directory_at(f"{place}/c") as folder:
+        try:
+            (x,) = load_keys(folder, ["x"])
+        except CheckpointNotFoundError:
+            return None
+        assert folder.manifest() is not None, "it could not be verified"
+        return _one(x)
+
+
+def _start_function(place: str) -> None:
+    """What the next save to the directory does, as if all were older than a day."""
+    directory._OLD = timedelta()
+    with directory_at(f"{place}/c") as folder:
+        folder.sweep()
+
+
+def _save_step(place: str, value: int, overwrite: bool) -> None:
+    model = nn.Linear(1, 1)
+    nn.init.constant_(model.weight, value)
+    Checkpointer(save_overwrite=overwrite).save(f"{place}/step1", model, {"value": value})
+
+
+def _value_of_step(place: str) -> int | None:
+    model = nn.Linear(1, 1)
+    try:
+        found = Checkpointer().load(Checkpointer.latest_checkpoint(place), model)
+    except CheckpointNotFoundError:
+        return None
+    assert found is not None
+    assert found["value"] == _one(model.weight.detach())
+    return int(found["value"])
+
+
+def _delete_step(place: str) -> None:
+    """As ``prune`` does."""
+    with place_at(place) as here:
+        for found in survey(here):
+            remove(here, found)
+
+
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Counting(ComposerModel):
-    """Its weight is the number of batches that it was trained with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = nn.Parameter(torch.zeros(4))
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.count.sum()
-
-    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return -outputs
-
-
-def _trainer(place: str, until: int, overwrite: bool, save_filename: str = "newest", **arguments: Any) -> Trainer:
-    model = Counting()
-    return Trainer(
-        model=model,
-        train_dataloader=DataLoader(TensorDataset(torch.ones(100)), batch_size=1),
-        optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
-        max_duration=f"{until}ba",
+def _sharded_state(value: int) -> State:
+    """The state of a run with one rank whose model is sharded; its weights are ``value``."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+    return State(
+        model,
+        rank_zero_seed=17,
         run_name="run",
-        autoresume=True,
-        autoresume_timeout=0.2,
-        save_folder=place,
-        save_filename=save_filename,
-        save_latest_filename="latest-rank{rank}",
-        save_interval="1ba",
-        save_overwrite=overwrite,
-        save_async=False,
-        progress_bar=False,
-        seed=1,
-        **arguments,
+        device=torch.device("cpu"),
+        max_duration="100ep",
+        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        parallelism=ParallelismConfig(fsdp=FSDPConfig()),
     )
 
 
-def _train(place: str, until: int, overwrite: bool, **arguments: Any) -> None:
-    _in_a_folder_beside(place)
-    with _trainer(place, until, True, **arguments) as trainer:
-        trainer.fit()
+def _started(place: str, state: State) -> tuple[CheckpointSaver, Logger]:
+    logger = Logger(state)
+    staging: dict[str, Any] = {"staging_folder": f"{Path.cwd()}-staging"} if "://" in place else {}
+    saver = CheckpointSaver(place, "c", latest_filename="latest", overwrite=True, save_interval="1ba", **staging)
+    saver.init(state, logger)
+    saver.after_load(state, logger)
+    saver.fit_start(state, logger)
+    return saver, logger
 
 
-def _resumed(place: str, **arguments: Any) -> int:
-    _in_a_folder_beside(place)
-    with _trainer(place, 9, True, **arguments) as trainer:
-        batch = int(trainer.state.timestamp.batch)
-        count = trainer.state.model.state_dict()["count"]
-        assert _one(count.full_tensor() if isinstance(count, DTensor) else count) == batch
-        return batch
+def _save_run(place: str, value: int, _: bool) -> None:
+    state = _sharded_state(value)
+    saver, logger = _started(place, state)
+    state.previous_timestamp = state.timestamp
+    state.timestamp = state.timestamp.to_next_batch(4, 8, 0.5)
+    saver.batch_checkpoint(state, logger)
+    saver.fit_end(state, logger)
+    saver.close(state, logger)
 
 
-def _loaded(place: str) -> int:
-    """By another run."""
-    model = Counting()
-    with Trainer(model=model, load_path=f"{place}/newest", load_weights_only=True, progress_bar=False):
-        return _one(model.count.detach())
-
-
-def _in_a_folder_beside(place: str) -> None:
-    """Staging of a bucket is below the current folder; each attempt has one of its own."""
+def _start_run(place: str) -> None:
+    """The run is started on a machine that has the folder, or none of its files in a bucket; gc does the rest."""
+    state = _sharded_state(0)
+    saver, logger = _started(place, state)
+    saver.close(state, logger)
     if "://" in place:
-        folder = Path(tempfile.gettempdir(), "staging", place.partition("://")[2])
-        folder.mkdir(parents=True, exist_ok=True)
-        os.chdir(folder)
+        _collect_garbage(place)
 
 
-# ── archives ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def save_two_archives(place: str, value: int, _: bool) -> None:
-    save_archives(Path(place), value)
+def _value_of_run(place: str) -> int | None:
+    def read(here: Place, manifest: Manifest) -> int:
+        with ShardedDirectory(here, manifest.name) as folder:
+            (weight,) = load_keys(folder, ["state.model.weight"])
+        return _one(weight)
 
-
-def value_of_archives(place: str) -> int:
-    """What the next start finds."""
-    catalog = Catalog(place)
-    catalog.recover()
-    (manifest,) = catalog.manifests()
-    catalog.verify(manifest)
-    return catalog.folder.joinpath("c-rank1.tar").read_bytes()[0]
+    return _catalogued(place, read)
 
 
 # ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 def save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
     nodes = [ShardedDirectory.on_disk(Path(place, f"node{number}", "c")) for number in (0, 1)]
-    claim = nodes[0].claim(overwrite=overwrite)
-    nodes[1].join(claim, overwrite=overwrite)
+    handle = nodes[0].claim(overwrite=overwrite)
+    nodes[1].join(handle, overwrite=overwrite)
     files: dict[str, FileDigest] = {}
     for number, node in enumerate(nodes):
-        name = f"__{number}_0.distcp"
-        files[name] = node.write(claim, name, 100, lambda sink: sink.write(bytes([value]) * 100))
-    sealed = nodes[0].sealed(b"index", files, {}, {name: number for number, name in enumerate(files)})
-    for number, node in enumerate(nodes):
-        node.prepare(sealed, number)
+        name = f"__{number}_0{handle.suffix}.distcp"
+        files[name] = node.write(handle, name, 100, lambda sink: sink.write(bytes([value]) * 100))
     for node in nodes:
-        node.commit_part()
+        node.commit(handle, b"index", files, {}, nodes={name: number for number, name in enumerate(files)})
 
 
-def value_on_disks(place: str) -> int:
-    """What the next start of both nodes finds."""
-    first, second = (Catalog(Path(place, f"node{number}")) for number in (0, 1))
-    first.recover()
-    second.recover({manifest.name: manifest.identity for manifest in first.manifests()})
-    found: set[int] = set()
-    for number, catalog in enumerate((first, second)):
-        (manifest,) = catalog.manifests()
-        catalog.verify(manifest)
-        found |= set((catalog.folder / "c" / f"__{number}_0.distcp").read_bytes())
-    (value,) = found
-    return value
+def _value_on_disks(place: str) -> int | None:
+    """What a run finds that resumes on both nodes: a checkpoint that both have."""
+    values: set[int | None] = set()
+    for number in (0, 1):
+        catalog = Catalog(Path(place, f"node{number}"))
+        found = catalog.manifests()
+        for manifest in found:
+            assert manifest.node == number
+            catalog.verify(manifest)
+            (own,) = [file for file in manifest.here if file.path.endswith(".distcp")]
+            values.add((catalog.folder / own.path).read_bytes()[0])
+        values |= set() if found else {None}
+    return None if None in values else values.pop() if len(values) == 1 else None
+
+
+def _delete_on_disks(place: str) -> None:
+    for number in (0, 1):
+        _delete(f"{place}/node{number}")
+
+
+def _start_on_disks(place: str) -> None:
+    """What the start of a run does on both nodes: see ``RunFolder.find_disks``."""
+    catalogs = [Catalog(Path(place, f"node{number}")) for number in (0, 1) if Path(place, f"node{number}").is_dir()]
+    unnamed: list[list[str]] = []
+    for catalog in catalogs:
+        here = catalog.place
+        here.sweep(timedelta())
+        unnamed.append(garbage(here, here.files(), re.compile("c"), lambda path, here=here: record_in(here, path)))
+    partial = {data_file_id(path) for paths in unnamed for path in paths}
+    for catalog, paths in zip(catalogs, unnamed, strict=True):
+        for manifest in catalog.manifests():
+            if manifest.id in partial:
+                catalog.delete(manifest)
+        catalog.place.delete_all(paths)
 
 
 KINDS: dict[str, Kind] = {
-    "file": Kind(_train, _resumed, read=_loaded),
-    "sharded run": Kind(
-        lambda place, value, overwrite: _train(place, value, overwrite, parallelism_config={"fsdp": {}}),
-        lambda place: _resumed(place, parallelism_config={"fsdp": {}}),
-        "newest",
+    "file": Kind(_save_file, _value_of_file, _delete, _collect_garbage, read=_read_file),
+    "compressed file": Kind(
+        lambda place, value, overwrite: _save_file(place, value, overwrite, "c.pt.gz"),
+        lambda place: _value_of_file(place, "c.pt.gz"),
+        _delete,
+        _collect_garbage,
     ),
-    "archive": Kind(
-        lambda place, value, overwrite: _train(place, value, overwrite, **ZERO),
-        lambda place: _resumed(place, **ZERO),
+    "function": Kind(_save_function, _value_of_function, _delete, _start_function, "c"),
+    "sharded run": Kind(_save_run, _value_of_run, _delete, _start_run, "c"),
+    "step": Kind(_save_step, _value_of_step, _delete_step, _collect_garbage, "step1", may_be_lost=True),
+    "archives": Kind(_save_archives, _value_of_archives, _delete, _collect_garbage, may_be_lost=True),
+    "disks": Kind(
+        save_on_disks,
+        _value_on_disks,
+        _delete_on_disks,
+        _start_on_disks,
+        "node0/c",
+        may_be_lost=True,
+        in_buckets=False,
     ),
-    "function": Kind(save_function, value_of_function, "c"),
-    "step": Kind(save_step, value_of_step, "step1"),
-    "archives": Kind(save_two_archives, value_of_archives),
-    "disks": Kind(save_on_disks, value_on_disks, "node0/c"),
 }
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def save_one_file(place: str, value: int, overwrite: bool) -> None:
-    save_batch(Path(place), value, template="fixed.pt", latest=None, overwrite=overwrite)
-
-
-def value_of_one_file(place: str) -> int:
-    """What the next start finds."""
-    catalog = Catalog(place)
-    catalog.recover()
-    (manifest,) = catalog.manifests()
-    catalog.verify(manifest)
-    return int(value_in(torch.load(Path(place, manifest.name), weights_only=False)))
-
-
-def copied(one: Kind) -> Kind:
-    """What another kind has saved elsewhere comes by ``cp --overwrite``."""
+def _copied(one: Kind) -> Kind:
+    """What another kind has saved elsewhere comes by ``cp``."""
 
     def save(place: str, value: int, overwrite: bool) -> None:
         source = Path.cwd() / "sources" / str(value)
@@ -246,21 +380,15 @@ def copied(one: Kind) -> Kind:
             for found in survey(here):
                 copy(here, found, there, overwrite=overwrite)
 
-    return one._replace(save=save)
+    return one._replace(save=save, start=_collect_garbage)
 
 
-KINDS.update(
-    {
-        "copied file": copied(Kind(save_one_file, value_of_one_file)),
-        "copied function": copied(KINDS["function"]),
-        "copied step": copied(KINDS["step"]),
-    }
-)
+KINDS.update({f"copied {name}": _copied(KINDS[name]) for name in ("file", "function", "step", "archives")})
 
 
-# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def said_by(work: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
-    """Start it in a process of its own: its number, and what waits for its answer: ``None`` if it was killed."""
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _said_by(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Start it in a process of its own: returns what waits for its answer, ``None`` if it was killed."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -279,162 +407,244 @@ def said_by(work: Callable[[], Any]) -> tuple[int, Callable[[], Any]]:
         os.waitpid(child, 0)
         return json.loads(text) if text else None
 
-    return child, wait
+    return wait
 
 
-def alone(work: Callable[[], Any]) -> Any:
+def _alone(work: Callable[[], Any]) -> Any:
     """What it says, in a process of its own."""
-    return said_by(work)[1]()
+    return _said_by(work)()
 
 
+class Cell:
+    """The attempts of one kind in a folder or a bucket.
+
+    Args:
+        root: a folder for all attempts.
+        kind: name of the kind.
+        where: ``'folder'``, ``'bucket'``, or ``'NFS'``: a folder whose kernel gives no file a name that must be free,
+            except by a link.
+    """
+
+    def __init__(self, root: Path, kind: str, where: str) -> None:
+        self.root = root
+        self.kind = KINDS[kind]
+        self.where = where
+        self.is_copied = kind.startswith("copied")
+
+    def place(self, folder: Path) -> str:
+        """The place that an attempt in ``folder`` saves to."""
+        return _URI if self.where == "bucket" else str(folder)
+
+    def run(self, folder: Path, work: Callable[[str], Any], kill_at: int | None = None) -> Any:
+        """What ``work`` says of the place in ``folder``, or ``None``: it was killed before its step ``kill_at``."""
+
+        def act() -> Any:
+            faults: list[Fault] = []
+            if self.where == "NFS":
+                refuse_exchange(and_new_names=True)
+            if kill_at is not None and self.where != "bucket":
+                at_event(str(folder), kill_at, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
+            elif kill_at is not None:
+                faults = _at_request(kill_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            if self.where == "bucket":
+                use_bucket(folder, faults)
+            staging = self.root / f"cwd-{folder.name}"
+            staging.mkdir(exist_ok=True)
+            os.chdir(staging if self.where == "bucket" else self.root)
+            return [work(self.place(folder))]
+
+        return _alone(act)
+
+    def saved(self, folder: Path, value: int, overwrite: bool, kill_at: int | None = None) -> bool:
+        """Save; return whether it survived. Errors are raised."""
+        return self.done(self.run(folder, lambda place: self.kind.save(place, value, overwrite), kill_at))
+
+    def done(self, told: Any) -> bool:
+        """Return whether the process survived that said ``told``; its error is raised."""
+        if told is not None and told != [None]:
+            raise RuntimeError(told)
+        return told is not None
+
+    def started(self, folder: Path, kill_at: int | None = None) -> bool:
+        """Start anew; return whether that survived."""
+        return self.done(self.run(folder, self.kind.start, kill_at))
+
+    def deleted(self, folder: Path, kill_at: int | None = None) -> bool:
+        """Delete; return whether it survived."""
+        return self.done(self.run(folder, self.kind.delete, kill_at))
+
+    def value(self, folder: Path) -> Any:
+        """The value that is found, ``None``, or an error as text."""
+        told = self.run(folder, self.kind.value)
+        return told[0] if isinstance(told, list) else told
+
+
+def _at_request(number: int, act: Callable[[], None]) -> list[Fault]:
+    """Do ``act`` once, right before the request ``number`` of this process that changes the bucket."""
+    left = [number]
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            act()
+
+    return [Fault(verb, times=10**6, error=None, first=count) for verb in _CHANGES]
+
+
+# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 OF_THE_USER = ("config.json", "notes/about.txt")
 
 
-def put(place: str, directory: str) -> None:
-    """Write the user's files."""
-    for name in (f"{directory}/{name}" for name in OF_THE_USER):
-        if "://" in place:
-            with open_store(place) as store:
-                store.put_bytes(f"{parse_uri(place)[2]}/{name}", b"{}")
-        else:
-            Path(place, name).parent.mkdir(exist_ok=True)
-            Path(place, name).write_text("{}")
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def got(place: str, name: str) -> str | None:
-    """What is in a file of the user."""
-    try:
-        if "://" in place:
-            with open_store(place) as store:
-                return store.read_range(f"{parse_uri(place)[2]}/{name}", 0, 2).decode()
-        return Path(place, name).read_text()
-    except FileNotFoundError:
-        return None
+def _listing(folder: Path, users: Sequence[str]) -> list[str]:
+    """The files of checkpoints, without the ids in their names: those of two saves are there twice."""
+    names = (name for name in _files(folder) if name not in users and not _NOT_COUNTED.search(name))
+    return sorted(_ID.sub("ID", name) for name in names)
 
 
-def begin_at(root: str, begin: Callable[[str], None]) -> Callable[[str], None]:
-    """Return what makes the first checkpoint at a place; in a folder, a copy of the one that ``begin`` makes now."""
+def killed(root: str, kind: str, where: str, operation: str) -> None:
+    """Kill ``operation`` before each step; look at what there is, start again, save again.
 
-    def alone_at(place: str) -> None:
-        if (error := alone(lambda: begin(place))) is not None:
-            raise SystemExit(f"it cannot begin: {error}")
-
-    if "://" in root:
-        return alone_at
-    alone_at(f"{root}/begun")
-
-    def copied_to(place: str) -> None:
-        shutil.copytree(f"{root}/begun", place, symlinks=True)
-
-    return copied_to
-
-
-def killed(root: str, kind: str, exchange: str, stride: str) -> None:
-    """Be killed at each event of a replacing save, look what there is, and save again."""
+    ``operation``: ``'new'``, ``'replace'`` or ``'delete'``. A line of JSON for each kill.
+    """
     torch.set_num_threads(1)
-    one = KINDS[kind]
-    if exchange == "no exchange":
-        refuse_exchange()
+    cell = Cell(Path(root), kind, where)
+    begun, users = _begun(cell, operation)
+    before = _listing(begun, users)
+    reference = Path(root, "reference")
+    shutil.copytree(begun, reference, symlinks=True)
+    _operate(cell, reference, operation)
+    after = _listing(reference, users)
+    for number in range(_MOST):
+        folder = Path(root, f"attempt{number}")
+        shutil.copytree(begun, folder, symlinks=True)
+        survived = _operate(cell, folder, operation, number)
+        copies = {what: Path(root, f"{what}{number}") for what in ("start", "save")}
+        for copy_ in copies.values():
+            shutil.copytree(folder, copy_, symlinks=True)
+        told = {"at": number, "survived": survived, **_after_kill(cell, folder, users, operation)}
+        chance = random.Random(f"{kind} {where} {number}")
+        told["second"] = []
+        for what, copy_ in copies.items() if not survived else ():
+            kill_at = chance.randrange(2 if what == "start" else 6)
+            found = cell.value(copy_)
+            again = cell.started(copy_, kill_at) if what == "start" else cell.saved(copy_, 3, True, kill_at)
+            told["second"].append(
+                {"in": what, "found": found, "killed": not again, **_after_kill(cell, copy_, users, operation)}
+            )
+        told |= {"before": before, "after": after}
+        sys.stdout.write(json.dumps(told) + "\n")
+        for used in (folder, *copies.values()):
+            shutil.rmtree(used)
+        if survived:
+            return
+    raise SystemExit(f"{kind} is not over after {_MOST} steps")
 
-    def begin(place: str) -> None:
-        """On a machine whose clock is ahead: what replaces it says that it was saved earlier."""
-        set_clock(48)
-        one.save(place, 1, False)
-        if one.own:
-            put(place, one.own)
 
-    begun = begin_at(root, begin)
-    for number in range(0, _MOST, int(stride)):
-        begun(place := f"{root}/{number}")
+def _begun(cell: Cell, operation: str) -> tuple[Path, list[str]]:
+    """A folder with what is there before the operation, and the names of the files of the user in it."""
+    begun = cell.root / "begun"
+    begun.mkdir()
+    users = ["mine.txt"]
+    if operation != "new":
 
-        def replace(place: str = place, number: int = number) -> str:
-            at_event(parse_uri(place)[2], number, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
-            one.save(place, 2, True)
-            return "saved"
+        def save(place: str) -> None:
+            set_clock(48)  # a machine whose clock is ahead: what replaces it says that it was saved earlier
+            cell.kind.save(place, 1, False)
 
-        survived = alone(replace)
-        found = alone(lambda place=place: _found(one, place))  # type: ignore[misc]
-        sys.stdout.write(json.dumps({"at": number, **found}) + "\n")
-        if survived is not None:
-            break
-        if "://" not in place:
-            shutil.rmtree(place)
+        cell.done(cell.run(begun, save))
+        own = f"{'run/' if cell.where == 'bucket' else ''}{cell.kind.own}"
+        users += [f"{own}/{name}" for name in OF_THE_USER if cell.kind.own]
+    for name in users:
+        (begun / name).parent.mkdir(exist_ok=True)
+        (begun / name).write_bytes(name.encode())
+    return begun, users
 
 
-def _found(one: Kind, place: str) -> dict[str, Any]:
-    """What is there after a kill, what comes of the next save, and what is left then: of the user's files, and over."""
-    told: dict[str, Any] = {"left": []}
-    for name, look in (("found", lambda: one.value(place)), ("then", lambda: _again(one, place))):
-        try:
-            told[name] = look()
-        except BaseException as e:  # noqa: BLE001 - it is told
-            told[name] = f"{type(e).__name__}: {e}"
-    told["own"] = [got(place, f"{one.own}/{name}") for name in OF_THE_USER] if one.own else []
-    told["left"] = (
-        [] if "://" in place else [str(path) for path in Path(place).rglob(".*") if TEMPORARY.search(path.name)]
-    )
+def _operate(cell: Cell, folder: Path, operation: str, kill_at: int | None = None) -> bool:
+    if operation == "delete":
+        return cell.deleted(folder, kill_at)
+    return cell.saved(folder, 2, operation == "replace", kill_at)
+
+
+def _after_kill(cell: Cell, folder: Path, users: Sequence[str], operation: str) -> dict[str, Any]:
+    """What is found, what a start leaves, what comes of the next save, and what that leaves."""
+    told: dict[str, Any] = {"found": cell.value(folder)}
+    cell.started(folder)
+    told |= {"started": cell.value(folder), "left": _listing(folder, users)}
+    is_taken = told["started"] is not None or operation != "new"
+    try:  # cp does not take files that it left for its own, and is told to replace them
+        cell.saved(folder, 3, is_taken or (cell.is_copied and told["left"] != []))
+    except RuntimeError as e:
+        told["error"] = str(e)
+    cell.started(folder)
+    told |= {"then": cell.value(folder), "last": _listing(folder, users)}
+    files = _files(folder)
+    told["users"] = [name for name in users if files.get(name) == name.encode()] == list(users)
     return told
 
 
-def _again(one: Kind, place: str) -> int:
-    one.save(place, 3, True)
-    return one.value(place)
+def extra(left: Sequence[str], allowed: Sequence[str]) -> list[str]:
+    """Names in ``left`` beyond those that are ``allowed``."""
+    return sorted((Counter(left) - Counter(allowed)).elements())
 
 
 # ── two at a time ────────────────────────────────────────────────────────────────────────────────────────────────────
-def overtaken(root: str, kind: str, what: str, exchange: str = "", stride: str = "1") -> None:
-    """Stop at every ``stride``-th event, let another process do the whole of its work, and go on.
+def overtaken(root: str, kind: str, where: str, what: str) -> None:
+    """Stop at every step, let another process do the whole of its work, and go on.
 
-    ``what``: "read while it is replaced", "replace while it is read", or "save twice": two that may not replace.
+    ``what``: "read while it is replaced", "replaced while it is read", "save twice" (two that may not replace), or
+    "replace twice".
     """
     torch.set_num_threads(1)
-    one = KINDS[kind]
-    if exchange == "no exchange":
-        refuse_exchange()
-    begun = begin_at(root, lambda place: one.save(place, 1, False))
-    for number in range(0, _MOST, int(stride)):
-        place = f"{root}/{number}"
-
-        def read(place: str = place) -> int:
-            return (one.read or one.value)(place)
-
-        def replace(place: str = place) -> str:
-            one.save(place, 2, True)
-            return "saved"
-
-        def create(value: int, place: str = place) -> str:
-            one.save(place, value, False)
-            return "saved"
-
-        first: Callable[[], Any]
-        second: Callable[[], Any]
-        if what == "save twice":
-            first, second = lambda: create(1), lambda: create(2)
-        else:
-            begun(place)
-            first, second = (replace, read) if what == "read while it is replaced" else (read, replace)
+    cell = Cell(Path(root), kind, where)
+    begun = Path(root, "begun")
+    begun.mkdir()
+    if what != "save twice":
+        cell.saved(begun, 1, False)
+    works: dict[str, Callable[[str], Any]] = {
+        "read": cell.kind.read or cell.kind.value,
+        **{f"create {value}": lambda place, value=value: cell.kind.save(place, value, False) for value in (2, 3)},
+        **{f"replace {value}": lambda place, value=value: cell.kind.save(place, value, True) for value in (2, 3)},
+    }
+    first, second = {
+        "read while it is replaced": ("replace 2", "read"),
+        "replaced while it is read": ("read", "replace 2"),
+        "save twice": ("create 2", "create 3"),
+        "replace twice": ("replace 2", "replace 3"),
+    }[what]
+    for number in range(_MOST):
+        folder = Path(root, f"attempt{number}")
+        shutil.copytree(begun, folder, symlinks=True)
         here, go = os.pipe(), os.pipe()
 
-        def stopped(here: tuple[int, int] = here, go: tuple[int, int] = go, first: Any = first, n: int = number) -> Any:
-            def stop(_: str) -> None:
+        def stopped(folder: Path = folder, here: Any = here, go: Any = go, number: int = number) -> Any:
+            def stop(_: str = "") -> None:
                 os.write(here[1], b"s")
                 os.read(go[0], 1)
 
-            at_event(parse_uri(place)[2], n, stop, lambda event, _: event in _EVENTS)  # noqa: B023
-            answer = first()
+            if cell.where == "bucket":
+                use_bucket(folder, [Fault(after=number, error=None, first=stop)])
+            else:
+                at_event(str(folder), number, stop, lambda event, _: event in _READS)
+            os.chdir(cell.root)
+            answer = works[first](cell.place(folder))
             os.write(here[1], b"e")
-            return answer
+            return [answer]
 
-        _, wait = said_by(stopped)
+        wait = _said_by(stopped)
         os.close(here[1])
         came_to_it = os.read(here[0], 1) == b"s"
-        answer = alone(second) if came_to_it else None
+        answer = cell.run(folder, works[second]) if came_to_it else None
         os.write(go[1], b"g")
-        told = {"at": number, "first": wait(), "second": answer, "found": alone(read)}
+        told = {"at": number, "first": wait(), "second": answer, "found": cell.value(folder)}
         for descriptor in (here[0], *go):
             os.close(descriptor)
         sys.stdout.write(json.dumps(told) + "\n")
+        shutil.rmtree(folder)
         if not came_to_it:
-            break
-        if "://" not in place:
-            shutil.rmtree(place)
+            return
+    raise SystemExit(f"{kind} is not over after {_MOST} steps")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.tail import seal, seal_index
 from composerlite.storage import FileDigest
 
 SIZE_BYTES = 9 << 20
@@ -49,31 +52,39 @@ def on_node(nodes: Path, node: int) -> NodeMemory:
 
 def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000, run: str = "run") -> None:
     """Save what ``node`` has of a sharded checkpoint of so many nodes; of none: a file, on node 0 alone."""
-    name = f"ba{batch}"
-    contents = {f"{name}/__{number}_0.distcp": (bytes([number, batch]) * size_bytes, number) for number in range(of)}
-    index: dict[str, tuple[bytes, int | None]] = {f"{name}/.metadata": (b"index", None)} if of else {}
-    every = {**contents, **index} or {name: (bytes([batch]) * size_bytes, None)}
-    catalog = own(nodes, node)
-    for path, (data, where) in every.items():
-        if where in (None, node) and (of or node == 0):
-            (catalog.folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (catalog.folder / path).write_bytes(data)
-    files = [
-        FileRecord.of(path, FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)), where)
-        for path, (data, where) in every.items()
+    name, save_id = f"ba{batch}", f"{batch:016x}"
+    if not of and node:
+        return
+    contents = {file_of(number, batch): bytes([number, batch]) * size_bytes for number in range(of)}
+    records = [
+        FileRecord.of(f"{name}/{file}", FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)), number)
+        for number, (file, data) in enumerate(contents.items())
     ]
     manifest = Manifest(
         name=name,
         kind="sharded" if of else "monolithic",
+        form="sharded" if of else "file",
         template="ba{batch}",
         run_name=run,
         timestamp={"batch": batch},
-        files=tuple(files),
+        files=tuple(records),
         saved_at="2026-01-01T00:00:00.000+00:00",
-        node=node if of else None,
+        id=save_id,
     )
-    if of or node == 0:
-        catalog.adopt(manifest)
+    folder = own(nodes, node).folder
+    if of:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / (file := file_of(node, batch))).write_bytes(contents[file])
+        (folder / name / ".metadata").write_bytes(seal_index(manifest, b"index"))
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        body = bytes([batch]) * size_bytes
+        (folder / name).write_bytes(body + seal(manifest, FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))))
+
+
+def file_of(node: int, batch: int) -> str:
+    """Name of the data file of a node."""
+    return f"__{node}_0_{batch:016x}.distcp"
 
 
 def replicate(memory: NodeMemory, batch: int, bytes_per_second: float = 1e12) -> str:
@@ -128,13 +139,26 @@ def saves_slowly(nodes: Path, bytes_per_second: float) -> float:
     return time.monotonic() - started
 
 
+def die_at(moment: str) -> None:
+    """Kill this process when it comes to ``moment`` of a replication."""
+    if moment == "delete":
+        return die_in(Catalog, "delete")
+    ending = {"verify": ".distcp", "adopt": ".metadata"}[moment]
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and str(arguments[1]).endswith(ending) and ".tmp-" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return sys.addaudithook(look)
+
+
 def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:
-    """Replicate ba1, and ba2 with a node that is killed at a method of its catalogs."""
+    """Replicate ba1, and ba2 with a node that is killed at a moment of that."""
     memory = on_node(nodes, dist.get_global_rank())
     for batch in (1, 2):
         save(nodes, dist.get_global_rank(), dist.get_world_size(), batch)
         if batch == 2 and dist.get_global_rank() == victim:
-            die_in(Catalog, method)
+            die_at(method)
         replicate(memory, batch)
     return []
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import lzma
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -24,7 +24,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, need, pack, tool_output
+from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, pack, tool_output
 from packing import torch_bytes as make_torch_bytes
 
 from composerlite.checkpoint.format.packing import format_of, is_packed, unpacked
@@ -44,7 +44,7 @@ from composerlite.utils import (
 
 Mount = Callable[[str], Path]
 PACKED = SUFFIXES[1:]
-WITH_CHECKSUM = [suffix for suffix in PACKED if suffix not in (".tar", ".pt.lzma")]
+WITH_CHECKSUM = [suffix for suffix in PACKED if suffix != ".tar"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,6 @@ def test_tar_lists_and_extracts_the_archives(tmp_path: Path, small: bytes, suffi
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_sink_gives_the_checksum_of_what_it_copies(tmp_path: Path, data: bytes, suffix: str) -> None:
     """CRC-32 of the bytes before compression, and their count."""
-    need(suffix)
     path = tmp_path / f"ep1{suffix}"
     path.touch()
     with format_of(path).open_sink(path, len(data)) as sink:
@@ -125,7 +124,6 @@ def test_a_sink_gives_the_checksum_of_what_it_copies(tmp_path: Path, data: bytes
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_that_is_not_finished_leaves_nothing_running(tmp_path: Path, suffix: str) -> None:
     """An error in the middle of a save ends threads and programs, and the file is gone."""
-    need(suffix)
     path = tmp_path / f"ep1{suffix}"
     with (  # noqa: PT012
         pytest.raises(ZeroDivisionError),
@@ -142,8 +140,6 @@ OPTIONS = {
     ".pt.bz2": ["-1", "-9"],
     ".pt.gz": ["-1", "-9"],
     ".pt.lz4": ["-1", "-9", "-BD", "--content-size"],
-    ".pt.lzma": ["-0", "-9"],
-    ".pt.lzo": ["-1", "-9"],
     ".pt.xz": ["-0", "-9", "-T2", "--check=none"],
     ".pt.zst": ["-1", "-19", "--long=27", "--no-check"],
 }
@@ -182,7 +178,7 @@ def test_archives_of_composer_are_read(tmp_path: Path, small: bytes, suffix: str
     assert read(path) == small
 
 
-@pytest.mark.parametrize("option", ["--gzip", "--bzip2", "--xz", "--lzma", "--zstd", "--format=v7", "--format=pax"])
+@pytest.mark.parametrize("option", ["--gzip", "--bzip2", "--xz", "--zstd", "--format=v7", "--format=pax"])
 @pytest.mark.parametrize("what", [".", MEMBER, f"./{MEMBER}"])
 def test_archives_of_tar_are_read(tmp_path: Path, small: bytes, option: str, what: str) -> None:
     """Whatever compression tar was told, the name of the file does not matter."""
@@ -232,7 +228,10 @@ def test_names_of_no_known_kind_are_plain_files(name: str) -> None:
 
 @pytest.mark.parametrize(
     "ending",
-    [".zip", ".pt.foo", ".pt.zip", ".pt.{rank}", ".tar.zst", ".tar.xz", ".gz", ".zst", ".7z", ".safetensors", ".PT.BR"],
+    [
+        *(".zip", ".pt.foo", ".pt.lzo", ".pt.lzma", ".pt.zip", ".pt.{rank}", ".tar.zst", ".tar.xz", ".gz", ".zst"),
+        *(".7z", ".safetensors", ".PT.BR"),
+    ],
 )
 def test_an_ending_that_promises_another_format_is_refused(ending: str) -> None:
     """At construction, with the endings that there are."""
@@ -241,7 +240,7 @@ def test_an_ending_that_promises_another_format_is_refused(ending: str) -> None:
     assert [suffix for suffix in SUFFIXES if suffix not in str(e.value)] == []
 
 
-@pytest.mark.parametrize("suffix", [suffix for suffix in SUFFIXES if suffix != ".pt.lzo"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_documented_ending_is_taken(suffix: str) -> None:
     """In any case of letters."""
     for name in (f"ep{{epoch}}{suffix}", f"EP{{epoch}}{suffix.upper()}"):
@@ -250,127 +249,89 @@ def test_every_documented_ending_is_taken(suffix: str) -> None:
 
 
 WITHOUT_LIBRARIES = """
-import os, sys
+import sys
 from pathlib import Path
-from packing import SUFFIXES, pack
+from packing import SUFFIXES
+from composerlite.checkpoint.format.compression import last_frame
 from composerlite.checkpoint.format.packing import unpacked
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.errors import ConfigError
 
-programs, os.environ["PATH"] = os.environ["PATH"], sys.argv[1]
 for suffix in SUFFIXES:
     try:
         check_template("ep1" + suffix, argument="save_filename")
     except ConfigError as e:
         print(suffix, "|", e)
-
-os.environ["PATH"] = programs
-data = sys.stdin.buffer.read()
-for path in map(Path, sys.argv[2:]):
-    pack(path, data)
-    with unpacked(path) as file:
-        assert file.read() == data
+for path in map(Path, sys.argv[1:]):
+    try:
+        with unpacked(path):
+            pass
+    except ConfigError as e:
+        print(path.name, "|", e)
+    print(last_frame(path.read_bytes()[-65536:])[1][22:])
 """
 
 
-def test_what_is_not_installed_is_replaced_or_named(tmp_path: Path, data: bytes) -> None:
-    """Programs do what libraries would. Where both are missing, construction fails and says how to get them.
-
-    In a Python that has what a plain installation has: neither of the optional libraries.
-    """
-    for tool in ("lz4", "zstd"):
-        tool_output(tool, "--version")
-    packages, empty = tmp_path / "packages", tmp_path / "empty"
+def test_the_error_names_a_library_that_is_not_installed(tmp_path: Path, small: bytes) -> None:
+    """In a Python without lz4 and backports.zstd. Records can be read there: listing needs no library."""
+    packages = tmp_path / "packages"
     packages.mkdir()
-    empty.mkdir()
     for entry in Path(torch.__file__).parents[1].iterdir():
         if not entry.name.startswith(("lz4", "backports")):
             (packages / entry.name).symlink_to(entry)
     roots = [packages, Path(__file__).parents[2], Path(__file__).parent]
     written = [tmp_path / "ep1.pt.lz4", tmp_path / "ep1.pt.zst"]
+    tail = b"\n{}\nCLREC1 00000003 " + b"a" * 32 + b"\n"
+    for path in written:
+        pack(path, small, lambda stored, plain: tail)
     done = subprocess.run(
-        [sys.executable, "-S", "-c", WITHOUT_LIBRARIES, str(empty), *map(str, written)],
+        [sys.executable, "-S", "-c", WITHOUT_LIBRARIES, *map(str, written)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))},
-        input=data,
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     lines = done.stdout.decode().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == [".pt.lz4", ".pt.lzo", ".pt.zst"]
-    lz4, lzo, zst = lines
-    assert "save_filename='ep1.pt.lz4': checkpoints that end in '.pt.lz4' need" in lz4
-    assert "the Python package 'lz4' (pip install 'composerlite[compression]'), or the program 'lz4'" in lz4
-    assert "'backports.zstd'" in zst
-    assert "the program 'lzop', which is not on the PATH" in lzo
-    assert ".pt.gz" in lzo
-    assert [read(path) == data for path in written] == [True, True]
+    assert [line.split(" | ")[0] for line in lines] == [
+        ".pt.lz4", ".pt.zst", "ep1.pt.lz4", repr(tail), "ep1.pt.zst", repr(tail)
+    ]  # fmt: skip
+    assert "save_filename='ep1.pt.lz4': checkpoints that end in '.pt.lz4' need the Python package 'lz4'" in lines[0]
+    assert "pip install 'composerlite[compression]'" in lines[0]
+    assert "'backports.zstd'" in lines[1]
+    assert "cannot be unpacked" in lines[2]
+    assert "'lz4'" in lines[2]
+    assert ".pt.gz" in lines[1]
 
 
 # ── beside training ──────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst", ".pt.lzo"])
+@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst"])
 def test_training_goes_before_compression(tmp_path: Path, suffix: str) -> None:
-    """Threads and programs that compress have a low priority; the thread that writes keeps its own."""
-    need(suffix)
+    """Threads that compress have a low priority. The thread that writes keeps its own."""
     path = tmp_path / f"ep1{suffix}"
     path.touch()
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    before, servers = {task.name for task in Path("/proc/self/task").iterdir()}, set(children())
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
     with format_of(path).open_sink(path, 9 << 20) as sink:
         sink.write(bytes(9 << 20))
         tasks = [int(task.name) for task in Path("/proc/self/task").iterdir() if task.name not in before]
         assert len(tasks) >= 1
-        assert {os.getpriority(os.PRIO_PROCESS, task) for task in [*tasks, *(set(children()) - servers)]} == {
-            min(own + 5, 19)
-        }
+        assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {min(own + 5, 19)}
         sink.finish()
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-# ── a disk that is full, a program that dies ─────────────────────────────────────────────────────────────────────────
+# ── a disk that is full ───────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("suffix", "size"), [*((suffix, 600_000) for suffix in SUFFIXES), (".pt.gz", 18 << 20), (".tar.gz", 18 << 20)]
 )
 def test_a_disk_that_becomes_full_is_the_systems_error(mount: Mount, suffix: str, size: int) -> None:
     """With the file, at the end or in the middle; the disk is as it was, and nothing runs on."""
-    need(suffix)
     disk = mount("size=256k")
     with pytest.raises(OSError, match="No space left on device") as e:
         pack(disk / f"ep1{suffix}", os.urandom(size))
     assert e.value.errno == errno.ENOSPC
     assert str(e.value.filename) == str(disk / f"ep1{suffix}")
     assert list(disk.iterdir()) == []
-
-
-def test_a_program_that_is_killed_is_an_error(tmp_path: Path) -> None:
-    """Whoever kills it: half a file never counts as one."""
-    need(".pt.lzo")
-    path, servers = tmp_path / "ep1.pt.lzo", set(children())
-    with (  # noqa: PT012
-        pytest.raises(CheckpointError, match="'lzop' was killed by SIGKILL"),
-        StagedFile(path) as staged,
-        format_of(path).open_sink(staged.temporary, 64 << 20) as sink,
-    ):
-        for number in range(16):
-            sink.write(os.urandom(4 << 20))
-            if number == 8:
-                (pid,) = set(children()) - servers
-                os.kill(pid, signal.SIGKILL)
-        sink.finish()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("reads", ["", "head -c 100000 > /dev/null; "])
-def test_a_program_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, reads: str
-) -> None:
-    """Its exit code and what it wrote to standard error are in the message, whether it read its input or not."""
-    program = tmp_path / "lzop"
-    program.write_text(f"#!/bin/sh\n{reads}echo no memory >&2\nexit 3\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(CheckpointError, match="'lzop' ended with exit code 3: no memory"):
-        pack(tmp_path / "ep1.pt.lzo", data)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,10 +368,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.lzma", ".pt.bz2", ".pt.xz", ".pt.lzma", ".pt.lzo"])
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.bz2", ".tar.lzma", ".pt.bz2", ".pt.xz"])
 def test_memory_does_not_grow_with_the_file_of_slow_codecs(tmp_path: Path, suffix: str) -> None:
     """The same of the codecs that take their time."""
-    need(suffix)
     assert peak_megabytes(tmp_path, 200, suffix) < 66
 
 
@@ -448,7 +408,7 @@ def check_flips(folder: Path, data: bytes, suffix: str, count: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("suffix", [suffix for suffix in WITH_CHECKSUM if suffix not in (".tgz", ".pt.lzo")])
+@pytest.mark.parametrize("suffix", [suffix for suffix in WITH_CHECKSUM if suffix != ".tgz"])
 def test_a_flipped_bit_gives_no_other_bytes(tmp_path: Path, suffix: str) -> None:
     """It is found, or the bytes are those that were saved, or the file is no longer taken for compressed."""
     assert check_flips(tmp_path, make_torch_bytes(megabytes=0.02), suffix, 160) > 80
@@ -458,12 +418,11 @@ def test_a_flipped_bit_gives_no_other_bytes(tmp_path: Path, suffix: str) -> None
 @pytest.mark.parametrize("suffix", WITH_CHECKSUM)
 def test_a_flipped_bit_gives_no_other_bytes_wherever_it_is(tmp_path: Path, suffix: str) -> None:
     """At five thousand places of a larger file."""
-    count = 500 if suffix == ".pt.lzo" else 5000
-    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.1), suffix, count) > count // 2
+    assert check_flips(tmp_path, make_torch_bytes(megabytes=0.1), suffix, 5000) > 2500
 
 
 @given(
-    magic=st.sampled_from([known.magic for known in KNOWN_COMPRESSORS if known.extension != "lzo"]),
+    magic=st.sampled_from([known.magic for known in KNOWN_COMPRESSORS]),
     rest=st.binary(max_size=3000),
 )
 def test_anything_may_follow_the_first_bytes(magic: bytes, rest: bytes) -> None:
@@ -477,7 +436,7 @@ def test_anything_may_follow_the_first_bytes(magic: bytes, rest: bytes) -> None:
 
 def test_something_behind_the_end_is_corrupt(tmp_path: Path, small: bytes) -> None:
     """Of a compressed file and of an archive: a program that ignores it would show the user something else."""
-    for suffix in (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.zst", ".pt.lzma", ".pt.lz4", ".tar"):
+    for suffix in (".pt.gz", ".pt.bz2", ".pt.xz", ".pt.zst", ".pt.lz4", ".tar"):
         path = tmp_path / f"ep1{suffix}"
         pack(path, small)
         with path.open("ab") as file:
@@ -596,12 +555,11 @@ def test_unpacking_stops_where_it_is_too_much(tmp_path: Path, suffix: str) -> No
 
 
 def test_memory_that_a_file_asks_for_is_not_given(tmp_path: Path, small: bytes) -> None:
-    """A header may name a dictionary of 3 GB; no program writes such a one by its presets."""
-    path = tmp_path / "ep1.pt.lzma"
-    pack(path, small)
-    packed = bytearray(path.read_bytes())
-    packed[1:5] = (3 << 30).to_bytes(4, "little")
-    path.write_bytes(packed)
+    """A header may name a dictionary of 3 GiB. No program writes one by its presets."""
+    path = tmp_path / "ep1.pt.xz"
+    large = bytes([2, 0, 0x21, 1, 39, 0, 0, 0])  # LZMA2 with a dictionary of 3 GiB
+    whole = lzma.compress(small)
+    path.write_bytes(whole[:12] + large + zlib.crc32(large).to_bytes(4, "little") + whole[24:])
     with pytest.raises(CorruptCheckpointError, match=r"[Mm]emory"):
         read(path)
 
@@ -617,7 +575,7 @@ def test_a_file_that_unpacks_to_more_than_was_saved_is_refused(tmp_path: Path, s
             read(path, size_bytes=wrong)
 
 
-@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.lzo", ".tar.bz2"])
+@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst", ".tar.bz2"])
 def test_a_bomb_does_not_fill_the_disk(
     tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
@@ -675,7 +633,6 @@ def test_it_is_unpacked_beside_the_checkpoint_or_where_the_user_says(
 @pytest.mark.parametrize("suffix", TOOLS)
 def test_a_compressor_writes_and_reads_files(tmp_path: Path, small: bytes, suffix: str) -> None:
     """Composer's way to use one by hand."""
-    need(suffix)
     path = tmp_path / f"notes{suffix}"
     compressor = get_compressor(str(path))
     assert compressor.exists

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from parts import save_batch, tree, value_in
+from parts import damage_record, flip, save_batch, save_directory, tree, value_in
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 
 
@@ -39,23 +38,25 @@ def test_an_empty_folder_and_none_hold_no_checkpoints(tmp_path: Path) -> None:
     """It is no error to ask."""
     assert Catalog(tmp_path).manifests() == Catalog(tmp_path / "none").manifests() == []
     assert list(Catalog(tmp_path / "none").files()) == []
-    Catalog(tmp_path / "none").recover()
     assert tree(tmp_path) == {}
 
 
-def test_a_damaged_manifest_hides_its_checkpoint_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The others are listed, and the log says which was left out and why."""
+def test_a_damaged_record_hides_its_checkpoint_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other checkpoints are listed, and the log says which checkpoint was left out and why."""
     for batch in (1, 2, 3):
         save_batch(tmp_path, batch)
-    (tmp_path / ".manifest" / "ba2.pt.json").write_text("{}")
+    save_directory(tmp_path, 4)
+    damage_record(tmp_path / "ba2.pt")
+    damage_record(tmp_path / "ba4" / ".metadata")
     assert batches(tmp_path) == [1, 3]
-    assert "ba2.pt.json" in caplog.text
-    with pytest.raises(CorruptCheckpointError, match=r"ba2\.pt\.json"):
-        Catalog(tmp_path).manifest_of("ba2.pt")
+    for name, source in (("ba2.pt", r"ba2\.pt"), ("ba4", r"ba4/\.metadata")):
+        assert re.search(rf"left out: .*{source}", caplog.text)
+        with pytest.raises(CorruptCheckpointError, match=source):
+            Catalog(tmp_path).manifest_of(name)
 
 
-def test_a_file_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    """It is not listed; it is a file that is there."""
+def test_a_file_without_a_record_is_no_checkpoint(tmp_path: Path) -> None:
+    """The file is not listed as a checkpoint; it is a file that is there."""
     save_batch(tmp_path, 1)
     (tmp_path / "ba2.pt").write_bytes(b"of another program")
     assert batches(tmp_path) == [1]
@@ -73,7 +74,7 @@ def test_files_are_those_that_may_be_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_folder_can_be_moved(tmp_path: Path) -> None:
-    """Everything in it is relative: manifests, links, data."""
+    """Everything in it is relative: records, links, data."""
     save_batch(tmp_path / "here", 1, template="sub/ba{batch}.pt", latest="links/latest.pt")
     (tmp_path / "here").rename(tmp_path / "there")
     assert value_in(read_checkpoint(tmp_path / "there" / "links" / "latest.pt")) == 1
@@ -89,8 +90,12 @@ def test_damage_is_told_apart(tmp_path: Path) -> None:
     data = path.read_bytes()
     Catalog(tmp_path).verify(manifest)
 
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip(path, 0)
     with pytest.raises(CorruptCheckpointError, match=r"bytes of .*ba1\.pt' are not those that were saved"):
+        Catalog(tmp_path).verify(manifest)
+    path.write_bytes(data)
+    flip(path, -1)
+    with pytest.raises(CorruptCheckpointError, match=r"record of .*ba1\.pt' is not the one that was saved"):
         Catalog(tmp_path).verify(manifest)
     path.write_bytes(data[:-1])
     with pytest.raises(CorruptCheckpointError, match=rf"has {len(data) - 1} bytes and was saved with {len(data)}"):
@@ -121,22 +126,25 @@ def test_a_checkpoint_is_overwritten_when_asked(tmp_path: Path) -> None:
 
 
 def test_a_deleted_checkpoint_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Data and manifest; the others are as they were; the log has a line, for debugging: it is routine."""
+    """The others are as they were; the log has a line, for debugging: it is routine."""
     caplog.set_level(logging.DEBUG, "composerlite")
     for batch in (1, 2):
         save_batch(tmp_path, batch)
     Catalog(tmp_path).delete(Catalog(tmp_path).manifests()[0])
-    assert sorted(tree(tmp_path)) == [".manifest/ba2.pt.json", "ba2.pt", "latest.pt"]
+    assert sorted(tree(tmp_path)) == ["ba2.pt", "latest.pt"]
     assert f"deleted checkpoint {tmp_path / 'ba1.pt'}" in caplog.text
 
 
-@pytest.mark.parametrize("gone", [["ba1.pt"], [".manifest/ba1.pt.json"], ["ba1.pt", ".manifest/ba1.pt.json"]])
-def test_what_the_user_deleted_is_no_error(tmp_path: Path, gone: list[str]) -> None:
+@pytest.mark.parametrize("gone", ["ba1.pt", "ba1/.metadata", "ba1/*.distcp"])
+def test_what_the_user_deleted_is_no_error(tmp_path: Path, gone: str) -> None:
     """Deleting a checkpoint of which files were removed by hand removes the rest."""
-    save_batch(tmp_path, 1, latest=None)
+    if gone == "ba1.pt":
+        save_batch(tmp_path, 1, latest=None)
+    else:
+        save_directory(tmp_path, 1)
     (manifest,) = Catalog(tmp_path).manifests()
-    for name in gone:
-        (tmp_path / name).unlink()
+    for path in list(tmp_path.glob(gone)):
+        path.unlink()
     Catalog(tmp_path).delete(manifest)
     assert tree(tmp_path) == {}
 
@@ -168,7 +176,7 @@ def hide(folder: Path) -> Iterator[Callable[[str], None]]:
         path.chmod(0o777)
 
 
-@pytest.mark.parametrize("hidden", [".manifest", ".manifest/sub", "."])
+@pytest.mark.parametrize("hidden", ["sub", "."])
 def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
     folder: Path, hide: Callable[[str], None], hidden: str
 ) -> None:
@@ -186,21 +194,3 @@ def test_files_that_cannot_be_listed_are_not_absent(folder: Path, hide: Callable
     hide(hidden)
     with pytest.raises(PermissionError):
         list(Catalog(folder).files())
-
-
-def test_what_a_commit_was_to_replace_is_free_when_it_has_failed(tmp_path: Path) -> None:
-    """Also where the names cannot be given back: a process that lives on keeps no lock on what dead ones leave."""
-    staged, there = tmp_path / "staged", tmp_path / "there"
-    for folder in (staged / "a", there / "a"):
-        folder.mkdir(parents=True)
-        (folder / "file").touch()
-    parts = {"there/a": staged / "a", "there/b": staged / "b"}
-    with Folder(tmp_path).commit("c", parts, overwrite=True, record=None) as commit:
-        with pytest.raises(FileNotFoundError):  # there is no b
-            commit.take_names()
-        (there / "a").rename(tmp_path / "taken away")
-        with pytest.raises(FileNotFoundError):
-            commit.undo()
-    descriptor = os.open(staged / "a", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(descriptor)

@@ -88,7 +88,7 @@ def test_what_tells_memory_from_others_is_in_the_folder_itself(tmp_path: Path, m
         save_memory_replication=1.0,
     )
     assert list(elsewhere.iterdir()) == []
-    assert (start / "saves" / ".manifest" / ".memory-id").is_file()
+    assert (start / "saves" / ".memory-id").is_file()
 
 
 def test_a_working_directory_that_is_removed_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

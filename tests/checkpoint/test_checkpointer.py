@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from checkpoint import checkpointer_ranks
 from checkpoint.kill_points import kill_at_every_step
 from checkpoint.parts import tree
@@ -38,11 +37,8 @@ from composerlite.checkpoint import (
     save_state_dict,
 )
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import StepFolder
-from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.surveying import survey
+from composerlite.checkpoint.record.tail import index_of
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -52,7 +48,6 @@ from composerlite.errors import (
     UnknownArgumentError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import open_store
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
@@ -236,13 +231,13 @@ def test_files_beside_a_checkpoint_belong_to_their_writer(tmp_path: Path) -> Non
         Checkpointer().write_file(place, "config.json", b"new")
     Checkpointer(save_overwrite=True).write_file(place, "config.json", b"new")
     assert Path(path).read_text() == "new"
-    for name in ("../x", "/x", ".metadata.json", ".metadata.json.next", "train/rank0.pt", ""):
+    for name in ("../x", "/x", ".metadata.json", "train/rank0.pt", ""):
         with pytest.raises(ConfigError, match="fname="):
             Checkpointer().write_file(place, name, "")
-    for name, rule in (("x" * 224, "of at most 223: .* temporary names"), (f"{'x' * 256}/a", "255 bytes in a part")):
+    for name, rule in (("x" * 234, "of at most 233: .* temporary names"), (f"{'x' * 256}/a", "255 bytes in a part")):
         with pytest.raises(ConfigError, match=rf"step1/x+.*: .*{rule}.*Give another name"):
             Checkpointer().write_file(place, name, "")
-    Checkpointer().write_file(place, "x" * 223, "")
+    Checkpointer().write_file(place, "x" * 233, "")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step1"]
 
 
@@ -263,7 +258,11 @@ def test_train_states_are_verified_and_run_no_code(tmp_path: Path) -> None:
     checkpointer.save(tmp_path / "step2", model, {})
     torch.save({"bad": _Harmful()}, tmp_path / "step2" / "train" / "rank0.pt")
     marker = tmp_path / "step2" / ".metadata.json"
-    marker.write_text('{"version": "2.5.0", "ephemeral": true}')  # as OLMo-core writes it: without digests
+    with pytest.raises(CorruptCheckpointError, match=r"rank0\.pt"):
+        checkpointer.load(tmp_path / "step2", model)
+    marker.write_text('{"version": "2.5.0", "ephemeral": true}')
+    index = tmp_path / "step2" / "model_and_optim" / ".metadata"
+    index.write_bytes(index_of(index.read_bytes(), "step2"))  # as OLMo-core writes it: without a record
     with pytest.raises(UntrustedCheckpointError):
         checkpointer.load(tmp_path / "step2", model)
     assert [step for step, _ in Checkpointer.find_checkpoints(tmp_path, ephemeral=True)] == [2]
@@ -316,7 +315,10 @@ def test_a_configuration_says_what_it_does_not_know() -> None:
 
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_failed_save_leaves_nothing_and_the_same_step_is_saved_again(mount: Callable[[str], Path]) -> None:
-    """The disk's error comes out of the future; no checkpoint, no rest of one; what was there before stands."""
+    """The disk's error comes out of the future; no checkpoint, no rest of one; other steps stand.
+
+    A step that is to be replaced is deleted before: its files have fixed names.
+    """
     disk = mount("size=700k")
     small, large = small_model(), small_model(width=500)
     checkpointer = Checkpointer(save_overwrite=True)
@@ -324,10 +326,13 @@ def test_a_failed_save_leaves_nothing_and_the_same_step_is_saved_again(mount: Ca
     future = checkpointer.save_async(disk / "step2", large, {"step": 2})
     with pytest.raises(OSError, match="No space left"):
         future.result(60)
-    with pytest.raises(OSError, match="No space left"):
-        checkpointer.save(disk / "step1", large, {"step": 1})
     assert [path.name for path in disk.iterdir()] == ["step1"]
     assert Checkpointer.latest_checkpoint(disk) == str(disk / "step1")
+    assert checkpointer.load(disk / "step1", small) == {"step": 1}
+    with pytest.raises(OSError, match="No space left"):
+        checkpointer.save(disk / "step1", large, {"step": 1})
+    assert list(disk.iterdir()) == []
+    checkpointer.save(disk / "step1", small, {"step": 1})
     assert checkpointer.load(disk / "step1", small) == {"step": 1}
     checkpointer.save_async(disk / "step2", small, {"step": 2}).result(60)
     assert Checkpointer.latest_checkpoint(disk) == str(disk / "step2")
@@ -344,7 +349,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 def kill_background_saves(root: str) -> None:
     """Save ``step1`` and ``step2``, the second killed at every third step that is not the training thread's.
 
-    In ``again`` there is a ``step2`` before, which it replaces.
+    In ``again`` there is a ``step2`` before, which it replaces: it deletes that first.
     """
     torch.set_num_threads(1)
     second = False
@@ -372,7 +377,10 @@ def kill_background_saves(root: str) -> None:
 
 
 def test_a_kill_behind_training_leaves_the_step_before(memory_folder: Path) -> None:
-    """At whatever file it came: the latest is whole, a new process goes on from it, and saves the same step again."""
+    """At whatever file it came: the latest is whole, a new process goes on from it, and saves the same step again.
+
+    A step that the killed save was to replace is gone, and the one before is the latest.
+    """
     done = run_forked(kill_background_saves, str(memory_folder), cwd=memory_folder)
     assert done.returncode == 0, done.stderr
     outcomes: dict[str, set[Any]] = {"first": set(), "again": set()}
@@ -386,7 +394,7 @@ def test_a_kill_behind_training_leaves_the_step_before(memory_folder: Path) -> N
         outcomes[folder.parent.name].add((found["step"], found["old"]))
         checkpointer.save(folder / "step2", model, {"step": 2})
         assert sorted(path.name for path in folder.iterdir()) == ["step1", "step2"], folder
-    assert outcomes == {"first": {(1, False), (2, False)}, "again": {(2, True), (2, False)}}
+    assert outcomes == {"first": {(1, False), (2, False)}, "again": {(1, False), (2, False)}}
     assert len(done.stdout.splitlines()) >= 8
 
 
@@ -497,90 +505,18 @@ def test_what_others_put_in_the_temporary_folder_delays_no_throttled_save(
     assert is_planted or folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.fixture
-def run_in_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Place]:
-    """The URI of a run, and its place."""
-    monkeypatch.setenv("S3_ENDPOINT_URL", s3_server.endpoint_url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
-    uri = f"s3://{s3_server.new_bucket()}"
-    return f"{uri}/run", Bucket.of(open_store(uri), "run")
-
-
-def _announce(place: Place, replaces: str | None = None) -> None:
-    """Leave what a save that replaces step1 leaves when it is killed: before its model is there, or else after it."""
-    index = xxhash.xxh3_128_hexdigest(place.read("step1/model_and_optim/.metadata"))
-    marker = json.loads(place.read("step1/.metadata.json"))
-    marker["world_size"] = 2
-    announced = {"replaces": replaces or index, "suffix": "_0123abcd", "marker": json.dumps(marker)}
-    place.put("step1/.metadata.json.next", json.dumps(announced).encode())
-
-
-@pytest.mark.parametrize("how", ["deleted", "copied"])
-def test_what_was_to_follow_a_step_does_not_follow_another(
-    run_in_bucket: tuple[str, Place], how: str, tmp_path: Path
-) -> None:
-    """A killed save had announced a step; that which it was to replace goes, and another comes in its place."""
-    run, place = run_in_bucket
-    model = small_model()
-    checkpointer = Checkpointer()
-    checkpointer.save(f"{run}/step1", model, {"value": 1})
-    _announce(place)
-    assert checkpointer.load(f"{run}/step1", model) == {"value": 1}
-    other = small_model(seed=1)
-    if how == "deleted":
-        (found,) = survey(place)
-        place.delete_all((*reversed(found.commits), *(record.path for record in found.records)))
-        checkpointer.save(f"{run}/step1", other, {"value": 2})
-    else:
-        checkpointer.save(tmp_path / "step1", other, {"value": 2})
-        (found,) = survey(Folder(tmp_path))
-        assert copy(Folder(tmp_path), found, place, overwrite=True)
-    assert checkpointer.load(f"{run}/step1", model) == {"value": 2}
-    assert same(states(model), states(other))
-    assert not place.exists("step1/.metadata.json.next")
-
-
-def test_a_step_of_two_saves_is_not_copied(run_in_bucket: tuple[str, Place], tmp_path: Path) -> None:
-    """A save that replaces one was killed when the model had come and the files of ranks had no names of their own."""
-    run, place = run_in_bucket
-    Checkpointer().save(f"{run}/step1", small_model(), {"value": 1})
-    _announce(place, replaces="0" * 32)
-    (found,) = survey(place)
-    assert found.state == "incomplete"
-    with pytest.raises(CorruptCheckpointError, match="has not ended"):
-        copy(place, found, Folder(tmp_path))
-    Checkpointer(save_overwrite=True).save(f"{run}/step1", small_model(), {"value": 2})
-    (found,) = survey(place)
-    assert found.state == "committed"
-
-
-def test_what_was_to_follow_a_step_goes_with_it_on_a_disk(tmp_path: Path) -> None:
-    """Brought there from a bucket by another program, it is no file of the user."""
-    model = small_model()
-    Checkpointer().save(tmp_path / "step1", model, {"value": 1})
-    _announce(Folder(tmp_path))
-    (tmp_path / "step1/train/rank0_0123abcd.pt").write_bytes(b"what has no name of its own yet")
-    (tmp_path / "step1/notes.txt").write_text("the user's")
-    Checkpointer(save_overwrite=True).save(tmp_path / "step1", small_model(seed=1), {"value": 2})
-    assert Checkpointer().load(tmp_path / "step1", model) == {"value": 2}
-    assert (tmp_path / "step1/notes.txt").exists()
-    assert not (tmp_path / "step1/train/rank0_0123abcd.pt").exists()
-
-
 # ── what others have where a step is saved ───────────────────────────────────────────────────────────────────────────
 def test_a_save_leaves_what_others_have_below_its_prefix(tmp_path: Path) -> None:
-    """Objects in ``train``, ``model_and_optim`` and ``.manifest`` that no step has stay, and so does a checkpoint."""
+    """Objects in ``train`` and ``model_and_optim`` that no step has stay, and so does a checkpoint."""
     save_state_dict(tmp_path / "run" / "ema", {"x": torch.ones(2)})
-    for name in ("train/data-000.bin", "model_and_optim/readme.md", ".manifest/notes.txt", "model_and_optim-old/a"):
+    for name in ("train/data-000.bin", "model_and_optim/readme.md", "model_and_optim-old/a"):
         (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "run" / name).write_text("mine")
     before = tree(tmp_path / "run")
-    leftover = tmp_path / "run" / "train" / "rank1.pt"  # of a save of two ranks that was killed
-    leftover.write_text("ours")
     with Bucket.of(LocalObjectStore(tmp_path), "") as bucket:
         step = StepFolder(bucket, "run")
-        step.claim(overwrite=False)
+        step.check_free(overwrite=False)
+        step.uncommit()
         step.abandon()
     assert tree(tmp_path / "run") == before
 

@@ -5,7 +5,7 @@ Each test is a script as a reader of that documentation would write it, with a b
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -50,7 +50,7 @@ def bucket_uri(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def names(uri: str) -> list[str]:
     """The objects in a bucket, less those that Composer does not have."""
     with open_store(uri) as store:
-        return [info.name for info in store.list_objects() if "/.manifest/" not in info.name]
+        return [info.name for info in store.list_objects() if not PurePosixPath(info.name).name.startswith(".")]
 
 
 def test_a_uri_as_save_folder_uploads_and_leaves_nothing_here(

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoint.place_contract import digest_of
 from checkpoint.sharded_parts import small_model
 from combinations import covering
-from parts import save_batch, save_directory
+from parts import save_archives, save_batch, save_directory
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.record.manifest import FileRecord, record_path
 from composerlite.errors import CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import Transfer, open_store
 from composerlite.storage.stores.local import LocalObjectStore
 
 
-def save_archives(folder: Path, batch: int) -> Path:
+def archives_of_ranks(folder: Path, batch: int) -> Manifest:
     """A checkpoint of two ranks, with an archive of each."""
-    first = save_batch(folder, batch)
-    catalog = Catalog(folder)
-    manifest = catalog.manifest_of(first.name)
-    assert manifest is not None
-    catalog.delete(manifest)
-    paths = [folder / f"ba{batch}-rank{rank}.tar" for rank in (0, 1)]
-    for path in paths:
-        path.write_bytes(f"the archive of {path.name}".encode())
-    files = tuple(FileRecord.of(path.name, digest_of(path.read_bytes())) for path in paths)
-    of_both = dataclasses.replace(
-        manifest, name=paths[0].name, kind="deepspeed", files=files, template="ba{batch}-rank{rank}.tar"
-    )
-    catalog.adopt(of_both)
-    return paths[0]
+    return save_archives(folder, batch, name=f"ba{batch}", batch=batch)
 
 
-KINDS = {"file": save_batch, "sharded": save_directory, "archives": save_archives}
+KINDS = {"file": save_batch, "sharded": save_directory, "archives": archives_of_ranks}
 TEMPLATES = {"file": "ba{batch}.pt", "sharded": "ba{batch}", "archives": "ba{batch}-rank{rank}.tar"}
 
 
@@ -85,51 +69,48 @@ def saved(kind: str, folder: Path) -> list[Manifest]:
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_folder(kind: str, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each of its files in turn. Without a manifest a file is no damaged checkpoint: it may be taken if it agrees with
-    itself, and files of a directory are somebody's."""
+    """Each of its files in turn. What is no file with a record is no checkpoint of the run: there is nothing to say."""
     one, two = saved(kind, tmp_path / "before")
-    for number, path in enumerate([*(file.path for file in two.files), record_path(two.name)]):
+    for number, path in enumerate(file.path for file in two.files):
         folder = tmp_path / f"after{number}"
         shutil.copytree(tmp_path / "before", folder, symlinks=True)
         FAULTS[fault](folder / path)
         caplog.clear()
         place = choose([RunPlace(Catalog(folder), TEMPLATES[kind])], "run").place
-        is_gone = (fault, path) == ("missing", record_path(two.name))
-        assert place == folder / (two.name if is_gone and kind == "file" else one.name), path
+        assert place == folder / one.name, path
+        decides = path == two.files[0].path
+        is_gone = decides and (fault != "empty" or kind == "sharded")
         assert is_gone or two.name in caplog.text, path
 
 
-@pytest.mark.parametrize(("kind", "fault", "state"), covering(2, [*KINDS], [*FAULTS], ["listed", "linked", "begun"]))
+@pytest.mark.parametrize(("kind", "fault", "state"), covering(2, [*KINDS], [*FAULTS], ["listed", "linked"]))
 def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Found by its link or in the list, published, or in the middle of replacing one of an earlier attempt.
+    """Found by its link or in the list.
 
     A folder in the place of an object is none. A bucket that does not answer is no damage: the run ends, with its name.
     """
     caplog.set_level(logging.INFO)
     one, two = saved(kind, tmp_path / "before")
     link = "run/latest" if state == "linked" else None
-    record = record_path(two.name) + (".next" if state == "begun" else "")
-    for number, path in enumerate([*(file.path for file in two.files), record]):
+    for number, path in enumerate(file.path for file in two.files):
         bucket = tmp_path / f"bucket{number}"
         (bucket / "run").mkdir(parents=True)
         with LocalObjectStore(bucket) as store, Transfer(store) as transfer:
             remote = Catalog(Bucket(transfer, "run"))
             for manifest in (one, two):
-                files = [tmp_path / "before" / file.path for file in manifest.files]
+                files = {file.path: tmp_path / "before" / file.path for file in manifest.files}
                 remote.publish(manifest, files, link=link)
-            if state == "begun":
-                (bucket / "run" / record_path(two.name)).rename(bucket / "run" / record)
             FAULTS[fault](bucket / "run" / path)
             caplog.clear()
             places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunBucket(remote, link)])]
-            if fault == "unreadable" and (path != record or state == "linked"):  # the list leaves it out
+            decides = path == two.files[0].path
+            if fault == "unreadable" and (not decides or state == "linked"):  # the list leaves it out
                 with pytest.raises(ObjectStoreError, match=path):
                     choose(places, "run")
                 continue
             place = choose(places, "run").place
         assert Path(str(place)).name == one.name, path
-        reason = "of a commit that has begun" if (state, path) == ("begun", record) else two.name
-        assert reason in caplog.text or (path == record and fault != "empty"), path
+        assert decides or two.name in caplog.text, path
 
 
 @pytest.mark.parametrize("fault", FAULTS)

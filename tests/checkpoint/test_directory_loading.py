@@ -61,7 +61,7 @@ def test_what_torch_saved_is_loaded_and_said_to_be_unverified(tmp_path: Path, ca
         assert _same(saved, loaded)
         assert loaded.callbacks[0].what == [1, {"a": 2}]  # type: ignore[attr-defined]
         assert states == [{"python": (3, (1, 2), None)}]
-    assert "has no manifest: loading it unverified" in caplog.text
+    assert "has no record: loading it unverified" in caplog.text
 
 
 def test_what_callbacks_remember_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from test_newest_good import TEMPLATE, save_batch
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CheckpointError
@@ -37,7 +39,7 @@ def _socket(path: Path) -> None:
 
 
 def _link(path: Path) -> None:
-    path.symlink_to(path.with_name("ba1.pt.json"))
+    path.symlink_to("ba1.pt")
 
 
 def _loop(path: Path) -> None:
@@ -61,33 +63,21 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("name", [".manifest/best.pt.json", ".manifest/.ba1.pt.json.tmp-0123456789abcdef", "ba9.pt"])
-def test_what_is_no_manifest_does_not_stop_a_run(kind: str, name: str, tmp_path: Path) -> None:
-    """A pipe (which would keep a reader waiting for ever), a folder, a socket, a link or nonsense where a manifest, a
+@pytest.mark.parametrize(
+    "name", ["best/.metadata", "best/model.safetensors.index.json", ".ba1.pt.tmp-0123456789abcdef", "ba9.pt"]
+)
+def test_what_is_no_record_does_not_stop_a_run(kind: str, name: str, tmp_path: Path) -> None:
+    """A pipe (which would keep a reader waiting for ever), a folder, a socket, a link or nonsense where a record, a
     temporary or a checkpoint may be: the run resumes, and listing, retention and cleaning up go on, too."""
     path = save_batch(tmp_path, 1)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     ODD[kind](tmp_path / name)
-    Catalog(tmp_path).recover()
+    with Folder(tmp_path) as place:
+        place.sweep(timedelta(0))
     assert resumed(tmp_path) == path
     assert [manifest.name for manifest in Catalog(tmp_path).manifests()] == ["ba1.pt"]
     with place_at(str(tmp_path)) as place:
         assert "ba1.pt" in [found.name for found in survey(place)]
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_a_folder_of_manifests_that_is_none_counts_as_empty(kind: str, tmp_path: Path) -> None:
-    """A link to the records of another folder is not followed: what they name is not here."""
-    other = tmp_path / "other"
-    save_batch(other, 1)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    if kind == "link":
-        (folder / ".manifest").symlink_to("../other/.manifest")
-    elif kind == "pipe":
-        os.mkfifo(folder / ".manifest")
-    Catalog(folder).recover()
-    assert resumed(folder) is None
-    assert [manifest.name for manifest in Catalog(other).manifests()] == ["ba1.pt"]
 
 
 def test_a_link_of_somebody_else_is_neither_removed_nor_turned(tmp_path: Path) -> None:
@@ -113,16 +103,15 @@ def test_a_link_of_somebody_else_is_neither_removed_nor_turned(tmp_path: Path) -
     assert {name: str((tmp_path / name).readlink()) for name in links} == links
 
 
-def test_a_copy_made_by_hand_with_its_manifest_stays(tmp_path: Path) -> None:
-    """``best.pt`` and its manifest, under another name, are no damage: neither is renamed."""
+def test_a_copy_made_by_hand_stays(tmp_path: Path) -> None:
+    """A copy under another name, of the run's or not, is no checkpoint of the run and no damage."""
     path = save_batch(tmp_path, 1)
-    for name in ("best.pt", "kept/ba9.pt"):
+    for name in ("best.pt", "ba7.pt", "kept/ba9.pt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / ".manifest" / name).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / name)
-        shutil.copy(tmp_path / ".manifest" / "ba1.pt.json", tmp_path / ".manifest" / f"{name}.json")
     before = sorted(tmp_path.rglob("*"))
     assert resumed(tmp_path) == path
+    assert [manifest.name for manifest in Catalog(tmp_path).manifests()] == ["ba1.pt"]
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -136,15 +125,15 @@ def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
 
 
 def test_a_link_in_the_place_of_data_is_not_followed_when_it_goes(tmp_path: Path) -> None:
-    """Retention and quarantine leave what a link leads to, and the link: somebody made it."""
+    """Retention leaves the link, which somebody made, and the file that the link leads to."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder = tmp_path / "run"
     moved = save_batch(folder, 1)
-    moved.rename(elsewhere / "ba1.pt")
-    moved.symlink_to(elsewhere / "ba1.pt")
     catalog = Catalog(folder)
     (manifest,) = catalog.manifests()
+    moved.rename(elsewhere / "ba1.pt")
+    moved.symlink_to(elsewhere / "ba1.pt")
     catalog.verify(manifest)
     catalog.delete(manifest)
     assert (elsewhere / "ba1.pt").exists()
@@ -164,7 +153,7 @@ def _planted(draw: random.Random, folder: Path, outside: Path) -> list[str]:
     """Files, links, pipes and folders of others, and their names."""
     names: list[str] = []
     for number in range(draw.randrange(1, 8)):
-        parent = draw.choice(["", "notes/", ".hidden/", ".manifest/", "venv/bin/"])
+        parent = draw.choice(["", "notes/", ".hidden/", "ba1/", "venv/bin/"])
         stem = draw.choice(
             ["data", "best.pt", "latest-mine.pt", "x.json", "ba1.pt.bak", "ep1.pt", ".x.saving-1", "run.log"]
         )
@@ -181,8 +170,7 @@ def _planted(draw: random.Random, folder: Path, outside: Path) -> list[str]:
             path.mkdir()
             (path / "kept").write_text("kept")
         else:
-            record = folder / ".manifest" / "ba1.pt.json"
-            path.write_bytes(record.read_bytes() if record.exists() else b"{}")
+            path.write_bytes((folder / "ba1.pt").read_bytes())
         names.append(str(path.relative_to(folder)))
     return names
 
@@ -209,7 +197,7 @@ def _check_folders(root: Path, seeds: range) -> None:
             elif draw.random() < 0.2:
                 path.unlink()
         catalog = Catalog(folder)
-        catalog.recover()
+        catalog.place.sweep(timedelta(0))
         with contextlib.suppress(CheckpointError):  # all are damaged
             resumed(folder)
         for manifest in catalog.manifests():
@@ -224,7 +212,7 @@ def _check_folders(root: Path, seeds: range) -> None:
 
 
 def test_no_file_of_others_is_ever_changed_or_removed(tmp_path: Path) -> None:
-    """In 200 folders with planted files, links, pipes and folders, and with damaged checkpoints: resumes, recovery,
+    """In 200 folders with planted files, links, pipes and folders, and with damaged checkpoints: resumes, sweeps,
     quarantine, retention and listing leave all that the run did not make, inside and outside."""
     _check_folders(tmp_path, range(200))
 

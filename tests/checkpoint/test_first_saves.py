@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -315,7 +316,7 @@ def interrupted_saves_of_runs(where: str, form: str) -> None:
         pipeline.close()
         for found in Catalog(folder).manifests():
             assert_holds(folder / found.name, state, value)
-        Catalog(folder).recover()  # as the next start does: an interrupt may come right after a temporary is made
+        Catalog(folder).place.sweep(timedelta())  # an interrupt may come right after a temporary is made
         assert temporaries(folder) == []
 
 
@@ -333,7 +334,7 @@ def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody
         pipeline.close()
         pipeline.save(state, **given, overwrite=True).wait(100)
         pipeline.close()
-        Catalog(folder).recover()
+        Catalog(folder).place.sweep(timedelta())
         assert [found.name for found in Catalog(folder).manifests()] == [TEMPLATES[form].format(batch=1)]
         assert temporaries(folder) == []
         calls += 1

@@ -427,7 +427,8 @@ def mutations(folder: Path, seed: int, count: int) -> dict[str, Any]:
     """Load so many mutations of a checkpoint in a process with little memory."""
     rich_checkpoint(folder)
     command = [sys.executable, str(HERE / "hostile_child.py"), str(folder), str(seed), str(count)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     report: dict[str, Any] = json.loads(done.stdout)

@@ -6,18 +6,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import run_forked
-from kill_points import attempt, die_at_size, kill_at_every_step
+from kill_points import attempt, die_at_size, kill_at_every_step, refuse_exchange
 from parts import new_state, save_batch, temporaries, tree, value_in
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.core import Logger, State
 from composerlite.storage import StagedFile
 
@@ -48,6 +50,12 @@ def first(folder: Path) -> None:
     new.save(state)
 
 
+def first_by_link(folder: Path) -> None:
+    """The same on a file system that renames to any name only: the file gets its name as a hard link."""
+    refuse_exchange(and_new_names=True)
+    first(folder)
+
+
 def next_with_retention(folder: Path) -> None:
     """A save after which the oldest checkpoint goes."""
     new, state = saver(folder, filename="ba{batch}.pt", num_checkpoints_to_keep=2)
@@ -60,30 +68,30 @@ def overwrite(folder: Path) -> None:
     new.save(state)
 
 
-def recover(folder: Path) -> None:
-    """What a run does with the remains of a killed one."""
-    Catalog(folder).recover()
+def clean_up(folder: Path) -> None:
+    """Do what a run does with the remains of a killed one when it starts."""
+    with Folder(folder) as place:
+        place.sweep(timedelta(0))
 
 
-def killed_commit(folder: Path) -> None:
-    """The remains of a run that was killed after its data got its name and before its manifest did."""
+def killed_saves(folder: Path) -> None:
+    """The remains of runs that were killed while they saved: a whole file and half of one, and a link."""
     a_fixed_name(folder)
-    (manifest,) = (folder / ".manifest").iterdir()
-    old = manifest.read_bytes()
-    save_batch(folder, 3, template="fixed.pt", overwrite=True)
-    manifest.rename(folder / ".manifest" / ".fixed.pt.json.tmp-0123456789abcdef")
-    manifest.write_bytes(old)
+    whole = save_batch(folder, 3, template="whole.pt", latest=None)
+    whole.rename(folder / ".fixed.pt.tmp-0123456789abcdef")
     (folder / ".unrelated.pt.tmp-0123456789abcdef").write_bytes(b"half of it")
     (folder / ".latest.pt.tmp-0123456789abcdef").symlink_to("fixed.pt")
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None]]] = {
     "first": (None, first),
+    "first by link": (None, first_by_link),
     "next": (two_batches, next_with_retention),
     "overwrite": (a_fixed_name, overwrite),
-    "recover": (killed_commit, recover),
+    "clean up": (killed_saves, clean_up),
 }
-SIZES = (0, 64, 500, 1000, 4000, 8000)
+SIZES = (0, 64, 500, 1000, 4000, 8000, 14_500, 16_000)
+"""Of the file at which a process is killed: in its data, in its directory, and in its record."""
 
 
 def killed_runs(root: str) -> None:
@@ -96,7 +104,7 @@ def killed_runs(root: str) -> None:
         if prepare is not None and template is not None:
             prepare(template)
         kill_at_every_step(Path(root, what), act, template=template)
-        for size_bytes in () if what == "recover" else SIZES:
+        for size_bytes in () if what == "clean up" else SIZES:
             folder = Path(root, what, f"size{size_bytes}")
             if template is not None:
                 shutil.copytree(template, folder, symlinks=True)
@@ -127,7 +135,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attempts]:
     return kills
 
 
-@pytest.fixture(params=["first", "next", "overwrite", "recover"])
+@pytest.fixture(params=["first", "first by link", "next", "overwrite", "clean up"])
 def what(request: pytest.FixtureRequest) -> str:
     """The scenario: what was being done."""
     return request.param
@@ -145,54 +153,58 @@ def killed(kills: dict[str, Attempts], what: str, tmp_path: Path) -> Attempts:
 
 
 def test_the_kills_hit_every_part_of_a_save(killed: Attempts, what: str) -> None:
-    """There are kills before the data is named, between data and manifest, before the link, and none at last."""
+    """There are kills while the file is written, before its rename, before that of the link, and none at last."""
     where = "\n".join(how for _, how in killed)
     assert [how for _, how in killed].count("") == 1, "the last one is not killed"
-    if what == "recover":
-        assert (where.count("os.rename"), where.count("os.remove")) == (1, 2)
+    if what == "clean up":
+        assert (where.count("os.rename"), where.count("os.remove")) == (0, 3)
     else:
-        assert where.count("os.rename") == 3 + (what == "next")  # data, manifest, link; what is deleted
-        assert where.count("at byte") == 6
-    if what == "next":
-        assert where.count("os.remove") >= 2
+        assert where.count("os.rename") == 2  # the file and the link
+        assert where.count("at byte") == len(SIZES)
+        assert where.count("os.remove") == (what in ("next", "first by link"))
+        assert where.count("os.link") == (what == "first by link")
+
+
+VALUES = {"first": (3,), "first by link": (3,), "next": (2, 3), "overwrite": (2, 3), "clean up": (2,)}
+"""The batches of the newest checkpoint after a kill, by scenario: the old one or the new one."""
 
 
 def test_the_latest_can_be_read_at_once(killed: Attempts, what: str) -> None:
     """Nobody has cleaned up yet: ``latest`` is there if there was a checkpoint, and is the old or the new one whole."""
     for folder, how in killed:
-        if what == "first" and not (folder / "latest.pt").is_symlink():
+        if what.startswith("first") and not (folder / "latest.pt").is_symlink():
             continue
         contents = read_checkpoint(folder / "latest.pt")
         assert value_in(contents) == contents["state"]["timestamp"]["Timestamp"]["batch"], how
-        assert value_in(contents) in ((3,) if what in ("first", "recover") else (2, 3)), how
+        assert value_in(contents) in VALUES[what], how
 
 
 def test_the_link_points_to_what_is_committed(killed: Attempts, what: str) -> None:
-    """Never to a file without a manifest."""
+    """Never to a file without a record, and never to nothing."""
     for folder, how in killed:
         if (link := folder / "latest.pt").is_symlink():
-            assert Catalog(folder).manifest_of(str(link.readlink())) is not None, how
+            assert str(link.readlink()) in [manifest.name for manifest in Catalog(folder).manifests()], how
 
 
 def test_a_run_goes_on_from_the_newest(killed: Attempts, what: str) -> None:
     """After what the next start of the run does: the old or the new checkpoint is found, and everything is sound."""
     for folder, how in killed:
         catalog = Catalog(folder)
-        catalog.recover()
+        clean_up(folder)
         for manifest in catalog.manifests():
             catalog.verify(manifest)
         found = choose([RunPlace(catalog)], "run").place
-        if what == "first" and found is None:
+        if what.startswith("first") and found is None:
             continue
         assert found is not None, how
-        assert value_in(read_checkpoint(found)) in ((3,) if what in ("first", "recover") else (2, 3)), how
+        assert value_in(read_checkpoint(found)) in VALUES[what], how
 
 
 def test_nothing_is_left_over(killed: Attempts, what: str) -> None:
-    """The next start completes or removes what was unfinished. What is there has a manifest."""
+    """The next start removes unfinished files. Every other file is a checkpoint."""
     for folder, how in killed:
         catalog = Catalog(folder)
-        catalog.recover()
+        clean_up(folder)
         assert temporaries(folder) == [], how
         assert set(catalog.files()) == {manifest.name for manifest in catalog.manifests()}, how
 
@@ -202,66 +214,44 @@ def test_no_checkpoint_is_deleted_before_a_newer_one_is_committed(kills: dict[st
     assert {len(Catalog(folder).manifests()) for folder, _ in kills["next"]} == {2, 3}
 
 
-def test_a_commit_that_had_named_its_data_is_completed(killed: Attempts, what: str) -> None:
-    """The new checkpoint is whole then: it is not thrown away for want of its manifest."""
+@pytest.mark.parametrize("what", ["first", "first by link", "next", "overwrite"])
+def test_a_file_that_has_its_name_is_committed(killed: Attempts, what: str) -> None:
+    """Its rename is the commit: the checkpoint is listed at once, whole, with no start in between."""
     named = 0
     for folder, how in killed:
-        catalog = Catalog(folder)
-        (data,) = {"first": ["ba3.pt"], "next": ["ba3.pt"]}.get(what, ["fixed.pt"])
-        if (folder / data).exists() and value_in(read_checkpoint(folder / data)) == 3:
+        path = folder / ("fixed.pt" if what == "overwrite" else "ba3.pt")
+        if path.exists() and value_in(read_checkpoint(path)) == 3:
             named += 1
-            catalog.recover()
-            assert 3 in [manifest.batch for manifest in catalog.manifests()], how
+            manifest = next(one for one in Catalog(folder).manifests() if one.name == path.name)
+            assert manifest.batch == 3, how
+            Catalog(folder).verify(manifest)
     assert named >= 2
 
 
 # ── states that are made by hand ─────────────────────────────────────────────────────────────────────────────────────
 def test_what_a_live_process_writes_is_left_alone(tmp_path: Path) -> None:
     """Another run that starts in the folder: the save goes on, and is committed."""
-    save_batch(tmp_path, 1)
-    (manifest,) = Catalog(tmp_path).manifests()
-    with StagedFile(tmp_path / "live.pt") as data:
-        data.file.write(b"live")
+    content = save_batch(tmp_path / "elsewhere", 1, template="live.pt").read_bytes()
+    folder = tmp_path / "here"
+    save_batch(folder, 2)
+    with StagedFile(folder / "live.pt") as data:
+        data.file.write(content)
         data.flush()
-        with StagedFile(tmp_path / ".manifest" / "live.pt.json") as intention:
-            intention.file.write(manifest.to_json())
-            intention.flush()
-            before = tree(tmp_path)
-            Catalog(tmp_path).recover()
-            assert tree(tmp_path) == before
-            data.publish()
-            Catalog(tmp_path).recover()
-            intention.publish()
-    assert (tmp_path / "live.pt").read_bytes() == b"live"
-    assert temporaries(tmp_path) == []
+        before = tree(folder)
+        clean_up(folder)
+        assert tree(folder) == before
+        data.publish()
+    clean_up(folder)
+    assert [manifest.name for manifest in Catalog(folder).manifests()] == ["live.pt", "ba2.pt"]
+    assert temporaries(folder) == []
 
 
-@pytest.mark.parametrize("damage", ["data gone", "data damaged", "manifest cut off", "manifest edited"])
-def test_a_commit_that_is_not_whole_is_forgotten(tmp_path: Path, damage: str) -> None:
-    """Its intention goes, no manifest appears, and what was committed before stays."""
-    save_batch(tmp_path, 1)
-    before = tree(tmp_path)
-    data = save_batch(tmp_path, 2, latest=None)
-    left = (tmp_path / ".manifest" / "ba2.pt.json").rename(tmp_path / ".manifest" / ".ba2.pt.json.tmp-0123456789abcdef")
-    if damage == "data gone":
-        data.unlink()
-    elif damage == "data damaged":
-        data.write_bytes(b"damaged")
-    elif damage == "manifest cut off":
-        left.write_bytes(left.read_bytes()[:100])
-    else:
-        left.write_bytes(left.read_bytes().replace(b'"run"', b'"other"'))
-    Catalog(tmp_path).recover()
-    data.unlink(missing_ok=True)
-    assert tree(tmp_path) == before
-
-
-def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
+def test_cleaning_up_again_changes_nothing(tmp_path: Path) -> None:
     """Nor does it touch files of others, hidden ones included."""
     save_batch(tmp_path, 1)
     for name in (".hidden", "notes.txt", ".x.tmp-1"):
         (tmp_path / name).write_text("mine")
     before = tree(tmp_path)
     for _ in range(2):
-        Catalog(tmp_path).recover()
+        clean_up(tmp_path)
         assert tree(tmp_path) == before

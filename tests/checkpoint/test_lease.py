@@ -1,4 +1,4 @@
-"""Two launches of one run: the second waits for the end of the first, or says who that is."""
+"""Leases: a second launch of a run waits for the end of the first launch, or is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from tiny_training import trainer
 
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import _own_name, _started, take_leases, turn_at
+from composerlite.checkpoint.place.lease import _own_record, renew_leases, take_leases
 from composerlite.errors import RunInUseError
 from composerlite.storage import LocalObjectStore, Transfer, open_store
 
@@ -38,7 +36,7 @@ if kind == "folder":
     lease = Folder(place).lock("run")
 else:
     lease = Bucket(Transfer(open_store(place)), "saves").lock("run")
-take_leases([lease], "run 'run'", 0)
+take_leases({"run": lease}, "run 'run'", 0)
 print(os.getpid(), flush=True)
 sys.stdin.read()
 lease.release()
@@ -76,10 +74,10 @@ def test_the_second_launch_is_refused_and_told_by_whom(place: Any) -> None:
     kind, address, make = place
     lease = make()
     with held(kind, address) as first:
-        message = rf"process {first.pid} on .* is alive.*Stop it, or give this run a run_name"
+        message = rf"process {first.pid} on .* is alive.*Stop that process if it is another launch of this run"
         with pytest.raises(RunInUseError, match=message):
-            take_leases([lease], "run 'run'", 0.2)
-    take_leases([lease], "run 'run'", 20)
+            take_leases({"run": lease}, "run 'run'", 0.2)
+    take_leases({"run": lease}, "run 'run'", 20)
     assert first.returncode == 0
     lease.release()
     lease.release()
@@ -92,7 +90,7 @@ def test_a_killed_process_has_no_lease(place: Any) -> None:
         first.kill()
     lease = make()
     began = time.monotonic()
-    take_leases([lease], "run 'run'", 0)
+    take_leases({"run": lease}, "run 'run'", 0)
     assert time.monotonic() - began < 5
     lease.release()
 
@@ -106,11 +104,11 @@ def test_a_holder_on_another_machine_is_taken_for_dead_when_it_is_silent(
         monkeypatch.setenv(name, value)
     with Transfer(open_store(f"s3://{server.new_bucket()}")) as transfer:
         lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.2, dead_seconds=1.5)
-        name = "saves/.manifest/.run.lease"
+        name = "saves/.run.lease"
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 1, "id": "x", "beat": 7}')
         with pytest.raises(RunInUseError, match="process 1 on elsewhere"):
-            take_leases([lease], "run 'run'", 0.5)
-        take_leases([lease], "run 'run'", 10)
+            take_leases({"run": lease}, "run 'run'", 0.5)
+        take_leases({"run": lease}, "run 'run'", 10)
         assert lease.lost_to is None
         transfer.put_bytes(name, b'{"host": "elsewhere", "pid": 2, "id": "y", "beat": 1}')
         until = time.monotonic() + 10
@@ -129,15 +127,15 @@ def say(what: object) -> None:
 def hold_without_threads(folder: str) -> None:
     forbid_threads()
     lease = Bucket(Transfer(LocalObjectStore(folder)), "saves").lock("run", beat_seconds=0.2, dead_seconds=2)
-    take_leases([lease], "run 'run'", 0)
+    take_leases({"run": lease}, "run 'run'", 0)
     say("held")
     until = time.monotonic() + 8
     while time.monotonic() < until:
         time.sleep(0.1)  # a batch
-        lease.keep()
+        renew_leases()
     say(lease.lost_to)
     sys.stdin.readline()
-    lease.keep()
+    renew_leases()
     say(lease.lost_to)
 
 
@@ -149,9 +147,9 @@ def test_a_process_that_gets_no_threads_keeps_its_lease_in_a_bucket(tmp_path: Pa
         assert first.stdout.readline() == "held\n"
         lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.2, dead_seconds=2)
         with pytest.raises(RunInUseError):
-            take_leases([lease], "run 'run'", 5)
+            take_leases({"run": lease}, "run 'run'", 5)
         assert first.stdout.readline() == "None\n"
-        take_leases([lease], "run 'run'", 20)
+        take_leases({"run": lease}, "run 'run'", 20)
         first.stdin.write("\n")
         first.stdin.flush()
         assert first.stdout.readline().startswith(f"process {os.getpid()} on ")
@@ -162,24 +160,26 @@ def test_runs_of_different_names_do_not_wait_for_each_other(tmp_path: Path) -> N
     """They may share a folder: while the lease of one is held, that of the other is had at once."""
     with held("folder", str(tmp_path)):
         lease = Folder(tmp_path).lock("other")
-        take_leases([lease], "run 'other'", 0)
+        take_leases({"other": lease}, "run 'other'", 0)
         with pytest.raises(RunInUseError):
-            take_leases([Folder(tmp_path).lock("run")], "run 'run'", 0)
+            take_leases({"run": Folder(tmp_path).lock("run")}, "run 'run'", 0)
         assert lease.lost_to is None
         lease.release()
 
 
+FILES = "ep{epoch}-ba{batch}-rank{rank}.pt"
+"""The default of save_filename."""
 TRY = """
 import sys
 from composerlite.checkpoint.place.folder import Folder
-holder = Folder(sys.argv[1]).lock("run").try_to_take()
+holder = Folder(sys.argv[1]).lock(sys.argv[2]).try_to_take()
 print(holder or "free")
 """
 
 
-def tried(folder: Path) -> str:
-    """What another process is told that wants the lease of the run in ``folder``: who has it, or that it is free."""
-    command = [sys.executable, "-c", TRY, str(folder)]
+def tried(folder: Path, name: str = "run") -> str:
+    """Return the holder of the lease ``name`` in ``folder``, as another process sees it, or 'free'."""
+    command = [sys.executable, "-c", TRY, str(folder), name]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 
@@ -222,15 +222,15 @@ def test_nothing_that_a_process_does_beside_loses_its_lease(act: Callable[[Path]
     folder = tmp_path / "saves"
     with trainer(save_folder=folder, autoresume=True):
         act(folder)
-        assert tried(folder).startswith(f"process {os.getpid()} on ")
-    assert tried(folder) == "free"
+        assert tried(folder, FILES).startswith(f"process {os.getpid()} on ")
+    assert tried(folder, FILES) == "free"
 
 
 OUTLIVED = """
 import os, signal, sys
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import take_leases
-take_leases([Folder(sys.argv[1]).lock("run")], "run 'run'", 0)
+take_leases({"run": Folder(sys.argv[1]).lock("run")}, "run 'run'", 0)
 if (worker := os.fork()) == 0:
     sys.stdin.read()
     os._exit(0)
@@ -295,7 +295,7 @@ def test_a_lease_is_not_taken_from_a_container_that_lives(bucket: str, container
 
 BECOME_ANOTHER_USER = """
     import os
-    transfer.read_all("saves/.manifest/.run.lease")  # from here on nothing more is imported
+    transfer.read_all("saves/.run.lease")  # from here on nothing more is imported
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 """
 TRY_AS_ANOTHER_USER = TRY_BUCKET.replace("    print(", f"{BECOME_ANOTHER_USER}    print(", 1)
@@ -325,25 +325,77 @@ def test_a_lease_is_not_taken_from_a_process_that_the_system_hides(bucket: str) 
 
 def test_a_lease_is_not_taken_where_the_process_namespace_is_not_known(bucket: str) -> None:
     """A number that is free here may be a living process of another container that cannot read its namespace either."""
-    unknown = {**_own_name(), "processes": "", "pid": 1 << 30, "id": "x"}
+    unknown = {**_own_record(os.getpid()), "boot": "", "pid": 1 << 30, "id": "x"}
     with Transfer(open_store(bucket)) as transfer:
-        transfer.put_bytes("saves/.manifest/.run.lease", json.dumps(unknown).encode())
+        transfer.put_bytes("saves/.run.lease", json.dumps(unknown).encode())
     assert f"process {1 << 30} on" in tried_behind(HIDDEN_NAMESPACE, TRY_BUCKET, bucket)
 
 
-def test_a_process_number_that_was_given_again_is_not_its_holder(bucket: str) -> None:
-    """The lease of a dead holder is free at once, although another process has its number by now."""
-    own = {**_own_name(), "id": "x"}
+def test_only_a_process_number_of_this_boot_tells_that_a_holder_is_dead(bucket: str) -> None:
+    """The lease of a dead holder is free at once; a holder that may be alive is waited for."""
+    own = {**_own_record(os.getpid()), "id": "x"}
     parent = os.getppid()
-    cases = [({"pid": parent, "started": "1"}, True), ({"pid": parent, "started": _started(parent)}, False)]
-    cases += [({"pid": parent, "started": "1", "boot": "another"}, False)]
-    cases += [({"pid": 1 << 30}, True), ({"pid": 1 << 70}, False), ({"pid": -1, "started": "1"}, False)]
+    cases = [
+        ({"pid": 1 << 30}, True),
+        ({}, True),
+        ({"pid": parent}, False),
+        ({"pid": 1 << 30, "boot": "another"}, False),
+    ]
+    cases += [({"pid": 1 << 30, "host": "another"}, False), ({"pid": 1 << 70}, False), ({"pid": -1}, False)]
     with Transfer(open_store(bucket)) as transfer:
         for change, is_free in cases:
             lease = Bucket(transfer, "saves").lock("run")
-            transfer.put_bytes("saves/.manifest/.run.lease", json.dumps({**own, **change}).encode())
+            transfer.put_bytes("saves/.run.lease", json.dumps({**own, **change}).encode())
             assert (lease.try_to_take() is None) is is_free, change
             lease.release()
+
+
+def test_a_holder_that_was_suspended_is_told_before_it_publishes(bucket: str) -> None:
+    """Without a beat: ``confirm`` asks the store if the last beat is old, and only then."""
+    other = json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).encode()
+    with Transfer(open_store(bucket)) as transfer:
+        lease = Bucket(transfer, "saves").lock("run", beat_seconds=1000)
+        take_leases({"run": lease}, "run 'run'", 0)
+        lease.confirm()
+        lease._renewed_at -= 1999
+        transfer.put_bytes("saves/.run.lease", other)
+        lease.confirm()
+        assert lease.lost_to is None
+        lease._renewed_at -= 2
+        lease.confirm()
+        assert lease.lost_to == "process 1 on elsewhere"
+        lease.release()
+        assert transfer.read_all("saves/.run.lease") == other
+
+
+def test_a_silent_holder_of_two_leases_is_waited_for_once(bucket: str) -> None:
+    """A relaunch on another machine does not wait for each name of the run."""
+    with Transfer(open_store(bucket)) as transfer:
+        place = Bucket(transfer, "saves")
+        leases = {name: place.lock(name, dead_seconds=3) for name in ("files", "link", "more")}
+        for name in leases:
+            transfer.put_bytes(f"saves/.{name}.lease", json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).encode())
+        began = time.monotonic()
+        take_leases(leases, "run 'run'", 20)
+        assert 3 < time.monotonic() - began < 6
+        assert all(lease.taken_over for lease in leases.values())
+        for lease in leases.values():
+            lease.release()
+        assert list(transfer.list("")) == []
+
+
+def test_leases_of_one_process_share_the_object(bucket: str) -> None:
+    """Each beats, no lease is lost to its own process, and the last release removes the object."""
+    with Transfer(open_store(bucket)) as transfer:
+        leases = [Bucket(transfer, "saves").lock("run", beat_seconds=0.1) for _ in range(3)]
+        for lease in leases:
+            take_leases({"run": lease}, "run 'run'", 0)
+        time.sleep(1)
+        for lease in leases:
+            assert lease.lost_to is None
+            assert transfer.exists("saves/.run.lease")
+            lease.release()
+        assert not transfer.exists("saves/.run.lease")
 
 
 def test_a_lease_that_may_not_be_read_is_no_other_process(oci_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,8 +406,8 @@ def test_a_lease_that_may_not_be_read_is_no_other_process(oci_server: Any, monke
     oci_server.fail(bucket, "hide")
     with open_store(f"oci://{bucket}") as store, Transfer(store) as transfer:
         lease = Bucket(transfer, "saves").lock("run")
-        with pytest.raises(PermissionError, match=rf"oci://{bucket}/saves/\.manifest/\.run\.lease: .* read"):
-            take_leases([lease], "run 'run'", 30)
+        with pytest.raises(PermissionError, match=rf"oci://{bucket}/saves/\.run\.lease: .* read"):
+            take_leases({"run": lease}, "run 'run'", 30)
 
 
 def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
@@ -372,30 +424,7 @@ def test_garbage_in_the_place_of_a_lease_is_nobody(bucket: str) -> None:
             b"\xff",
             b"x" * 5000,
         ):
-            transfer.put_bytes("saves/.manifest/.run.lease", data)
+            transfer.put_bytes("saves/.run.lease", data)
             lease = Bucket(transfer, "saves").lock("run", beat_seconds=0.1, dead_seconds=0.3)
-            take_leases([lease], "run 'run'", 20)
+            take_leases({"run": lease}, "run 'run'", 20)
             lease.release()
-
-
-# ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("what", ["directory", "file"])
-def test_one_at_a_time_has_a_turn_and_who_waits_too_long_is_told_where(what: str, tmp_path: Path) -> None:
-    """A turn that ended is free, however it ended, also while a process lives that was forked during it."""
-    path = tmp_path if what == "directory" else tmp_path / "file"
-    brief = timedelta(seconds=0.1)
-    with contextlib.suppress(ZeroDivisionError), turn_at(path):
-        hears, says = os.pipe()
-        if (child := os.fork()) == 0:
-            os.close(says)
-            os.read(hears, 1)
-            os._exit(0)
-        os.close(hears)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError, match=f"{path}.*hang"):
-            pool.submit(turn_at(path, brief).__enter__).result()
-        with turn_at(path, brief):
-            raise ZeroDivisionError  # as in a handler of a signal that saves in the middle of a save
-    with turn_at(path, brief):
-        os.kill(child, 0)  # it lives
-    os.close(says)
-    assert os.waitpid(child, 0)[1] == 0

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+from uuid import uuid4
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.place.lease import HeartbeatLease, _own_name, _started
-from composerlite.storage import LocalObjectStore, Transfer
+from composerlite.checkpoint.place import lease as module
+from composerlite.checkpoint.place.lease import HeartbeatLease
 
 NAME = ".run.lease"
 SECONDS = 20.0
@@ -70,24 +73,55 @@ class Turns:
             return True
 
 
-class StoreInTurns(LocalObjectStore):
-    """Each request waits for its turn."""
+@dataclass
+class Bucket:
+    """Objects with versions, as a store with conditional writes has them."""
 
-    def __init__(self, path: Path, turns: Turns, launch: int) -> None:
-        super().__init__(path)
-        self.turns, self.launch = turns, launch
+    objects: dict[str, tuple[bytes, str]] = field(default_factory=dict[str, tuple[bytes, str]])
+    uri: str = field(default_factory=lambda: uuid4().hex)
 
-    def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        self.turns.wait_for(self.launch)
-        super().put_bytes(name, data, create_only=create_only)
 
-    def read_range(self, name: str, offset: int, size: int) -> bytes:
-        self.turns.wait_for(self.launch)
-        return super().read_range(name, offset, size)
+class TransferInTurns:
+    """Each request to the bucket waits for its turn, if there are turns."""
 
-    def delete_object(self, name: str) -> None:
-        self.turns.wait_for(self.launch)
-        super().delete_object(name)
+    def __init__(self, bucket: Bucket, turns: Turns | None, launch: int) -> None:
+        self.bucket, self.turns, self.launch = bucket, turns, launch
+        self.store = SimpleNamespace(get_uri=lambda name: f"{bucket.uri} {launch}/{name}")
+
+    def _wait(self) -> None:
+        if self.turns is not None:
+            self.turns.wait_for(self.launch)
+
+    def put_bytes(self, name: str, data: bytes, *, create_only: bool) -> None:
+        self._wait()
+        assert create_only
+        if name in self.bucket.objects:
+            raise FileExistsError(name)
+        self.bucket.objects[name] = (data, uuid4().hex)
+
+    def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        self._wait()
+        if self.bucket.objects.get(name, (b"", ""))[1] != version:
+            raise FileExistsError(name)
+        self.bucket.objects[name] = (data, uuid4().hex)
+
+    def read_versioned(self, name: str) -> tuple[bytes, str]:
+        self._wait()
+        if name not in self.bucket.objects:
+            raise FileNotFoundError(name)
+        return self.bucket.objects[name]
+
+    def delete(self, name: str) -> None:
+        self._wait()
+        self.bucket.objects.pop(name, None)
+
+
+def lease_of(bucket: Bucket, turns: Turns | None, process: subprocess.Popen[bytes], launch: int) -> HeartbeatLease:
+    """The lease of a launch whose process is ``process``."""
+    transfer = cast("Any", TransferInTurns(bucket, turns, launch))
+    lease = HeartbeatLease(transfer, NAME, beat_seconds=1e4, dead_seconds=1e6)
+    lease._own = record_of(process, launch)
+    return lease
 
 
 @contextmanager
@@ -104,14 +138,16 @@ def processes(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def record_of(process: subprocess.Popen[bytes], launch: int) -> dict[str, Any]:
     """What the launch whose process that is writes into its lease."""
-    return {**_own_name(), "pid": process.pid, "started": _started(process.pid), "id": f"launch {launch}"}
+    return {**module._own_record(os.getpid()), "pid": process.pid, "id": f"launch {launch}"}
 
 
-def play(folder: Path, what_is_there: bytes | None, order: list[tuple[int, bool]], launches: int) -> int:
+@mock.patch.object(module, "start_threads", mock.Mock(return_value=[]))
+def play(what_is_there: bytes | None, order: list[tuple[int, bool]], launches: int) -> int:
     """Let ``launches`` of one run try for its lease in ``order``; how often one of them had it."""
     turns, holders, had, failures = Turns(), set[int](), [0], list[BaseException]()
+    bucket = Bucket()
     if what_is_there is not None:
-        LocalObjectStore(folder).put_bytes(NAME, what_is_there)
+        bucket.objects[NAME] = (what_is_there, "first")
     with processes(launches) as alive:
 
         def kill(launch: int) -> None:
@@ -120,10 +156,7 @@ def play(folder: Path, what_is_there: bytes | None, order: list[tuple[int, bool]
             holders.discard(launch)
 
         def live(launch: int) -> None:
-            lease = HeartbeatLease(
-                Transfer(StoreInTurns(folder, turns, launch)), NAME, beat_seconds=1e4, dead_seconds=1e6
-            )
-            lease._own = record_of(alive[launch], launch)
+            lease = lease_of(bucket, turns, alive[launch], launch)
             try:
                 turns.wait_for(launch)
                 for _ in range(3):
@@ -138,10 +171,11 @@ def play(folder: Path, what_is_there: bytes | None, order: list[tuple[int, bool]
                     lease.release()
                     return
             except Killed:
-                lease._stop.set()
+                pass
             except BaseException as e:  # noqa: BLE001
                 failures.append(e)
             finally:
+                HeartbeatLease._without_thread.discard(lease)
                 turns.end(launch)
 
         turns.running |= set(range(launches))
@@ -156,11 +190,10 @@ def play(folder: Path, what_is_there: bytes | None, order: list[tuple[int, bool]
         if failures:
             raise failures[0]
     with processes(1) as [last]:  # all others are dead or have released it
-        lease = HeartbeatLease(Transfer(LocalObjectStore(folder)), NAME, beat_seconds=1e4, dead_seconds=1e6)
-        lease._own = record_of(last, launches)
+        lease = lease_of(bucket, None, last, launches)
         assert lease.try_to_take() is None, "the lease of dead launches is not to be had"
         lease.release()
-    assert [path.name for path in folder.iterdir()] == [], "what led to the lease is left behind"
+    assert not bucket.objects, "an object is left behind"
     return had[0]
 
 
@@ -178,14 +211,11 @@ def dead(launch: int) -> bytes:
 )
 def test_one_launch_at_a_time_has_the_lease(there: str, order: list[tuple[int, bool]], launches: int) -> None:
     """In whatever order they ask, and whichever is killed; afterwards the lease is free and nothing is left of it."""
-    with TemporaryDirectory() as folder:
-        play(Path(folder), dead(99) if there == "dead" else None, order, launches)
+    play(dead(99) if there == "dead" else None, order, launches)
 
 
-def test_two_launches_that_see_a_dead_holder_do_not_both_take_over(tmp_path: Path) -> None:
+def test_two_launches_that_see_a_dead_holder_do_not_both_take_over() -> None:
     """The first takes it over before the second, which has seen the dead holder too, makes its next request."""
     for first_requests in range(1, 8):
-        folder = tmp_path / str(first_requests)
-        folder.mkdir()
         both_see_it = [(0, False), (1, False)] * 2
-        play(folder, dead(99), [*both_see_it, *[(0, False)] * first_requests, *[(1, False)] * 9], 2)
+        play(dead(99), [*both_see_it, *[(0, False)] * first_requests, *[(1, False)] * 9], 2)

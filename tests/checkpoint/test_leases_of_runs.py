@@ -24,6 +24,9 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import RunInUseError
 
+FILES = "ep{epoch}-ba{batch}-rank{rank}.pt"
+"""The default of save_filename, which the lease of a run is named after."""
+
 
 class Wait(Callback):
     """Tells the number of the process after five batches, and waits until it may go on."""
@@ -58,7 +61,9 @@ def test_two_launches_without_autoresume_do_not_write_the_same_files(tmp_path: P
         another_launch(tmp_path) as first,
         trainer(save_folder=tmp_path, save_interval="1ba", save_overwrite=True) as run,
     ):
-        with pytest.raises(RunInUseError, match=rf"run 'run' is written by another process, process {first} on "):
+        with pytest.raises(
+            RunInUseError, match=rf"run 'run': .* is written by another process, process {first} on .*another launch"
+        ):
             run.fit()
         assert int(run.state.timestamp.batch) == 0
     assert saved_batches(tmp_path) == list(range(1, 13))
@@ -148,7 +153,7 @@ def test_a_folder_that_another_launch_has_taken_is_left_to_it(tmp_path: Path) ->
 
 def want(folder: str) -> None:
     """Print who has the lease of the run."""
-    sys.stdout.write(Folder(folder).lock("run").try_to_take() or "")
+    sys.stdout.write(Folder(folder).lock(FILES).try_to_take() or "")
 
 
 def who_holds(folder: Path) -> str | None:
@@ -161,7 +166,7 @@ def who_holds(folder: Path) -> str | None:
 def test_two_trainers_of_a_process_share_a_lease_that_was_lost(tmp_path: Path) -> None:
     """The folder is removed: each takes it again, and it is free when the last of both has given it back."""
     folder = tmp_path / "saves"
-    leases = [Folder(folder).lock("run") for _ in range(2)]
+    leases = [Folder(folder).lock(FILES) for _ in range(2)]
     for lease in leases:
         assert lease.try_to_take() is None
     shutil.rmtree(folder)
@@ -237,21 +242,21 @@ def save_on_small_disks(root: str, how: str) -> None:
         pytest.param({"deepspeed_config": {"zero_optimization": {"stage": 1}}}, id="archive"),
     ],
 )
-def test_no_checkpoint_is_committed_without_its_latest(
+def test_latest_leads_to_a_whole_checkpoint_on_a_full_disk(
     mount: Callable[[str], Path], tmp_path: Path, how: dict[str, Any]
 ) -> None:
-    """However many names a disk has room for: the newest checkpoint and ``latest`` are the same one."""
-    disks = {names: mount(f"size=2m,nr_inodes={names}") for names in range(8, 28)}
+    """However many names a disk has room for. Where there was none for a new link, ``latest`` stays behind by one."""
+    disks = {names: mount(f"size=2m,nr_inodes={names}") for names in range(4, 28)}
     done = run_forked(save_on_small_disks, str(tmp_path), json.dumps(how), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     newest: set[int] = set()
     for names, disk in disks.items():
         kept = saved_batches(disk)
         links = list(disk.glob("latest*"))
-        assert len(links) == bool(kept), names
+        assert len(links) == 1 or len(kept) < 2, names
         for link in links:
             found = Catalog(disk).manifest_of(str(link.readlink()))
             assert found is not None
-            assert found.batch == kept[-1], f"nr_inodes={names}: latest stays behind"
+            assert found.batch in kept[-2:], f"nr_inodes={names}: latest stays behind"
         newest.add(kept[-1] if kept else 0)
     assert len(newest) > 3, "the disks were too small or too large to show it"

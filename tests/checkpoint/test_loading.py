@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parts import Remember, new_state, save_batch, tree, value_in
+from parts import Remember, damage_record, drop_record, new_state, save_batch, tree, value_in
 
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save_checkpoint
+from composerlite.checkpoint.format import TAIL_START
 from composerlite.checkpoint.save.job import save
 from composerlite.core import State
 from composerlite.errors import (
@@ -28,16 +30,18 @@ def weights(state: State) -> float:
 
 # ── integrity ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_flipped_bit_anywhere_is_detected(tmp_path: Path) -> None:
-    """Fifty places: header, pickle, tensors, checksums, padding, directory. The state stays as it was."""
+    """Fifty places: header, pickle, tensors, checksums, padding, directory, record. The state stays as it was."""
     path = save_batch(tmp_path, 3)
     whole = path.read_bytes()
     state = new_state(value=0.25)
-    places = random.Random(0).sample(range(len(whole)), 46)
-    for place in [0, 1, len(whole) // 2, len(whole) - 1, *places]:
+    record = whole.rindex(TAIL_START)
+    places = random.Random(0).sample(range(len(whole)), 42)
+    for place in [0, 1, len(whole) // 2, record - 1, record, record + 9, len(whole) - 60, len(whole) - 1, *places]:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << (place % 8)
         path.write_bytes(damaged)
-        with pytest.raises(CorruptCheckpointError, match="are not those that were saved"):
+        said = "are not those that were saved" if place < record else r"record of .*ba3\.pt' cannot be read"
+        with pytest.raises(CorruptCheckpointError, match=said):
             load_checkpoint(path, state)
     assert weights(state) == 0.25
     path.write_bytes(whole)
@@ -56,28 +60,29 @@ def test_a_damaged_checkpoint_is_not_loaded_by_any_way(tmp_path: Path) -> None:
             load_checkpoint(way, new_state(), load_weights_only=True, trust_checkpoint=True)
 
 
-def test_a_damaged_manifest_stops_loading(tmp_path: Path) -> None:
-    """It is not taken for one that is missing."""
+def test_a_damaged_record_stops_loading(tmp_path: Path) -> None:
+    """A damaged record is not taken for a missing one."""
     path = save_batch(tmp_path, 3)
-    (tmp_path / ".manifest" / "ba3.pt.json").write_text("{")
-    with pytest.raises(CorruptCheckpointError, match=r"manifest .*ba3\.pt\.json"):
+    damage_record(path)
+    torch.load(path, weights_only=True)  # its contents are good
+    with pytest.raises(CorruptCheckpointError, match=r"record of .*ba3\.pt' cannot be read"):
         read_checkpoint(path)
 
 
-def test_a_file_without_a_manifest_is_loaded_and_called_unverified(
+def test_a_file_without_a_record_is_loaded_and_called_unverified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As those of Composer and plain torch are."""
     path = save_batch(tmp_path, 3)
-    elsewhere = path.rename(tmp_path / "copy.pt")
+    elsewhere = drop_record(path).rename(tmp_path / "copy.pt")
     state = new_state()
     load_checkpoint(elsewhere, state)
     assert weights(state) == 3
-    assert "copy.pt has no manifest: loading it unverified" in caplog.text
+    assert "copy.pt has no record: loading it unverified" in caplog.text
 
 
 def test_a_verified_file_is_not_called_unverified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In the folder, in a subfolder, by a relative path, by a link: its manifest is found."""
+    """In the folder, in a subfolder, by a link, and as a copy under another name."""
     caplog.set_level(logging.INFO)
     for template in ("ba{batch}.pt", "sub/deeper/ba{batch}.pt"):
         save_batch(tmp_path / "runs", 3, template=template, latest="links/latest.pt")
@@ -85,6 +90,8 @@ def test_a_verified_file_is_not_called_unverified(tmp_path: Path, caplog: pytest
         (tmp_path / "outside.pt").symlink_to(tmp_path / "runs" / "links" / "latest.pt")
         for path in (tmp_path / "runs" / template.format(batch=3), tmp_path / "outside.pt"):
             assert value_in(read_checkpoint(path)) == 3
+        copy = shutil.copy(path, tmp_path / "copy.pt")
+        assert value_in(read_checkpoint(copy)) == 3
     assert "unverified" not in caplog.text
 
 

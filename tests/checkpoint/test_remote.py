@@ -1,9 +1,8 @@
-"""Checkpoints in a bucket: published whole or not at all, found in four requests, fetched verified."""
+"""Checkpoints in a bucket: published whole or not at all, found in three requests, fetched verified."""
 
 from __future__ import annotations
 
-import json
-import threading
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from storage.servers.seaweedfs import S3Server
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.place import bucket
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.publish import Publisher
@@ -58,7 +56,7 @@ def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
     manifests: list[Manifest] = []
     for batch in batches:
         manifest, path = saved(tmp_path, batch)
-        remote.publish(manifest, [path], link=LINK)
+        remote.publish(manifest, {manifest.name: path}, link=LINK)
         manifests.append(manifest)
     return manifests
 
@@ -86,35 +84,32 @@ def test_the_link_is_an_object_that_composer_reads(remote: Catalog, store: Fault
     assert store.read_range(f"{LINK}.symlink", 0, 100) == b"run/ba1.pt"
 
 
-def test_data_come_before_the_manifest_and_the_link_last(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Whoever sees a manifest can read its data, and whoever sees the link its manifest."""
+def test_the_file_comes_before_the_link(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """Its upload is the commit. Whoever follows the link can read the file."""
     publish(remote, tmp_path, 1)
     written = [name for verb, name in store.calls if verb in ("put_bytes", "upload_object")]
-    assert written == [
-        "run/.manifest/.ba1.pt.saving",
-        "run/ba1.pt",
-        "run/.manifest/latest.pt.next",
-        "run/.manifest/ba1.pt.json",
-        f"{LINK}.symlink",
-    ]
+    assert written == ["run/.latest.pt.next", "run/ba1.pt", f"{LINK}.symlink"]
 
 
-@pytest.mark.parametrize("after", range(5))
+@pytest.mark.parametrize(
+    ("verb", "after", "expected"),
+    [
+        ("put_bytes", 0, "ba1.pt"),
+        ("upload_object", 0, "ba1.pt"),
+        ("put_bytes", 1, "ba2.pt"),
+    ],
+)
 def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
-    remote: Catalog, store: FaultyStore, tmp_path: Path, after: int
+    remote: Catalog, store: FaultyStore, tmp_path: Path, verb: str, after: int, expected: str
 ) -> None:
     """Whichever write is the last: the older checkpoint is found, or the newer where that had come to exist."""
     publish(remote, tmp_path, 1)
-    store.faults = [Fault(verb="put*", times=99), Fault(verb="upload_object", times=99)]
-    if after:
-        store.faults = [Fault(verb="put*", after=after - 1, times=99)]
+    store.faults = [Fault(verb=verb, after=after, times=99)]
     manifest, path = saved(tmp_path, 2)
     with pytest.raises(ObjectStoreTransientError):
-        remote.publish(manifest, [path], link=LINK)
+        remote.publish(manifest, {manifest.name: path}, link=LINK)
     store.faults = []
-    found = elsewhere(remote, tmp_path)
-    assert found is not None
-    assert found.name == ("ba2.pt" if after == 4 else "ba1.pt")
+    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / expected
     publish(remote, tmp_path, 3)
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba3.pt"
 
@@ -124,160 +119,81 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_pa
     publish(remote, tmp_path, 1)
     other, path = saved(tmp_path / "other", 1, run_name="other")
     with pytest.raises(CheckpointExistsError, match=r"ba1\.pt.*run 'run' at batch 1.*overwrite=True"):
-        remote.publish(other, [path], link=LINK)
+        remote.publish(other, {other.name: path}, link=LINK)
     assert [manifest.run_name for manifest in remote.manifests()] == ["run"]
-    remote.publish(other, [path], link=LINK, overwrite=True)
+    remote.publish(other, {other.name: path}, link=LINK, overwrite=True)
     assert [manifest.run_name for manifest in remote.manifests()] == ["other"]
     again, path = saved(tmp_path / "again", 1, run_name="other")
-    remote.publish(again, [path], link=LINK)
+    remote.publish(again, {again.name: path}, link=LINK)
 
 
-def test_a_retry_in_the_same_process_waits_for_the_upload_as_long_as_it_goes(
-    remote: Catalog,
-    store: FaultyStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("fault", "left"),
+    [
+        (Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied")), [1, 2]),
+        (Fault(verb="delete_object", lost_answer=True), [2]),
+        (None, [2]),
+    ],
+    ids=["refused", "answer lost", "answered"],
+)
+def test_a_deletion_takes_the_file_or_leaves_it(
+    remote: Catalog, store: FaultyStore, tmp_path: Path, fault: Fault | None, left: list[int]
 ) -> None:
-    """A run that failed and is built again saves the name that is still being sent: it waits, and says so."""
-    monkeypatch.setattr(bucket, "_DEAD_SECONDS", 0.1)  # not half a minute, for a process that may be dead
-    begun, go = threading.Event(), threading.Event()
-
-    def stall() -> None:
-        begun.set()
-        assert go.wait(60)
-
-    manifest, path = saved(tmp_path, 1)
-    store.faults = [Fault(verb="upload_object", error=None, first=stall)]
-    with ThreadPoolExecutor(2) as pool, Transfer(store) as other:
-        sending = pool.submit(remote.publish, manifest, [path], link=LINK)
-        assert begun.wait(60)
-        again = pool.submit(Catalog(Bucket(other, "run")).publish, manifest, [path], link=LINK)
-        time.sleep(1)
-        assert not again.done(), again.exception()
-        go.set()
-        sending.result(60)
-        again.result(60)
-    assert len([one for one in caplog.records if "is being saved in this process: waiting" in one.message]) > 1
-    assert [one.batch for one in remote.manifests()] == [1]
-
-
-def test_a_checkpoint_whose_deletion_is_refused_is_there_as_before(
-    remote: Catalog, store: FaultyStore, tmp_path: Path
-) -> None:
-    """Without the right to delete nothing says that it is being deleted, so nothing deletes it when there is the right.
-
-    Not even where its manifest is lost then: its data are left for ``gc --orphans``, as those of others are.
-    """
-    first, _ = publish(remote, tmp_path, 1, 2)
-    refused = Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied"), times=99)
-    store.faults = [refused]
-    with pytest.raises(PermissionError, match="AccessDenied"):
-        remote.delete(first)
-    assert [one.batch for one in remote.manifests()] == [1, 2]
-    assert remote.place.leftovers(timedelta(days=1)) == []
-    remote.recover()
-    store.faults = []
-    store.delete_object("run/.manifest/ba1.pt.json")
-    remote.recover()
-    remote.place.sweep(timedelta())
-    assert store.get_object_size("run/ba1.pt") == first.size_bytes
-    remote.publish(first, [tmp_path / "local" / "ba1.pt"], link=LINK)
-    remote.delete(first)
-    assert [info.name for info in store.list_objects("run/") if "ba1.pt" in info.name] == []
-
-
-def test_what_a_refused_deletion_left_is_removed_by_gc(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """The empty object that could not be deleted is told and removed once there is the right to, the checkpoint not."""
-    first, _ = publish(remote, tmp_path, 1, 2)
-    store.faults = [Fault(verb="delete_object", error=lambda: PermissionError("AccessDenied"), times=99)]
-    with pytest.raises(PermissionError, match="AccessDenied"):
-        remote.delete(first)
-    with pytest.raises(PermissionError, match="AccessDenied"):
-        remote.place.sweep(timedelta())
-    store.faults = []
-    remote.place.sweep(timedelta(days=1))
-    (left,) = remote.place.leftovers(timedelta())
-    assert left.uri.endswith("run/.manifest/ba1.pt.json.gone")
-    assert (left.what, left.size_bytes) == ("the announcement of a deletion that was refused", 0)
-    remote.place.sweep(timedelta())
-    assert remote.place.leftovers(timedelta()) == []
-    assert [info.name for info in store.list_objects("run/.manifest/ba1")] == ["run/.manifest/ba1.pt.json"]
-
-
-def test_a_deletion_whose_answer_is_lost_is_completed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """The manifest is gone: what was announced stays so, and the next start deletes the data."""
-    first, _ = publish(remote, tmp_path, 1, 2)
-    store.faults = [Fault(verb="delete_object", lost_answer=True)]
-    with pytest.raises(ObjectStoreTransientError):
-        remote.delete(first)
-    assert [one.batch for one in remote.manifests()] == [2]
-    assert [one.what for one in remote.place.leftovers(timedelta())] == ["a deletion that did not end"]
-    remote.recover()
-    assert [info.name for info in store.list_objects("run/") if "ba1.pt" in info.name] == []
-
-
-def test_what_is_deleted_is_gone(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A deletion takes the manifest first: there is never a checkpoint without its data. It is announced before."""
+    """It is one request. There is nothing to complete after it, and nothing to remove."""
     first, _ = publish(remote, tmp_path, 1, 2)
     store.calls.clear()
-    remote.delete(first)
-    assert [name for verb, name in store.calls if verb == "delete_object"] == [
-        "run/.manifest/ba1.pt.json",
-        "run/ba1.pt",
-        "run/.manifest/ba1.pt.json.gone",
-    ]
-    assert [manifest.batch for manifest in remote.manifests()] == [2]
+    store.faults = [] if fault is None else [fault]
+    with contextlib.nullcontext() if fault is None else pytest.raises((PermissionError, ObjectStoreTransientError)):
+        remote.delete(first)
+    assert [name for verb, name in store.calls if verb == "delete_object"] == ["run/ba1.pt"]
+    assert [one.batch for one in remote.manifests()] == left
+    assert remote.place.leftovers(timedelta()) == []
 
 
 # ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_four_requests_find_the_newest_of_any_number(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Where ``latest`` is good nothing is listed, however many checkpoints there are."""
     publish(remote, tmp_path, *range(1, 30))
     store.calls.clear()
     newest = remote.latest(LINK, "run")
     assert newest is not None
     assert newest.batch == 29
-    assert len(store.calls) <= 4
+    assert len(store.calls) <= 3
 
 
-def test_a_resume_reads_no_manifest_but_the_newest_and_those_that_links_lead_to(
+def test_a_resume_reads_no_record_but_the_newest_and_those_that_links_lead_to(
     remote: Catalog, store: FaultyStore, tmp_path: Path
 ) -> None:
     """However many checkpoints there are; another saver has a link of its own, as for the weights alone."""
     publish(remote, tmp_path, *range(1, 30))
     manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
-    remote.publish(manifest, [path], link="run/latest-weights.pt")
+    remote.publish(manifest, {manifest.name: path}, link="run/latest-weights.pt")
     store.calls.clear()
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba29.pt"
-    read = {name for _, name in store.calls if name.endswith(".json")}
-    assert read == {"run/.manifest/ba29.pt.json", "run/.manifest/weights-29.pt.json"}
+    assert {name for _, name in store.calls if name.endswith(".pt")} == {"run/ba29.pt", "run/weights-29.pt"}
     assert len(store.calls) <= 12
 
 
-@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "manifest", "link"])
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "record", "link"])
 def test_a_damaged_newest_is_passed_over(
     remote: Catalog, store: FaultyStore, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is wrong with the newest, the one before it is taken, and the log says why."""
+    """Whatever is wrong with the newest, the one before it is taken. The log says why if the file is there."""
     publish(remote, tmp_path, 1, 2)
     data = bytearray(store.read_range("run/ba2.pt", 0, 1 << 20))
-    data[len(data) // 2] ^= 1
-    if damage == "flipped":
+    data[-100 if damage == "record" else len(data) // 2] ^= 1
+    if damage in ("flipped", "record"):
         store.put_bytes("run/ba2.pt", bytes(data))
     elif damage == "shorter":
         store.put_bytes("run/ba2.pt", bytes(data[:-1]))
     elif damage == "gone":
         store.delete_object("run/ba2.pt")
-    elif damage == "manifest":
-        record = json.loads(store.read_range("run/.manifest/ba2.pt.json", 0, 1 << 20))
-        store.put_bytes("run/.manifest/ba2.pt.json", json.dumps({**record, "run_name": "other"}).encode())
     else:
         store.delete_object(f"{LINK}.symlink")
-        store.delete_object("run/.manifest/latest.pt.next")
+        store.delete_object("run/.latest.pt.next")
     found = elsewhere(remote, tmp_path)
     assert found == tmp_path / "elsewhere" / ("ba2.pt" if damage == "link" else "ba1.pt")
-    if damage != "link":
+    if damage not in ("link", "gone"):
         assert "ba2.pt" in caplog.text
 
 
@@ -290,7 +206,7 @@ def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_pa
         choose([resume.RunPlace(catalog, buckets=[resume.RunBucket(remote, LINK)])], "run").place
         == tmp_path / "local" / "ba2.pt"
     )
-    assert "run/ba2.pt" not in [name for verb, name in store.calls if verb == "read_range"]
+    assert [verb for verb, name in store.calls if name == "run/ba2.pt"] == ["read_tail"], "only its record"
 
 
 def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
@@ -345,40 +261,24 @@ def test_what_is_there_is_not_sent_again(remote: Catalog, store: FaultyStore, tm
     """Publishing the same checkpoint once more moves the link and no data."""
     (manifest,) = publish(remote, tmp_path, 1)
     store.calls.clear()
-    remote.publish(manifest, [tmp_path / "local" / "ba1.pt"], link=LINK)
+    remote.publish(manifest, {manifest.name: tmp_path / "local" / "ba1.pt"}, link=LINK)
     written = [name for verb, name in store.calls if verb in ("upload_object", "put_bytes")]
-    assert [name for name in written if not name.endswith(".saving")] == [f"{LINK}.symlink"]
+    assert written == [f"{LINK}.symlink"]
 
 
-def test_one_of_two_runs_gets_a_name(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """Two runs that publish one name at the same time: one succeeds, the other is told."""
-    store.faults = [Fault(verb="upload_object", error=None, seconds=0.3, times=2)]
-    both = [saved(tmp_path / name, 1, run_name=name) for name in ("a", "b")]
-
-    def try_it(one: tuple[Manifest, Path]) -> bool:
-        try:
-            remote.publish(one[0], [one[1]], link=LINK)
-        except CheckpointExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(try_it, both)) == [False, True]
-
-
-def test_a_publication_waits_for_one_of_its_own_process(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A run that is begun again where it failed finds its own upload under way, and takes what comes of it."""
+def test_one_checkpoint_may_be_published_twice_at_once(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """A run that is begun again where it failed finds its own upload under way, and both end well."""
     store.faults = [Fault(verb="upload_object", error=None, seconds=0.5, times=1)]
     manifest, path = saved(tmp_path, 1)
     with ThreadPoolExecutor(1) as pool, Transfer(store) as transfer:
         again = Catalog(Bucket(transfer, "run"))
-        first = pool.submit(remote.publish, manifest, [path], link=LINK)
+        first = pool.submit(remote.publish, manifest, {manifest.name: path}, link=LINK)
         while not store.calls or store.calls[-1][0] != "upload_object":
             time.sleep(0.01)
-        again.publish(manifest, [path], link=LINK)
+        again.publish(manifest, {manifest.name: path}, link=LINK)
         first.result()
-    assert [one.name for one in remote.manifests()] == ["ba1.pt"]
-    assert [verb for verb, _ in store.calls].count("upload_object") == 1
+    assert remote.manifests() == [manifest]
+    remote.verify(manifest)
 
 
 def test_new_names_take_no_right_to_delete(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
@@ -389,12 +289,12 @@ def test_new_names_take_no_right_to_delete(remote: Catalog, store: FaultyStore, 
 
 
 def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """A kill between the manifest and the link leaves the link behind; the next start sees it."""
+    """A kill between the file and the link leaves the link behind; the next start sees it."""
     publish(remote, tmp_path, 1)
     store.faults = [Fault(verb="put_bytes", name="*.symlink")]
     manifest, path = saved(tmp_path, 2)
     with pytest.raises(ObjectStoreTransientError):
-        remote.publish(manifest, [path], link=LINK)
+        remote.publish(manifest, {manifest.name: path}, link=LINK)
     publisher = Publisher(
         Uploader(Transfer(store)),
         Bucket(Transfer(store), "run"),
@@ -406,7 +306,7 @@ def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStor
         check=lambda: None,
     )
     assert publisher.is_behind(manifest, "run")
-    remote.publish(manifest, [path], link=LINK)
+    remote.publish(manifest, {manifest.name: path}, link=LINK)
     assert not publisher.is_behind(manifest, "run")
 
 
@@ -415,7 +315,7 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
     with Transfer(store) as transfer:
         remote = Catalog(Bucket(transfer, ""))
         manifest, path = saved(tmp_path, 1)
-        remote.publish(manifest, [path], link="latest.pt")
+        remote.publish(manifest, {manifest.name: path}, link="latest.pt")
         assert remote.place.uri().startswith("file://")
         assert remote.latest("latest.pt", "run") == manifest
 
@@ -424,25 +324,15 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
 def test_a_damaged_link_leads_nowhere(
     remote: Catalog, store: FaultyStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    """The next start sees that it is behind, and finds the checkpoint by its manifest."""
+    """The next start sees that it is behind, and finds the checkpoint by its record."""
     (manifest,) = publish(remote, tmp_path, 1)
     assert remote.leads(LINK, manifest.name)
-    for link in (f"{LINK}.symlink", "run/.manifest/latest.pt.next"):
+    for link in (f"{LINK}.symlink", "run/.latest.pt.next"):
         store.put_bytes(link, content)
     assert not remote.leads(LINK, manifest.name)
     assert remote.latest(LINK, "run") is None
     assert "latest.pt does not lead to a checkpoint" in caplog.text
     assert remote.manifests() == [manifest]
-
-
-def test_a_manifest_that_is_too_large_is_left_out(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
-    """An object of others where manifests are does not keep a run from its checkpoints."""
-    (manifest,) = publish(remote, tmp_path, 1)
-    path = tmp_path / "bucket/run/.manifest/notes.json"
-    with path.open("wb") as file:
-        file.truncate((64 << 20) + 1)
-    manifests, damaged = remote.manifests_and_faults()
-    assert (manifests, list(damaged)) == ([manifest], ["notes"])
 
 
 def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -455,12 +345,12 @@ def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.Fixture
     with S3ObjectStore(bucket, **server.store_kwargs) as store, Bucket.of(store, "run", closes=False) as place:
         remote = Catalog(place)
         (manifest,) = publish(remote, tmp_path, 1)
-        record = store.read_range("run/.manifest/ba1.pt.json", 0, 1 << 20)
+        content = store.read_range("run/ba1.pt", 0, 1 << 20)
         keys = {
-            f"run/{key}"
-            for folder in ("", ".manifest/", "b//.manifest/", ".manifest/a//", ".manifest/../", ".manifest/./")
-            for key in (f"{folder}/x.symlink", f"{folder}/x.json", f"{folder}/x.json.next", f"{folder}/x.json.gone")
-        } | {"run/.manifest/../x.json", "run/.manifest/./x.json", "run/.manifest/folder/"}
+            f"run/{folder}{key}"
+            for folder in ("", "b//", "a/../", "./")
+            for key in ("/x.pt", "/x.symlink", "/.x.next", "//.metadata", "../x.pt", "./x.pt")
+        }
         client = boto3.client(
             "s3",
             endpoint_url=server.endpoint_url,
@@ -469,24 +359,12 @@ def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.Fixture
             region_name=server.region,
         )
         for key in keys:
-            client.put_object(Bucket=bucket, Key=key, Body=record)
+            client.put_object(Bucket=bucket, Key=key, Body=content)
         assert remote.manifests() == [manifest]
-        assert list(remote.begun()) == []
         assert remote.names() == ["ba1.pt"]
         assert place.in_use() == {"ba1.pt"}
         assert place.leftovers(timedelta()) == []
         place.sweep(timedelta())
-        remote.recover()
         remote.delete(manifest)
         left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket, Prefix="run/")["Contents"]}
     assert keys <= left
-
-
-def test_a_manifest_is_not_read_whatever_its_size(remote: Catalog, tmp_path: Path) -> None:
-    """Sixteen are in memory at once: what is larger than any manifest is refused before it is there."""
-    path = tmp_path / "bucket/run/.manifest/ba1.pt.json"
-    path.parent.mkdir(parents=True)
-    with path.open("wb") as file:
-        file.truncate((64 << 20) + 1)
-    with pytest.raises(CorruptCheckpointError, match="it has more than"):
-        remote.place.read(".manifest/ba1.pt.json")

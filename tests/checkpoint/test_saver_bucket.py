@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from forked import run_forked
 from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, trainer
 
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
+from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.save import saver as saver_module
 from composerlite.core import Callback, Logger, LoggerDestination, State
 from composerlite.errors import (
@@ -98,7 +100,7 @@ def remove_bucket(s3_server: Any, bucket: str, store: ObjectStore) -> None:
 
 
 def names(store: ObjectStore) -> list[str]:
-    return [info.name for info in store.list_objects() if "/.manifest/" not in info.name]
+    return [info.name for info in store.list_objects() if not PurePosixPath(info.name).name.startswith(".")]
 
 
 # ── before training ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +212,7 @@ def test_what_is_staged_for_another_bucket_is_not_resumed(s3_server: Any, bucket
     trainer(save_folder=f"{other}/run", run_name="mine", save_staging_folder="stage").close()
     with trainer(save_folder=f"{bucket}/run", run_name="mine", autoresume=True) as run:
         assert run.state.timestamp.epoch == 1
-    for note in (tmp_path / "run" / ".manifest").glob(".bucket-*"):  # the run has moved, says who removes it
+    for note in (tmp_path / "run").glob(".bucket-*"):  # the run has moved, says who removes it
         note.unlink()
     with trainer(save_folder=f"{other}/run", run_name="mine", autoresume=True) as run:
         assert run.state.timestamp.epoch == 1
@@ -314,7 +316,7 @@ def test_a_program_that_crashes_ends_when_its_uploads_have(bucket: str, store: O
     done = run_forked(a_run_that_crashes, f"{bucket}/run", cwd=tmp_path)
     assert done.returncode == 1
     assert "CrashError" in done.stderr
-    assert "run/.manifest/ep2-ba8-rank0.pt.json" in [info.name for info in store.list_objects()]
+    assert "run/ep2-ba8-rank0.pt" in names(store)
 
 
 def a_run_that_is_preempted(folder: str, closes: str) -> None:
@@ -408,18 +410,18 @@ def test_the_end_of_fit_tells_of_the_last_upload(s3_server: Any, bucket: str, st
     run.close()
 
 
-def test_a_killed_upload_does_not_end_in_a_broken_checkpoint(bucket: str, store: ObjectStore) -> None:
-    """Training that raises still publishes what was saved before; every manifest in the bucket has its data."""
+def test_a_run_that_crashes_leaves_no_broken_checkpoint_in_the_bucket(bucket: str) -> None:
+    """Training that raises still publishes what was saved before, and every checkpoint in the bucket is whole."""
     with (
         pytest.raises(CrashError),
         trainer(save_folder=f"{bucket}/run", save_interval="1ba", callbacks=[StopAt(5)]) as run,
     ):
         run.fit()
-    listed = {info.name for info in store.list_objects()}
-    manifests = [name for name in listed if name.endswith(".json")]
-    assert manifests
-    for name in manifests:
-        assert name.replace(".manifest/", "").removesuffix(".json") in listed
+    with Bucket.of(open_store(bucket), "run") as place:
+        remote = Catalog(place)
+        assert [manifest.batch for manifest in remote.manifests()] == [1, 2, 3, 4, 5]
+        for manifest in remote.manifests():
+            remote.verify(manifest)
 
 
 def without_deletions(bucket: str, monkeypatch: pytest.MonkeyPatch, *, name: str = "*") -> FaultyStore:
@@ -489,7 +491,7 @@ def test_a_slow_deletion_in_a_bucket_does_not_hold_up_the_next_save(
 
 # ── what stays where ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore) -> None:
-    """``save_num_remote_checkpoints_to_keep`` deletes older ones, their manifests too; by default all stay."""
+    """``save_num_remote_checkpoints_to_keep`` deletes older ones; by default all stay."""
     train(save_folder=f"{bucket}/all", save_num_checkpoints_to_keep=1)
     assert len([name for name in names(store) if name.startswith("all/ep")]) == 3
     train(save_folder=f"{bucket}/two", save_num_remote_checkpoints_to_keep=2)
@@ -497,7 +499,6 @@ def test_the_bucket_keeps_as_many_as_it_is_told(bucket: str, store: ObjectStore)
         "two/ep2-ba8-rank0.pt",
         "two/ep3-ba12-rank0.pt",
     ]
-    assert len([info for info in store.list_objects("two/.manifest/") if info.name.endswith(".json")]) == 2
 
 
 def test_ephemeral_checkpoints_go_in_the_bucket_too(bucket: str, store: ObjectStore) -> None:
@@ -536,10 +537,8 @@ def test_the_staging_folder_can_be_chosen(bucket: str, tmp_path: Path) -> None:
     assert run.saved_checkpoints == [f"{tmp_path}/stage/run/ep3-ba12-rank0.pt"]
     torch.load(run.saved_checkpoints[-1], weights_only=True)
     left = sorted(str(path.relative_to(tmp_path / "stage")) for path in (tmp_path / "stage").rglob("*"))
-    assert [path for path in left if "/.bucket-" not in path] == [
+    assert [path for path in left if "/." not in path] == [
         "run",
-        "run/.manifest",
-        "run/.manifest/ep3-ba12-rank0.pt.json",
         "run/ep3-ba12-rank0.pt",
         "run/latest-rank0.pt",
     ]

@@ -1,4 +1,4 @@
-"""A save makes one whole checkpoint with its manifest, or nothing."""
+"""A save makes one whole checkpoint with its record, or nothing."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from composerlite.checkpoint.save.job import save
 from composerlite.errors import ConfigError, SaveError
 
 
-def test_a_save_is_a_file_a_manifest_and_a_link(tmp_path: Path) -> None:
+def test_a_save_is_a_file_and_a_link(tmp_path: Path) -> None:
     """And nothing else."""
     assert save_batch(tmp_path, 3) == tmp_path / "ba3.pt"
-    assert sorted(tree(tmp_path)) == [".manifest/ba3.pt.json", "ba3.pt", "latest.pt"]
+    assert sorted(tree(tmp_path)) == ["ba3.pt", "latest.pt"]
     assert tree(tmp_path)["latest.pt"] == "ba3.pt"
 
 
-def test_the_manifest_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Name, run, moment, files with their digests, versions."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     path = save_batch(tmp_path, 3, run_name="my-run", ignore_keys=["rng"])
@@ -42,7 +42,8 @@ def test_the_manifest_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.Mo
     data = path.read_bytes()
     (record,) = manifest.files
     assert (record.path, record.size_bytes) == ("ba3.pt", len(data))
-    assert record.xxh3_128 == xxhash.xxh3_128_hexdigest(data)
+    assert record.xxh3_128 == xxhash.xxh3_128_hexdigest(data[: -record.tail_bytes])
+    assert record.tail_xxh3_128 == xxhash.xxh3_128_hexdigest(data[-record.tail_bytes :])
     assert manifest.versions == {
         "composerlite": composerlite.__version__,
         "torch": torch.__version__,
@@ -59,7 +60,7 @@ def test_the_manifest_says_what_was_saved(tmp_path: Path, monkeypatch: pytest.Mo
         ({}, "monolithic", ()),
     ],
 )
-def test_the_manifest_says_what_was_left_out(
+def test_the_record_says_what_was_left_out(
     tmp_path: Path, arguments: dict[str, Any], kind: str, left_out: tuple[str, ...]
 ) -> None:
     """Weights alone, and what was ignored."""

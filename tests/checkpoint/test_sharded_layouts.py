@@ -18,7 +18,7 @@ import layout_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.test_manifest_fuzz import changed
+from checkpoint.test_record_fuzz import changed
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from composerlite.checkpoint import RemoteFileSystemReader, load_state_dict

@@ -37,7 +37,7 @@ def publish(
     assert manifest is not None
     with Transfer(store) as transfer:
         remote = Catalog(Bucket(transfer, "run"))
-        remote.publish(manifest, [folder / manifest.name], link=LINK, overwrite=True)
+        remote.publish(manifest, {manifest.name: folder / manifest.name}, link=LINK, overwrite=True)
 
 
 def resume(store: ObjectStore, folder: Path, *, link: str | None = LINK) -> tuple[Choice, float]:
@@ -85,7 +85,7 @@ def test_a_run_that_was_started_over_resumes_the_new_attempt(tmp_path: Path, bat
             assert resume(store, tmp_path / f"fourth{number}{link is None}", link=link)[1] == value + 1, (number, link)
         if not died:
             break
-    assert number > 5
+    assert number > 3
     assert resumed[-1] == 20 + batch
     assert resumed == sorted(resumed)
 

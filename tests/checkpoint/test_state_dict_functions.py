@@ -332,7 +332,7 @@ def test_a_checkpoint_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
     save_state_dict(place, {"b": torch.zeros(3)}, save_overwrite=True)
     assert next(load_keys(place, ["b"])).tolist() == [0, 0, 0]
     assert (place / "notes.txt").read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".manifest", "c"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
 def test_a_folder_with_something_else_in_it_is_not_taken(tmp_path: Path) -> None:

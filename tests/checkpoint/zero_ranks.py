@@ -53,15 +53,15 @@ class Mixed(ComposerModel):
 class KillAt(Callback):
     """Kills this process when so many batches are done and a checkpoint, which is saved behind them, is there."""
 
-    def __init__(self, batch: int, manifest: Path) -> None:
+    def __init__(self, batch: int, decider: Path) -> None:
         self.batch = batch
-        self.manifest = manifest
+        self.decider = decider
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == self.batch:
             until = time.monotonic() + WAIT_SECONDS
-            while not self.manifest.exists():
-                assert time.monotonic() < until, f"there is no {self.manifest}"
+            while not self.decider.exists():
+                assert time.monotonic() < until, f"there is no {self.decider}"
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,7 +136,7 @@ def train_then_die(stage: int, precision: str, folder: str) -> None:
     whole = trained(stage, precision)
     if dist.get_global_rank() == 0:
         Path(folder, "whole.pickle").write_bytes(pickle.dumps(whole))
-    killer = KillAt(SAVED + 2, Path(folder, f"run/.manifest/ba{SAVED}-rank0.tar.json"))
+    killer = KillAt(SAVED + 2, Path(folder, f"run/ba{SAVED}-rank0.tar"))
     trained(stage, precision, save_folder=f"{folder}/run", callbacks=[killer])
 
 
@@ -147,7 +147,7 @@ def go_on(stage: int, precision: str, folder: str) -> dict[str, Any]:
         found = {"resumed at": int(run.state.timestamp.batch)}
         run.fit()
         found["resumed"] = weights(run)
-    names = sorted(path.name for path in Path(run_folder).iterdir() if path.name != ".manifest")
+    names = sorted(path.name for path in Path(run_folder).iterdir() if path.suffix != ".lease")
     with trainer(stage, precision, load_path=f"{run_folder}/latest-rank{{rank}}.tar", load_weights_only=True) as run:
         found["weights only"] = weights(run)
         found["weights only at"] = int(run.state.timestamp.batch)

@@ -70,5 +70,5 @@ def published(folder: Path, uri: str) -> None:
     with open_store(uri) as store, Transfer(store) as transfer:
         catalog, remote = Catalog(folder), Catalog(Bucket(transfer, "demo"))
         for manifest in catalog.manifests():
-            files = [folder / record.path for record in manifest.files]
+            files = {record.path: folder / record.path for record in manifest.files}
             remote.publish(manifest, files, link="demo/latest-rank0.pt")

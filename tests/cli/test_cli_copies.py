@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import torch
 from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import (
-    Catalog,
     Checkpointer,
-    FileRecord,
-    Manifest,
     read_checkpoint,
     save_model_and_optim_state,
 )
@@ -130,7 +126,7 @@ def test_a_file_that_is_no_part_of_a_checkpoint_is_not_overwritten_unasked(demo:
     (demo.parent / "there" / ONE).write_bytes(b"mine")
     done = composerlite("checkpoint", "cp", f"demo/{ONE}", "there", cwd=demo.parent)
     assert done.returncode == 1
-    assert "has other bytes" in done.stderr
+    assert "give --overwrite to replace it" in done.stderr
     assert (demo.parent / "there" / ONE).read_bytes() == b"mine"
     assert states("cp", f"demo/{ONE}", "there", "--overwrite", cwd=demo.parent) == [f"copied: there/{ONE}"]
 
@@ -142,8 +138,9 @@ def test_damage_is_not_copied(target: str, demo: Path, bucket: str) -> None:
     data = bytearray((demo / ONE).read_bytes())
     data[9000] ^= 1
     (demo / ONE).write_bytes(data)
-    (demo / TWO).write_bytes(b"short")
-    for name, words in ((ONE, "are not those that were saved"), (TWO, "is incomplete")):
+    (demo / TWO).write_bytes((demo / TWO).read_bytes()[:-60])
+    (demo / THREE).write_bytes((demo / THREE).read_bytes()[:1000])
+    for name, words in ((ONE, "are not those that were saved"), (TWO, "is incomplete"), (THREE, "has no record")):
         done = composerlite("checkpoint", "cp", f"demo/{name}", place, cwd=demo.parent)
         assert done.returncode == 1
         assert words in done.stderr
@@ -192,23 +189,43 @@ def test_damage_in_a_bucket_is_not_copied(demo: Path, bucket: str) -> None:
 
 
 def test_an_interrupted_copy_is_gone_on_with(tmp_path: Path) -> None:
-    """What a copy that was killed has brought is verified and stays; before the manifest there is no checkpoint."""
+    """What a copy that was killed has brought is verified and stays; before the index there is no checkpoint."""
     save_model_and_optim_state(tmp_path / "runs/ep1", torch.nn.Linear(4, 2))
     (tmp_path / "there/ep1").mkdir(parents=True)
-    shutil.copy(tmp_path / "runs/ep1/__0_0.distcp", tmp_path / "there/ep1")
-    before = (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino
-    assert answer("checkpoint", "ls", "there", cwd=tmp_path)["checkpoints"][0]["state"] == "incomplete"
+    (data,) = (tmp_path / "runs/ep1").glob("__0_0_*.distcp")
+    there = Path(shutil.copy(data, tmp_path / "there/ep1"))
+    before = there.stat().st_ino
+    assert [one["state"] for one in answer("checkpoint", "ls", "there", cwd=tmp_path)["checkpoints"]] == ["incomplete"]
     assert states("cp", "runs/ep1", "there", cwd=tmp_path) == ["copied: there/ep1"]
-    assert (tmp_path / "there/ep1/__0_0.distcp").stat().st_ino == before
+    assert there.stat().st_ino == before
     assert composerlite("checkpoint", "verify", "there", cwd=tmp_path).returncode == 0
 
 
-def test_a_torn_copy_is_mended(demo: Path) -> None:
-    """A copy that has lost bytes since is replaced by the same checkpoint without being asked twice."""
+@pytest.mark.parametrize("kept", [10, -60])
+def test_a_torn_copy_is_replaced_when_asked(kept: int, demo: Path) -> None:
+    """A copy that has lost bytes since has lost its record, too: nothing says that it is a copy."""
+    there = demo.parent / "there" / ONE
     assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"copied: there/{ONE}"]
-    os.truncate(demo.parent / "there" / ONE, 10)
-    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"copied: there/{ONE}"]
+    there.write_bytes(there.read_bytes()[:kept])
+    done = composerlite("checkpoint", "cp", f"demo/{ONE}", "there", cwd=demo.parent)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "give --overwrite to replace it" in done.stderr
+    assert states("cp", f"demo/{ONE}", "there", "--overwrite", cwd=demo.parent) == [f"copied: there/{ONE}"]
+    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"was there: there/{ONE}"]
     assert composerlite("checkpoint", "verify", "there", cwd=demo.parent).returncode == 0
+
+
+def test_a_file_renamed_by_hand_is_copied_as_it_is(demo: Path, bucket: str) -> None:
+    """``cp`` changes no byte: a file whose record has another name stays a copy, in a bucket, too."""
+    shutil.copy(demo / ONE, demo.parent / "mine.pt")
+    assert states("cp", "mine.pt", f"{bucket}/there", cwd=demo.parent) == [f"copied: {bucket}/there/mine.pt"]
+    assert states("cp", f"{bucket}/there/mine.pt", "back", cwd=demo.parent) == ["copied: back/mine.pt"]
+    assert (demo.parent / "back/mine.pt").read_bytes() == (demo / ONE).read_bytes()
+    (found,) = answer("checkpoint", "ls", "back", cwd=demo.parent)["checkpoints"]
+    assert (found["state"], found["copy_of"]) == ("copy", ONE)
+    (demo.parent / "back/mine.pt").rename(demo.parent / "back" / ONE)
+    (found,) = answer("checkpoint", "ls", "back", cwd=demo.parent)["checkpoints"]
+    assert (found["state"], found["copy_of"]) == ("committed", None)
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
@@ -217,7 +234,8 @@ def test_a_link_replaces_links_only(where: str, demo: Path, bucket: str) -> None
     place = f"{bucket}/demo" if where == "bucket" else "there"
     composerlite("checkpoint", "cp", f"demo/{TWO}", place, cwd=demo.parent)
     (demo.parent / "mine.txt").write_text("mine")
-    refused = [(TWO, "is a checkpoint"), ("../mine.txt", "expected the path of a file inside the folder")]
+    refused = [("../mine.txt", "expected the path of a file inside the folder")]
+    refused += [(TWO, "is no link" if where == "folder" else "is a checkpoint")]
     if where == "folder":
         (demo.parent / "there/mine.txt").write_text("mine")
         (demo.parent / "there/out").symlink_to(demo.parent)
@@ -228,8 +246,8 @@ def test_a_link_replaces_links_only(where: str, demo: Path, bucket: str) -> None
         assert words in done.stderr
     assert composerlite("checkpoint", "cp", f"demo/{ONE}", place, "--link", ONE, cwd=demo.parent).returncode == 2
     assert (demo.parent / "mine.txt").read_text() == "mine"
-    states = [one["state"] for one in answer("checkpoint", "verify", place, cwd=demo.parent)["checkpoints"]]
-    assert states == ["verified", "verified"]
+    found = answer("checkpoint", "verify", place, cwd=demo.parent)["checkpoints"]
+    assert [(one["name"], one["state"]) for one in found] == [(TWO, "verified")]
 
 
 def test_training_replaces_no_file_by_its_link(tmp_path: Path) -> None:
@@ -253,27 +271,12 @@ def test_a_run_that_was_copied_without_its_links_is_resumed(demo: Path) -> None:
     assert [path.name for path in copied.glob("ep4-*")] == [str((copied / "latest-rank0.pt").readlink())]
 
 
-def test_a_manifest_cannot_send_files_elsewhere(demo: Path) -> None:
-    """A manifest that names a file outside of its folder is torn: nothing is read or written there."""
-    (demo.parent / "secret.pt").write_bytes(b"secret")
-    record = FileRecord(path="../secret.pt", size_bytes=6, xxh3_128="")
-    manifest = Manifest(
-        name="evil", kind="monolithic", template="x", run_name="x", timestamp={"batch": 1}, files=(record,)
-    )
-    Catalog(demo).record_path("evil").write_bytes(manifest.to_json())
-    done = composerlite("checkpoint", "cp", "demo/evil", "deep/there", cwd=demo.parent)
-    assert done.returncode == 1
-    assert not (demo.parent / "deep").exists()
-    assert composerlite("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent).returncode == 0
-    assert (demo.parent / "secret.pt").exists()
-
-
 def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
     """What was given, what is wanted, and what to do."""
     (demo / "foreign.pt").write_bytes(b"data")
     for arguments, status, words in (
         (["cp", "demo", "there"], 2, "is a folder of checkpoints"),
-        (["cp", "demo/foreign.pt", "there"], 1, "has no manifest"),
+        (["cp", "demo/foreign.pt", "there"], 1, "has no record"),
         (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
         (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
         (["push", "demo", "there"], 2, "expected a URI there"),

@@ -140,8 +140,8 @@ def test_diff_compares_places_and_forms(demo: Path, bucket: str) -> None:
 
 # ── convert ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("to", ["state_dict", "lightning", "directory", "file"])
-def test_convert_replaces_files_and_their_manifests_only(to: str, demo: Path) -> None:
-    """A pipe stays even with ``--overwrite``, and a checkpoint that is replaced leaves no manifest of other bytes."""
+def test_convert_replaces_files_only(to: str, demo: Path) -> None:
+    """A pipe stays even with ``--overwrite``, and a checkpoint that is replaced leaves no record of other bytes."""
     form = ["--to", to] if to in ("state_dict", "lightning") else []
     pipe = demo / ("pipe.pt" if to == "file" else "pipe")
     os.mkfifo(pipe)
@@ -165,7 +165,7 @@ def limited(*_: str) -> None:
 
 @pytest.mark.parametrize("to", ["state_dict", "lightning"])
 def test_a_conversion_without_room_leaves_what_it_was_to_replace(to: str, demo: Path) -> None:
-    """The checkpoint of that name keeps its manifest, by which a run resumes from it."""
+    """The checkpoint of that name stays as it was, and a run resumes from it."""
     arguments = ["checkpoint", "convert", f"demo/{THREE}", f"demo/{TWO}", "--to", to, "--overwrite"]
     done = run_forked(limited, *arguments, cwd=demo.parent)
     assert (done.returncode, done.stdout) == (1, ""), done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import Checkpointer, load_keys, save_model_and_optim_state
+from composerlite.checkpoint.tools.pointing import Pointed, place_at
+from composerlite.cli.listing import _verdict  # pyright: ignore[reportPrivateUsage]
 from composerlite.storage import open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
@@ -73,6 +76,7 @@ def test_ls_answers_programs(demo: Path) -> None:
         "uri": f"demo/{THREE}",
         "where": "local",
         "state": "committed",
+        "copy_of": None,
         "attempt": 1,
         "abandoned": False,
         "faults": [],
@@ -98,21 +102,24 @@ def test_ls_answers_programs(demo: Path) -> None:
 
 
 def test_ls_says_what_is_torn_and_why(demo: Path) -> None:
-    """Data without a manifest, a manifest whose data is gone, of another size, or which is damaged itself."""
+    """A file without its record, with a part of it, with a damaged one, and one that another program has extended."""
     train(demo, epochs=4, load_path=str(demo / THREE), run_name="demo")
-    (demo / ONE).unlink()
-    (demo / TWO).write_bytes(b"short")
-    (demo / f".manifest/{THREE}.json").unlink()
-    record = demo / ".manifest/ep4-ba16-rank0.pt.json"
-    record.write_text(record.read_text().replace('"demo"', '"demi"'))
+    whole = {name: (demo / name).read_bytes() for name in (ONE, TWO, THREE)}
+    (demo / ONE).write_bytes(whole[ONE][:1000])
+    (demo / TWO).write_bytes(whole[TWO][:-10])
+    (demo / THREE).write_bytes(whole[THREE].replace(b'"run_name": "demo"', b'"run_name": "demi"'))
+    with (demo / "ep4-ba16-rank0.pt").open("ab") as file:
+        file.write(b"more")
     found = answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]
-    torn = dict.fromkeys((ONE, TWO, "ep4-ba16-rank0.pt"), "incomplete")
-    assert {one["name"]: one["state"] for one in found} == {**torn, THREE: "unverified"}
+    torn = dict.fromkeys((TWO, THREE, "ep4-ba16-rank0.pt"), "incomplete")
+    assert {one["name"]: one["state"] for one in found} == {**torn, ONE: "unverified"}
     faults = {one["name"]: one["faults"][0] for one in found}
-    assert faults[ONE] == f"{ONE} is missing"
-    assert faults[TWO].startswith(f"{TWO} has 5 bytes and was saved with ")
-    assert faults[THREE].startswith("it has no manifest")
-    assert "its digest does not match" in faults["ep4-ba16-rank0.pt"]
+    assert faults[ONE].startswith("it has no record")
+    assert "its footer is damaged" in faults[TWO]
+    assert "its digest does not match" in faults[THREE]
+    assert "its footer is damaged" in faults["ep4-ba16-rank0.pt"]
+    done = composerlite("checkpoint", "gc", "demo", "--orphans", "--older-than", "0s", "--dry-run", cwd=demo.parent)
+    assert [line for line in done.stdout.splitlines() if "ep4" in line or TWO in line or THREE in line] == []
 
 
 def test_ls_knows_directories_and_steps(tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ def test_ls_knows_directories_and_steps(tmp_path: Path) -> None:
         ("ep1", "sharded", None, "committed", False),
         ("step10", "step", 10, "incomplete", False),
         ("step20", "step", 20, "committed", True),
-        ("step30", "step", None, "incomplete", None),
+        ("step30", "step", 30, "incomplete", False),
     ]
     assert found[1]["faults"] == ["step10/train/rank0.pt is missing"]
     assert found[3]["faults"] == [".metadata.json is missing: its save did not end"]
@@ -217,10 +224,10 @@ def test_latest_has_status_1_where_there_is_none(tmp_path: Path) -> None:
 
 # ── verify ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_verify_reads_every_byte(demo: Path) -> None:
-    """One byte that differs is found, the status is 1; the others are verified; what has no manifest is unverified."""
+    """One byte that differs is found, the status is 1; the others are verified; what has no record is unverified."""
     assert "verified" in composerlite("checkpoint", "verify", f"demo/{ONE}", cwd=demo.parent).stdout
-    flip(demo / ONE)
-    (demo / f".manifest/{TWO}.json").unlink()
+    flip(demo / ONE, at=9000)
+    torch.save(torch.load(demo / TWO, weights_only=False), demo / TWO)
     done = composerlite("checkpoint", "verify", "demo", "--json", cwd=demo.parent)
     assert done.returncode == 1
     found = {one["name"]: one for one in json.loads(done.stdout)["checkpoints"]}
@@ -229,23 +236,72 @@ def test_verify_reads_every_byte(demo: Path) -> None:
         THREE: "verified",
         TWO: "unverified",
     }
-    assert set(found[ONE]) == {"name", "uri", "state", "faults", "size_bytes"}
+    assert set(found[ONE]) == {"name", "uri", "state", "copy_of", "faults", "size_bytes"}
     assert "are not those that were saved" in found[ONE]["faults"][0]
     assert done.stderr.endswith("1 of 3 checkpoints are damaged\n")
     lines = composerlite("checkpoint", "verify", "demo", cwd=demo.parent).stdout.splitlines()
     assert "damaged: the bytes of" in lines[1]
 
 
+def test_verify_finds_a_flipped_byte_anywhere(demo: Path) -> None:
+    """In the body and in the record, of a copy under another name, too: whole it is verified, and says what it is."""
+    copy = demo.parent / "elsewhere" / "x.pt"
+    copy.parent.mkdir()
+    shutil.copy(demo / ONE, copy)
+    (found,) = answer("checkpoint", "verify", copy, cwd=demo.parent)["checkpoints"]
+    assert (found["state"], found["copy_of"], found["faults"]) == ("verified", ONE, [])
+    shown = composerlite("checkpoint", "verify", copy, cwd=demo.parent).stdout
+    assert f"verified: a copy of '{ONE}'" in shown
+    whole = copy.read_bytes()
+    with place_at(str(copy.parent)) as place:
+        (record,) = Pointed(place, "x.pt", "x.pt").the_one().records
+    tail = range(len(whole) - record.tail_bytes, len(whole))
+    for at in [*range(0, tail.start, 997), tail.start - 1, *tail[:60], *tail[:: len(tail) // 40], *tail[-60:]]:
+        copy.write_bytes(whole)
+        flip(copy, at=at)
+        with place_at(str(copy.parent)) as place:
+            verdict = _verdict(place, Pointed(place, "x.pt", "x.pt").the_one(), int)
+        assert verdict["state"] == "damaged", at
+
+
+def test_a_copy_made_by_hand_is_never_the_newest_nor_pruned(demo: Path) -> None:
+    """``ls`` names the checkpoint that it is a copy of; ``latest``, ``prune`` and ``gc`` leave it alone."""
+    shutil.copy(demo / THREE, demo / "best.pt")
+    (demo / THREE).unlink()
+    found = {one["name"]: one for one in answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]}
+    assert [found["best.pt"][key] for key in ("state", "copy_of", "batch")] == ["copy", THREE, 12]
+    assert f"a copy of '{THREE}'" in composerlite("checkpoint", "ls", "demo", cwd=demo.parent).stdout
+    assert composerlite("checkpoint", "latest", "demo", cwd=demo.parent).stdout == f"demo/{TWO}\n"
+    composerlite("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent)
+    composerlite("checkpoint", "gc", "demo", "--orphans", "--older-than", "0s", cwd=demo.parent)
+    assert sorted(path.name for path in demo.glob("*.pt") if path.exists()) == sorted(["best.pt", TWO])
+
+
+def test_a_folder_that_was_moved_is_listed_as_it_was(demo: Path) -> None:
+    """The record has the name below the run's folder, and a name with folders is found by its path alone."""
+    train(demo, epochs=1, save_filename="sub/ep{epoch}.pt", run_name="other")
+    (demo.parent / "archive").mkdir()
+    demo.rename(demo.parent / "archive/old")
+    found = answer("checkpoint", "ls", "archive", cwd=demo.parent)["checkpoints"]
+    assert {one["name"]: one["state"] for one in found} == dict.fromkeys(
+        [*(f"old/{name}" for name in (ONE, TWO, THREE)), "old/sub/ep1.pt"], "committed"
+    )
+    (found,) = answer("checkpoint", "verify", "archive/old/sub/ep1.pt", cwd=demo.parent)["checkpoints"]
+    assert (found["name"], found["state"], found["copy_of"]) == ("ep1.pt", "verified", "sub/ep1.pt")
+    composerlite("checkpoint", "cp", "archive/old/sub/ep1.pt", "there", cwd=demo.parent)
+    (found,) = answer("checkpoint", "ls", "there", cwd=demo.parent)["checkpoints"]
+    assert (found["name"], found["state"], found["copy_of"]) == ("ep1.pt", "copy", "sub/ep1.pt")
+
+
 def test_verify_lists_all_that_is_wrong_with_a_directory(tmp_path: Path) -> None:
     """Each file of a directory that is missing or differs is named."""
     save_model_and_optim_state(tmp_path / "ep1", torch.nn.Linear(4, 2))
-    (tmp_path / "ep1/.metadata").unlink()
-    flip(tmp_path / "ep1/__0_0.distcp", at=100)
+    (data,) = (tmp_path / "ep1").glob("*.distcp")
+    flip(data, at=100)
     done = composerlite("checkpoint", "verify", "ep1", "--json", cwd=tmp_path)
     assert done.returncode == 1
     (found,) = json.loads(done.stdout)["checkpoints"]
-    assert found["faults"][0] == "ep1/.metadata is missing"
-    assert "__0_0.distcp' are not those that were saved" in found["faults"][1]
+    assert f"{data.name}' are not those that were saved" in found["faults"][0]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
@@ -256,7 +312,7 @@ def test_what_another_program_has_written_again_is_unverified(tmp_path: Path) ->
     dcp.save({"model": next(iter(model))}, checkpoint_id=tmp_path / "step2/model_and_optim", no_dist=True)
     (found,) = answer("checkpoint", "verify", "step2", cwd=tmp_path)["checkpoints"]
     assert found["state"] == "unverified"
-    assert found["faults"] == ["another program has written it again: its manifest describes other files"]
+    assert "it has no record" in found["faults"][0]
     flip(tmp_path / "step2/train/rank0.pt", at=-100)
     done = composerlite("checkpoint", "verify", "step2", "--json", cwd=tmp_path)
     assert done.returncode == 1
@@ -271,6 +327,7 @@ def test_verify_reads_a_bucket(demo: Path, bucket: str) -> None:
             "name": THREE,
             "uri": f"{bucket}/demo/{THREE}",
             "state": "verified",
+            "copy_of": None,
             "faults": [],
             "size_bytes": (demo / THREE).stat().st_size,
         }
@@ -282,7 +339,7 @@ def test_verify_reads_a_bucket(demo: Path, bucket: str) -> None:
     done = composerlite("checkpoint", "verify", f"{bucket}/demo", "--json", cwd=demo.parent)
     assert done.returncode == 1
     states = {one["name"]: one["state"] for one in json.loads(done.stdout)["checkpoints"]}
-    assert states == {ONE: "damaged", TWO: "damaged", THREE: "verified"}
+    assert states == {TWO: "damaged", THREE: "verified"}
 
 
 def test_verify_of_nothing_does_not_succeed(tmp_path: Path) -> None:
@@ -319,14 +376,32 @@ def test_inspect_shows_keys_shapes_and_types(suffix: str, tmp_path: Path) -> Non
 
 
 def test_inspect_reads_no_tensors(demo: Path) -> None:
-    """The numbers of a tensor may be damaged: its shape is told all the same, where no manifest has to be asked."""
-    (demo / f".manifest/{ONE}.json").unlink()
+    """The numbers of a tensor may be damaged: its shape is told all the same, where there is no record."""
+    torch.save(torch.load(demo / ONE, weights_only=False), demo / ONE)
     whole = (demo / ONE).read_bytes()
     weights = torch.load(demo / ONE)["state"]["model"]["module.0.weight"].numpy().tobytes()
     (demo / ONE).write_bytes(whole.replace(weights, bytes(len(weights))))
     assert (demo / ONE).read_bytes() != whole
     told = answer("checkpoint", "inspect", f"demo/{ONE}", cwd=demo.parent)
     assert tensors(told)["module.0.weight"] == ("float32", [32, 8], 1024)
+
+
+def test_inspect_of_a_copy_shows_its_run(demo: Path) -> None:
+    """Run, batch and metrics are in the file, under any name."""
+    shutil.copy(demo / TWO, demo.parent / "x.pt")
+    told = answer("checkpoint", "inspect", "x.pt", cwd=demo.parent)
+    assert [told[key] for key in ("run_name", "batch", "state", "copy_of", "system")] == [
+        "demo",
+        8,
+        "copy",
+        TWO,
+        "composerlite",
+    ]
+    assert list(told["metrics"]) == ["train/MulticlassAccuracy"]
+    head, metrics, *_ = composerlite("checkpoint", "inspect", "x.pt", cwd=demo.parent).stdout.splitlines()
+    assert "run demo, epoch 2, batch 8" in head
+    assert head.endswith(f"a copy of '{TWO}'")
+    assert metrics.startswith("metrics: train/MulticlassAccuracy 0.")
 
 
 def test_inspect_shows_directories_steps_and_safetensors(tmp_path: Path) -> None:

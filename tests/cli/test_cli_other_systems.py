@@ -34,13 +34,13 @@ SYSTEMS = {
 
 
 def test_verify_says_what_each_is_and_compares_it_with_its_own_checksums(tmp_path: Path) -> None:
-    """Nothing is verified without a manifest; where files hold checksums these match, and safetensors have none."""
+    """Nothing is verified without a record; where files hold checksums these match, and safetensors have none."""
     verdicts = answer("checkpoint", "verify", *(DATA / name for name in SYSTEMS), cwd=tmp_path)["checkpoints"]
     for (name, system), verdict in zip(SYSTEMS.items(), verdicts, strict=True):
         has_sums = system != STATE_DICT or name.startswith("torch/")
         told = "checksums in its files match" if has_sums else "its files have no checksums"
         assert verdict["state"] == "unverified"
-        assert f"{system}; it has no manifest: " in verdict["faults"][0]
+        assert f"{system}; it has no record: " in verdict["faults"][0]
         assert told in verdict["faults"][0]
 
 

@@ -97,7 +97,6 @@ def test_the_record_is_there_with_each_checkpoint(tmp_path: Path, uri: str) -> N
     [
         pytest.param(r"2:record\.jsonl", id="record"),
         pytest.param(r"ep0-ba4-rank0\.pt", id="data"),
-        pytest.param(r"ep0-ba4-rank0\.pt\.json", id="manifest"),
         pytest.param(r"2:latest-rank0\.pt\.symlink", id="link"),
         pytest.param(r"3:record\.jsonl", id="next-record"),
     ],

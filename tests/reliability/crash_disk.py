@@ -6,8 +6,8 @@ The rules are those of POSIX, at their worst:
   written since may survive, in any order, each write possibly cut off at a multiple of 512 bytes. O_DIRECT changes
   nothing about that.
 - Names (created, renamed, removed, linked, folders included) are durable once *the folder they are in* was flushed;
-  flushing the file is not enough. Until then any of them may survive, in any order. A rename or an
-  exchange within one folder survives whole or not at all; one between two folders may survive as its half.
+  flushing the file is not enough. Until then any of them may survive, in any order. A rename within
+  one folder survives whole or not at all; one between two folders may survive as its half.
 
 A file system such as ext4 with its journal keeps more than this.
 """
@@ -51,23 +51,15 @@ class Link:
     target: str
 
 
-@dataclass(frozen=True, eq=False)
-class Swap:
-    """Two names that were exchanged: what the first has from then on, and the second."""
-
-    first: File | Link | Folder
-    second: File | Link | Folder
-
-
 @dataclass(eq=False)
 class Folder:
     """A folder: its entries as they are durable, how they changed since, and as they are now."""
 
     durable: dict[str, Node] = field(default_factory=dict)
     now: dict[str, Node] = field(default_factory=dict)
-    pending: list[tuple[str | None, str | None, Node | Swap]] = field(default_factory=list)  # (gone, made, what)
+    pending: list[tuple[str | None, str | None, Node]] = field(default_factory=list)  # (gone, made, what)
 
-    def change(self, gone: str | None, made: str | None, node: Node | Swap) -> None:
+    def change(self, gone: str | None, made: str | None, node: Node) -> None:
         move(self.now, gone, made, node)
         self.pending.append((gone, made, node))
 
@@ -89,13 +81,8 @@ def apply(content: bytearray, offset: int, data: bytes | None) -> None:
         content[offset : offset + len(data)] = data
 
 
-def move(entries: dict[str, Node], gone: str | None, made: str | None, node: Node | Swap) -> None:
+def move(entries: dict[str, Node], gone: str | None, made: str | None, node: Node) -> None:
     """One change of a folder. What has been renamed is not there under its old name, whatever else survived."""
-    if isinstance(node, Swap):
-        assert gone is not None
-        assert made is not None
-        entries[gone], entries[made] = node.first, node.second
-        return
     if gone is not None and entries.get(gone) is node:
         del entries[gone]
     if made is not None:
@@ -159,10 +146,6 @@ class Disk:
                 node.sync()
             case Kind.RENAME:
                 self._rename(call.path, call.other)
-            case Kind.EXCHANGE:
-                (folder, one), (other, two) = self._parent(call.path), self._parent(call.other)
-                assert folder is other, call
-                folder.change(one, two, Swap(folder.now[two], folder.now[one]))
             case Kind.UNLINK | Kind.RMDIR:
                 folder, name = self._parent(call.path)
                 folder.change(name, None, folder.now[name])

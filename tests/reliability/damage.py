@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import sealed_files
 
 PAGE = 4096
+FOOTER = 50
+"""Bytes of the footer, which has the digest of the record."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,6 @@ class Target:
     @property
     def data(self) -> Path:
         return self.folder / self.name
-
-    @property
-    def manifest(self) -> Path:
-        return self.folder / ".manifest" / f"{self.name}.json"
 
     def another(self, chooser: random.Random) -> Target:
         """One of its neighbours."""
@@ -87,7 +85,8 @@ def swap_pages(target: Target, chooser: random.Random) -> None:
 
 def truncate(target: Target, chooser: random.Random) -> None:
     """The end is missing, or everything."""
-    _truncate(target.data, chooser)
+    size = target.data.stat().st_size
+    _cut(target.data, chooser.choice((0, chooser.randrange(size), size - 1, size // 2)))
 
 
 def extend(target: Target, chooser: random.Random) -> None:
@@ -131,70 +130,39 @@ def folder_for_data(target: Target, chooser: random.Random) -> None:
     target.data.mkdir()
 
 
-# ── the manifest ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def flip_in_manifest(target: Target, chooser: random.Random) -> None:
-    """One bit of its manifest."""
-    before = target.manifest.read_bytes()
-    while _means_the_same(before, target.manifest.read_bytes()):
-        target.manifest.write_bytes(before)
-        _flip(target.manifest, chooser)
+# ── the record, which is the end of the file ─────────────────────────────────────────────────────────────────────────
+def flip_in_record(target: Target, chooser: random.Random) -> None:
+    """One bit of the record."""
+    size = target.data.stat().st_size
+    _flip(target.data, chooser, size - _record_bytes(target), size)
 
 
-def truncate_manifest(target: Target, chooser: random.Random) -> None:
-    """The end of the manifest is missing, or all of it."""
-    _truncate(target.manifest, chooser)
+def cut_record(target: Target, chooser: random.Random) -> None:
+    """The end of the record is missing."""
+    _cut(target.data, target.data.stat().st_size - chooser.randrange(1, _record_bytes(target)))
 
 
-def manifest_of_another(target: Target, chooser: random.Random) -> None:
-    """The manifest of another checkpoint, sound in itself, lies under the name of this one."""
-    shutil.copyfile(target.another(chooser).manifest, target.manifest)
-
-
-def copy_of_another(target: Target, chooser: random.Random) -> None:
-    """Both the data and the manifest are those of another checkpoint, under the name of this one."""
+def record_of_another(target: Target, chooser: random.Random) -> None:
+    """The record of another checkpoint, sound in itself, behind the data of this one."""
     other = target.another(chooser)
-    shutil.copyfile(other.data, target.data)
-    shutil.copyfile(other.manifest, target.manifest)
+    record = other.data.read_bytes()[-_record_bytes(other) :]
+    target.data.write_bytes(target.data.read_bytes()[: -_record_bytes(target)] + record)
 
 
-def delete_manifest(target: Target, chooser: random.Random) -> None:
-    """The manifest is gone."""
-    target.manifest.unlink()
+def remove_record(target: Target, chooser: random.Random) -> None:
+    """Another program has saved the same contents."""
+    sealed_files.remove_record(target.data)
 
 
-def edit_manifest(target: Target, chooser: random.Random) -> None:
-    """One field of the manifest says something else."""
-    fields = _fields(target)
-    _edit(fields, chooser.choice([name for name in fields if name != "digest"]), chooser)
-    target.manifest.write_text(json.dumps(fields, indent=1))
-
-
-def edit_file_record(target: Target, chooser: random.Random) -> None:
-    """What the manifest says of a file: its path, size or digests."""
-    fields = _fields(target)
-    record = fields["files"][0]
-    _edit(record, chooser.choice(list(record)), chooser)
-    target.manifest.write_text(json.dumps(fields, indent=1))
-
-
-def believable_manifest(target: Target, chooser: random.Random) -> None:
-    """Edits that agree with each other and with the files; only the manifest's own digest is not made anew.
-
-    It is declared newer, another run's, or to be the record of data that was changed as well.
-    """
-    fields = _fields(target)
-    how = chooser.choice(("newer", "other run", "other data"))
-    if how == "newer":
-        fields["timestamp"]["batch"] += chooser.randrange(1, 100)
-        fields["fit_calls"] += 1
-    elif how == "other run":
-        fields["run_name"] += "-2"
-        fields["template"] = "x" + fields["template"]
-    else:
-        record = _fields(target.another(chooser))["files"][0]
-        shutil.copyfile(target.folder / record["path"], target.data)
-        fields["files"] = [{**record, "path": target.name}]
-    target.manifest.write_text(json.dumps(fields, indent=1))
+def edit_record(target: Target, chooser: random.Random) -> None:
+    """A number or a letter of the record is another, and the rest of the file agrees with it: but not its digest."""
+    size, tail = target.data.stat().st_size, _record_bytes(target)
+    content = target.data.read_bytes()
+    places = [at for at in range(size - tail, size - FOOTER) if content[at : at + 1].isalnum()]
+    at = chooser.choice(places)
+    letter = content[at : at + 1]
+    other = b"5" if letter.isdigit() and letter != b"5" else b"x" if letter != b"x" else b"y"
+    target.data.write_bytes(content[:at] + other + content[at + 1 :])
 
 
 Kind = Callable[[Target, random.Random], None]
@@ -212,57 +180,30 @@ DATA: list[Kind] = [
     delete_data,
     folder_for_data,
 ]
-MANIFEST: list[Kind] = [
-    flip_in_manifest,
-    truncate_manifest,
-    manifest_of_another,
-    copy_of_another,
-    delete_manifest,
-    edit_manifest,
-    edit_file_record,
-    believable_manifest,
+RECORD: list[Kind] = [
+    flip_in_record,
+    cut_record,
+    record_of_another,
+    remove_record,
+    edit_record,
 ]
 
 
-def _fields(target: Target) -> dict[str, Any]:
-    return json.loads(target.manifest.read_text())
+def _record_bytes(target: Target) -> int:
+    """The size of the record in the file."""
+    return sealed_files.record_in(target.data).files[0].tail_bytes
 
 
-def _edit(fields: dict[str, Any], name: str, chooser: random.Random) -> None:
-    old = fields[name]
-    match old:
-        case bool():
-            fields[name] = not old
-        case int() | float():
-            fields[name] = old + chooser.choice((-1, 1, 1000))
-        case str():
-            at = chooser.randrange(len(old) + 1)
-            fields[name] = old[:at] + chooser.choice("0az") + old[at:]
-        case list():
-            fields[name] = [*old, *old] or ["more"]
-        case dict():
-            fields[name] = {**old, "more": 1}
-        case _:
-            fields[name] = "something"
-
-
-def _means_the_same(one: bytes, two: bytes) -> bool:
-    try:
-        return json.loads(one) == json.loads(two)
-    except ValueError:
-        return False
-
-
-def _flip(path: Path, chooser: random.Random) -> None:
+def _flip(path: Path, chooser: random.Random, start: int = 0, end: int | None = None) -> None:
+    """Change one bit of the bytes from ``start`` to ``end``."""
     with path.open("r+b") as file:
-        at = chooser.randrange(path.stat().st_size)
+        at = chooser.randrange(start, path.stat().st_size if end is None else end)
         file.seek(at)
         (old,) = file.read(1)
         file.seek(at)
         file.write(bytes([old ^ 1 << chooser.randrange(8)]))
 
 
-def _truncate(path: Path, chooser: random.Random) -> None:
-    size = path.stat().st_size
+def _cut(path: Path, size: int) -> None:
     with path.open("r+b") as file:
-        file.truncate(chooser.choice((0, chooser.randrange(size), size - 1, size // 2)))
+        file.truncate(size)

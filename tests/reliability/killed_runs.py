@@ -12,7 +12,7 @@ from composerlite import Callback, Event, Logger, State
 
 
 class Diary(Callback):
-    """Writes down each manifest, and ``latest``, as soon as they are seen; a line is one write: no kill tears it."""
+    """Writes down each checkpoint, and ``latest``, as soon as they are seen; a line is one write: no kill tears it."""
 
     def __init__(self, path: Path, folder: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -29,19 +29,15 @@ class Diary(Callback):
     def look(self, batch: int) -> None:
         """Write down what is new in the folder."""
         try:
-            entries = list(os.scandir(self._folder / ".manifest"))
+            entries = list(os.scandir(self._folder))
         except FileNotFoundError:
             return
         for entry in entries:
-            if entry.name.startswith("."):
+            if entry.name.startswith(".") or not entry.name.endswith(".pt") or entry.is_symlink():
                 continue
-            try:
-                inode = entry.inode()
-            except FileNotFoundError:
-                continue
-            if self._seen.get(entry.name) != inode:
-                self._seen[entry.name] = inode
-                self.write(f"committed {entry.name.removesuffix('.json')}")
+            if self._seen.get(entry.name) != entry.inode():
+                self._seen[entry.name] = entry.inode()
+                self.write(f"committed {entry.name}")
         if "latest" not in self._seen and (self._folder / "latest.pt").is_symlink():
             self._seen["latest"] = 1
             self.write("latest")

@@ -20,6 +20,7 @@ from twelve_batches import WIDE, Digests, build
 
 from composerlite import Callback, Event, Logger, State
 from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import Checkpointer, save_state_dict
 
 
 class Tell(Callback):
@@ -55,13 +56,28 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 def leave_remains(folder: Path, mode: str) -> None:
-    """A run that was killed when its second checkpoint had its data, and its manifest not yet."""
+    """A run that was killed after its second checkpoint was committed, and before its link was moved."""
     with build(folder, mode, save_interval="3ba", max_duration="6ba") as trainer:
         trainer.fit()
-    manifests = folder / ".manifest"
-    (manifests / "ba6.pt.json").rename(manifests / ".ba6.pt.json.tmp-0123456789abcdef")
+    (folder / "latest.pt").unlink()
+    (folder / "latest.pt").symlink_to("ba3.pt")
     (folder / ".ba7.pt.tmp-0123456789abcdef").write_bytes(b"half of it")
     (folder / ".latest.pt.tmp-0123456789abcdef").symlink_to("ba6.pt")
+
+
+DIRECTORIES = "directories"
+"""Scenario of saves without a trainer: a directory that is replaced, and steps."""
+
+
+def save_directories(folder: Path, saved: Callable[[str, int], object]) -> None:
+    """Save three times to one directory, and to a new step each time."""
+    for value in (1, 2, 3):
+        save_state_dict(folder / "c", {"x": torch.full((2000,), value)}, save_overwrite=True)
+        saved("c", value)
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, value)
+        Checkpointer().save(folder / f"step{value}", model, {"value": value})
+        saved("step", value)
 
 
 def main(root: str, mode: str, *scenarios: str) -> None:
@@ -69,7 +85,7 @@ def main(root: str, mode: str, *scenarios: str) -> None:
     recorder = Recorder()
     references: dict[int, dict[int, str]] = {}
     for scenario in scenarios:
-        arguments = SCENARIOS[scenario]
+        arguments = SCENARIOS.get(scenario, {})
         width = arguments.get("width", 8)
         if width not in references:
             digests = Digests()
@@ -89,9 +105,12 @@ def main(root: str, mode: str, *scenarios: str) -> None:
         inodes = {str(path.relative_to(disk)): path.stat().st_ino for path in paths}
         (home / "inodes").write_text(json.dumps(inodes))
         recorder.start(disk, home / "log")
-        tell = Tell(lambda name, batch: recorder.mark(f"saved {name} {batch}"))
-        with build(disk / "run", mode, callbacks=[tell], **arguments) as run:
-            run.fit()
+        if scenario == DIRECTORIES:
+            save_directories(disk / "run", lambda name, value: recorder.mark(f"saved {name} {value}"))
+        else:
+            tell = Tell(lambda name, batch: recorder.mark(f"saved {name} {batch}"))
+            with build(disk / "run", mode, callbacks=[tell], **arguments) as run:
+                run.fit()
         recorder.mark("closed")
         recorder.stop()
 

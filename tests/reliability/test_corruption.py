@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 from collections import Counter
@@ -18,7 +17,11 @@ from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.errors import CheckpointError, CheckpointExistsError
 
-KINDS = [*damage.DATA, *damage.MANIFEST]
+KINDS = [*damage.DATA, *damage.RECORD]
+COPIES = (damage.stale_data, damage.swap_data)
+"""They leave sound files under the names of others, as a user does."""
+OF_OTHERS = (*COPIES, damage.remove_record, damage.folder_for_data)
+"""What a run can not tell from a file or a folder of the user: it is left alone."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,10 @@ def check_damaged(original: Original, folder: Path, kind: damage.Kind, chooser: 
 
     for each in hit:
         loaded = load(folder, each)
-        if kind is damage.delete_manifest:
+        if kind is damage.remove_record:
             assert loaded == original.reference[batch_in(each)]  # unverified, which is logged; never found by itself
+        elif kind in COPIES:
+            assert loaded in [original.reference[batch_in(other)] for other in original.names]
         else:
             assert loaded is None or loaded == original.reference[batch_in(each)], f"{each} is damaged and was loaded"
     sound = [other for other in original.names if other not in hit]
@@ -133,9 +138,9 @@ def test_there_are_no_false_alarms(small: Original, large: Original) -> None:
 @pytest.mark.parametrize(
     ("kind", "damaged"),
     [
-        *((kind, 1) for kind in KINDS if kind is not damage.delete_manifest),
+        *((kind, 1) for kind in KINDS if kind not in OF_OTHERS),
         (damage.flip_bit, 2),
-        (damage.truncate_manifest, 2),
+        (damage.cut_record, 2),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -146,10 +151,8 @@ def test_a_run_goes_on_from_the_newest_that_is_sound(
     folder = tmp_path / "run"
     shutil.copytree(small.folder, folder, symlinks=True)
     sound, hit = small.names[:-damaged], small.names[-damaged:]
-    if kind is damage.swap_data:  # which damages two
-        sound, hit = sound[:-1], (*sound[-1:], *hit[:-1])
     for name in hit:
-        kind(damage.Target(folder, name, small.names[-1:] if kind is damage.swap_data else sound), random.Random(1))
+        kind(damage.Target(folder, name, sound), random.Random(1))
     with build(folder, save_interval="3ba") as run:
         assert int(run.state.timestamp.batch) == batch_in(sound[-1])
         assert (folder / "latest.pt").exists(), "latest points to a checkpoint that was set aside"
@@ -158,17 +161,22 @@ def test_a_run_goes_on_from_the_newest_that_is_sound(
     check_sound(Original(folder, small.reference, small.names))
 
 
-def test_a_file_whose_manifest_is_gone_is_never_overwritten(small: Original, tmp_path: Path) -> None:
-    """It is not known to be damaged: a run goes on from it, or says that it is in the way and changes nothing."""
+@pytest.mark.parametrize("kind", OF_OTHERS, ids=lambda kind: kind.__name__)
+def test_what_may_be_of_the_user_is_neither_resumed_nor_overwritten(
+    small: Original, kind: damage.Kind, tmp_path: Path
+) -> None:
+    """A copy made by hand, a file without a record, a folder: the run says that it is in the way and stops."""
     folder = tmp_path / "run"
     shutil.copytree(small.folder, folder, symlinks=True)
-    name = small.names[-1]
-    damage.delete_manifest(damage.Target(folder, name, ()), random.Random(0))
-    before = (folder / name).read_bytes()
-    with contextlib.suppress(CheckpointExistsError), build(folder, save_interval="3ba") as run:
-        run.fit()
-        assert digest(run.state.state_dict()) == small.reference[12]
-    assert (folder / name).read_bytes() == before
+    name, others = small.names[-1], small.names[-2:-1]
+    kind(damage.Target(folder, name, others), random.Random(0))
+    before = (folder / name).stat()
+    with build(folder, save_interval="3ba") as run:
+        assert int(run.state.timestamp.batch) == batch_in(small.names[-3 if kind is damage.swap_data else -2])
+        with pytest.raises(CheckpointExistsError):
+            run.fit()
+    after = (folder / name).stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
 
 
 @pytest.mark.soak

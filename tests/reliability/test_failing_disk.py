@@ -18,7 +18,7 @@ from composerlite.checkpoint import Catalog, read_checkpoint
 
 PROGRAM = Path(__file__).with_name("failing_runs.py")
 PAGE = 4096
-SLACK = 16  # pages beyond the size of a save: names and the manifest take some
+SLACK = 16  # pages beyond the size of a save: names take some
 
 
 @pytest.fixture(scope="module")

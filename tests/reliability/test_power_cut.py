@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from crash_disk import (
     Disk,
     Keep,
@@ -28,12 +31,16 @@ from crash_disk import (
     names_only,
     nothing,
 )
-from recorded_runs import SCENARIOS
+from recorded_runs import DIRECTORIES, SCENARIOS
 from storage_recorder import Call, Kind, compile_recorder, read_log, run_recorded
 from twelve_batches import RUN, SAVING, digest
 
-from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint import Catalog, Checkpointer, load_keys, read_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.place.catalog import record_in
+from composerlite.checkpoint.place.commit import garbage
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.errors import CheckpointNotFoundError
 
 PROGRAM = Path(__file__).with_name("recorded_runs.py")
 LARGE = "large"
@@ -71,7 +78,7 @@ def record(recorder: Path, root: Path, mode: str, *scenarios: str) -> Iterator[t
     for scenario in scenarios:
         home = root / scenario
         reference = {int(batch): value for batch, value in json.loads((home / "reference").read_text()).items()}
-        keeps = 1 if scenario == "one name" else SCENARIOS[scenario].get("num_checkpoints_to_keep", -1)
+        keeps = 1 if scenario == "one name" else SCENARIOS.get(scenario, {}).get("num_checkpoints_to_keep", -1)
         recording = Recording(home, home / "disk", read_log(home / "log"), reference, keeps)
         disk = recording.new_disk()
         for call in recording.calls:
@@ -133,7 +140,7 @@ def check(folder: Path, recording: Recording, cut: Cut) -> int:
         assert digest(contents) == recording.reference[batch], cut.where
 
     catalog = Catalog(folder)
-    catalog.recover()
+    catalog.place.sweep(timedelta())
     there = {manifest.batch: manifest for manifest in catalog.manifests()}
     for batch, manifest in there.items():
         catalog.verify(manifest)
@@ -150,7 +157,38 @@ def check(folder: Path, recording: Recording, cut: Cut) -> int:
     return newest
 
 
-def check_cuts(recording: Recording, folder: Path, *, random_ones: int, share: float, seed: str) -> Counter[int]:
+def check_directories(folder: Path, recording: Recording, cut: Cut) -> int:
+    """Fails if a promised directory or step is lost, or one is not whole; the newest value of the directory."""
+    try:
+        (x,) = load_keys(folder / "c", ["x"])
+        (value,) = x.unique().tolist()
+    except CheckpointNotFoundError:
+        value = 0
+    promised = len(cut.promised)  # by turns one of the directory and one of a step
+    assert value >= (promised + 1) // 2, cut.where
+    steps = [step for step, _ in Checkpointer.find_checkpoints(folder)]
+    assert set(range(1, promised // 2 + 1)) <= set(steps), cut.where
+    for step in steps:
+        model = torch.nn.Linear(1, 1)
+        assert Checkpointer().load(folder / f"step{step}", model) == {"value": step}, cut.where
+        assert model.weight.item() == step, cut.where
+    place = Folder(folder)
+    place.sweep(timedelta())
+    place.delete_all(garbage(place, place.files(), re.compile(".*"), lambda path: record_in(place, path)))
+    record = record_in(place, "c/.metadata")
+    assert set(place.files("c")) == {file.path for file in (() if record is None else record.files)}, cut.where
+    return value
+
+
+def check_cuts(
+    recording: Recording,
+    folder: Path,
+    *,
+    random_ones: int,
+    share: float,
+    seed: str,
+    check: Callable[[Path, Recording, Cut], int] = check,
+) -> Counter[int]:
     """Check every cut, or a random ``share`` of them; how often a run would go on from each batch."""
     chooser = random.Random(seed)
     found: Counter[int] = Counter()
@@ -194,3 +232,22 @@ def test_what_was_saved_survives_every_power_cut(
         counts[scenario] = found.total()
     each = ", ".join(f"{count} {scenario}" for scenario, count in counts.items())
     record_property("count", f"power cuts, {mode}: {sum(counts.values())} different disks ({each}), nothing was lost")
+
+
+def test_directories_and_steps_survive_a_power_cut(recorder: Path, tmp_path: Path) -> None:
+    """A sample of the moments and ways: what was promised is there, whole, and garbage collection leaves the rest of
+    nothing."""
+    for _, recording in record(recorder, tmp_path / "recorded", "sync", DIRECTORIES):
+        found = check_cuts(recording, tmp_path, random_ones=1, share=0.25, seed=DIRECTORIES, check=check_directories)
+        assert set(found) == {0, 1, 2, 3}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_directories_and_steps_survive_every_power_cut(
+    recorder: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """After every call, in every way, and in many random ones."""
+    for _, recording in record(recorder, tmp_path / "recorded", "sync", DIRECTORIES):
+        found = check_cuts(recording, tmp_path, random_ones=20, share=1, seed="soak", check=check_directories)
+        record_property("count", f"power cuts of directories: {found.total()} different disks, nothing was lost")

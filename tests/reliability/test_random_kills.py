@@ -42,7 +42,7 @@ class Facts:
     """What is known of a run that is killed again and again.
 
     Attributes:
-        committed: batches of which a manifest was seen, and which retention may not have deleted.
+        committed: batches of which a checkpoint was seen, and which retention may not have deleted.
         linked: ``latest`` was seen.
         kills: by what they left behind.
     """
@@ -128,12 +128,10 @@ def look_after_a_kill(facts: Facts, said: list[str]) -> None:
         assert start >= max(facts.committed, default=0), "it did not go on from the newest checkpoint"
     there = {manifest.batch: manifest for manifest in catalog.manifests()}
     for batch, manifest in there.items():
-        if not catalog.is_replaced(manifest):
-            catalog.verify(manifest)
+        catalog.verify(manifest)
         contents = read_checkpoint(facts.folder / manifest.name)["state"]
-        found = contents["timestamp"]["Timestamp"]["batch"]
-        assert found >= batch
-        assert digest(contents) == facts.reference[found]
+        assert contents["timestamp"]["Timestamp"]["batch"] == batch
+        assert digest(contents) == facts.reference[batch]
     new = {batch_of(line, there) for line in said if line.startswith("committed")} - {None}
     facts.committed |= {batch for batch in new if batch is not None} | set(there)
     for batch in sorted(facts.committed - set(there)):
@@ -160,14 +158,10 @@ def what_was_going_on(facts: Facts, said: list[str]) -> str:
     """At the moment of the kill, by what is left and what the run had said."""
     if not any(line.startswith("resumed") for line in said):
         return "resume"
-    names = [str(path.relative_to(facts.folder)) for path in facts.folder.rglob("*")]
-    if any(".json.tmp-" in name for name in names):
-        return "commit"
-    if any(".pt.tmp-" in name for name in names):
-        return "write"
-    data = {name for name in names if name.endswith(".pt") and "latest" not in name}
-    listed = {name.removeprefix(".manifest/").removesuffix(".json") for name in names if name.endswith(".json")}
-    return "retention" if data - listed else "training"
+    names = [path.name for path in facts.folder.rglob("*")]
+    if any(name.startswith(".latest.pt.tmp-") for name in names):
+        return "link"
+    return "write" if any(".pt.tmp-" in name for name in names) else "training"
 
 
 def kill(

@@ -112,7 +112,7 @@ def test_a_run_that_gets_no_more_threads_saves_every_checkpoint(tmp_path: Path, 
     assert done.returncode == 0, done.stderr[-3000:]
     assert batches(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert done.stderr.count("could not be started") == 1
-    assert not list((tmp_path / "run" / ".manifest").glob("*.lease"))
+    assert not list((tmp_path / "run").rglob("*.lease"))
 
 
 def a_run_that_is_killed(folder: str) -> None:
@@ -166,7 +166,7 @@ class Beats(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         time.sleep(3)
-        lease = json.loads(self.store.read_range("run/.manifest/.run.lease", 0, 4096))
+        lease = json.loads(self.store.read_range("run/.ba{batch}.pt.lease", 0, 4096))
         sys.stdout.write(f"{int(state.timestamp.batch)} {lease['beat']}\n")
 
 
@@ -177,7 +177,7 @@ def a_run_in_a_bucket(uri: str, dies: str) -> None:
 
     def die() -> None:
         with Transfer(open_store(uri)) as transfer:
-            while not transfer.exists("run/.manifest/ba2.pt.json"):
+            while not transfer.exists("run/ba2.pt"):
                 time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 

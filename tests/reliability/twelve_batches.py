@@ -137,7 +137,8 @@ def main(folder: str, mode: str = "sync", keep: str = "-1", interval: str = "3ba
     torch.set_num_threads(1)
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))  # ckpt-chaos leaves it out
     checkpoints = Path(folder) / "checkpoints"
-    newest = max((batch_in(path.name) for path in checkpoints.glob("ba*")), default=0)
+    committed = [path for path in checkpoints.glob("ba*") if path.is_file() or (path / ".metadata").exists()]
+    newest = max((batch_in(path.name) for path in committed), default=0)
     trainer = build(checkpoints, mode, save_interval=interval, num_checkpoints_to_keep=int(keep), spread=spread)
     resumed = int(trainer.state.timestamp.batch)
     sys.stdout.write(f"resumed from step {resumed}\n")

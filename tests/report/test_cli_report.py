@@ -160,12 +160,12 @@ def test_saves_that_failed_and_checkpoints_that_went(tmp_path: Path) -> None:
 
 
 # ── what is damaged or missing ───────────────────────────────────────────────────────────────────────────────────────
-def test_a_torn_record_and_a_damaged_manifest(run_copy: Path, tmp_path: Path) -> None:
+def test_a_torn_record_of_the_run_and_a_damaged_one_of_a_checkpoint(run_copy: Path, tmp_path: Path) -> None:
     """What cannot be read is said, and all the rest is told."""
-    record, manifest = run_copy / "record.jsonl", run_copy / ".manifest" / "ep0-ba4-rank0.pt.json"
+    record, checkpoint = run_copy / "record.jsonl", run_copy / "ep0-ba4-rank0.pt"
     lines = record.read_text().splitlines(keepends=True)
     record.write_text("".join(lines[:3]) + lines[3][:20] + "\n" + "".join(lines[4:]) + '{"at": "2026-11-2')
-    manifest.write_text(manifest.read_text().replace("tiny", "tony"))
+    checkpoint.write_bytes(checkpoint.read_bytes().replace(b'"tiny"', b'"tony"'))
     told = facts(run_copy, cwd=tmp_path)
     assert any("lines 4, " in fault and "cannot be read" in fault for fault in told["faults"])
     assert any("ep0-ba4-rank0.pt" in fault and "digest does not match" in fault for fault in told["faults"])

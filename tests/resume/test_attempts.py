@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import attempts_run
 import pytest
 import torch
 from relaunch import Ended, run
+from sealed_files import remove_record
 
 from composerlite.checkpoint import Catalog
 
@@ -63,11 +63,12 @@ def test_a_finished_attempt_does_not_finish_the_one_after_it(place: tuple[str, d
     assert launch("resume", 5000, 6).said == {batch: str(1000.0 + batch) for batch in (3, 4, 5, 6)}
 
 
-def test_files_of_an_attempt_that_lost_its_manifests_do_not_come_before_the_next(tmp_path: Path) -> None:
-    """As those of Composer have none: they had come to the end, and the run that was started over trains its own."""
+def test_files_without_a_record_do_not_come_before_the_next_attempt(tmp_path: Path) -> None:
+    """As Composer saves them: they had come to the end, and the run that was started over trains its own."""
     launch = Launches(tmp_path, (str(tmp_path / "run"), {}))
     launch("scratch", 0, 6)
-    shutil.rmtree(tmp_path / "run" / ".manifest")
+    for path in (tmp_path / "run").glob("ba*.pt"):
+        remove_record(path)
     launch("scratch", 1000, 6, die=2)
     assert launch("resume", 5000, 6).said == {batch: str(1000.0 + batch) for batch in (3, 4, 5, 6)}
 
@@ -147,11 +148,11 @@ def test_a_damaged_newest_begins_a_new_attempt_that_is_resumed(tmp_path: Path) -
     assert list(launch("resume", 0, 8).said) == [7, 8]
 
 
-@pytest.mark.parametrize("damaged", [".pt", ".json"])
+@pytest.mark.parametrize("damaged", ["everything", "weights", "record"])
 def test_a_machine_that_reads_wrong_bytes_discards_nothing(
     tmp_path: Path, request: pytest.FixtureRequest, damaged: str
 ) -> None:
-    """All data of a bucket, or all manifests, seem damaged: the run ends with an error, and resumes elsewhere."""
+    """All files of a bucket seem damaged: the run ends with an error, and resumes elsewhere."""
     server = request.getfixturevalue("s3_server")
     bucket, client = server.new_bucket(), server.client()
     launch = Launches(tmp_path, (f"s3://{bucket}/run", dict(server.environment)))
@@ -161,10 +162,14 @@ def test_a_machine_that_reads_wrong_bytes_discards_nothing(
         keys = (item["Key"] for item in client.list_objects_v2(Bucket=bucket)["Contents"])
         return [key for key in keys if not key.endswith(".lease")]
 
+    def wrong(data: bytes) -> bytes:
+        at = len(data) - 10 if damaged == "record" else len(data) // 4
+        return bytes(len(data)) if damaged == "everything" else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
     names = listed()
     stored = {name: client.get_object(Bucket=bucket, Key=name)["Body"].read() for name in names}
-    for name in (name for name in names if name.endswith(damaged)):
-        client.put_object(Bucket=bucket, Key=name, Body=bytes(len(stored[name])))
+    for name in (name for name in names if name.endswith(".pt")):
+        client.put_object(Bucket=bucket, Key=name, Body=wrong(stored[name]))
     with pytest.raises(AssertionError, match=r"none of them is good.*ba[14]\.pt.*ba[14]\.pt"):
         launch("resume", 0, 9)
     assert listed() == names
@@ -179,6 +184,7 @@ def test_latest_leads_to_what_is_resumed_also_under_other_names(tmp_path: Path) 
     launch = Launches(tmp_path, (str(folder), {}))
     launch("scratch", 0, 3)
     path = folder / "ba3.pt"
-    path.write_bytes(bytes(path.stat().st_size))
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     launch("resume", 0, 2, name="ba{batch}.pt.gz")
     assert (folder / "latest.pt").readlink() == Path("ba2.pt")

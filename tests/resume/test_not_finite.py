@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 from pathlib import Path
@@ -83,8 +82,7 @@ def launch(folder: Path | str, good_batches: int, until: str = "8ba", *, model: 
 
 def marks(folder: Path) -> dict[int, list[str]]:
     """The marks of the checkpoints, by batch."""
-    records = [json.loads(file.read_text()) for file in (folder / ".manifest").glob("*.json")]
-    return {one["timestamp"]["batch"]: one.get("not_finite", []) for one in records}
+    return {one.batch: list(one.not_finite) for one in Catalog(folder).manifests()}
 
 
 @pytest.mark.parametrize("logs", [True, False])
@@ -224,11 +222,3 @@ def test_the_newest_good_one_stays_and_marked_ones_are_none_of_the_best(tmp_path
     measured = [dataclasses.replace(one, metrics={"eval/x": float(at)}) for at, one in enumerate(manifests)]
     assert KeepBest(1, "eval/x").keep(measured) == [True, False, False]
     assert [one.batch for one in deletions(measured, retention_policy(1))] == [10]
-
-
-def test_what_is_good_has_the_record_that_older_versions_read(tmp_path: Path) -> None:
-    """Only a marked checkpoint needs the newest version."""
-    launch(tmp_path, 4, loggers=InMemoryLogger())
-    records = [json.loads(file.read_text()) for file in (tmp_path / ".manifest").glob("*.json")]
-    assert {one["timestamp"]["batch"]: one["schema"] for one in records} == {2: 3, 4: 3, 6: 4, 8: 4}
-    assert ["not_finite" in one for one in records if one["timestamp"]["batch"] <= 4] == [False, False]

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.tiny_training import Classifier, trainer
+from sealed_files import record_in
 from torch.optim import lr_scheduler as L
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, Logger, State
+from composerlite.checkpoint.tools.converting import write_file
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.optim import LinearScheduler
 
@@ -302,7 +304,7 @@ def test_a_checkpoint_of_before_resumes_as_it_did(tmp_path: Path, caplog: pytest
     contents = torch.load(tmp_path / "new" / name)
     del contents["state"]["metadata"]["settings"]
     (tmp_path / "old").mkdir()
-    torch.save(contents, tmp_path / "old" / name)
+    write_file(contents, tmp_path / "old" / name, record_in(tmp_path / "new" / name), overwrite=False)
     old = relaunch(tmp_path / "old", "2ep", optimizer={"weight_decay": 0.5})
     assert old.state.optimizers[0].param_groups[0]["weight_decay"] == 0.01
     assert said(caplog) == []
@@ -321,7 +323,7 @@ def test_another_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     contents = torch.load(tmp_path / "new" / name)
     contents["state"]["metadata"]["world_size"] = 2
     (tmp_path / "old").mkdir()
-    torch.save(contents, tmp_path / "old" / name)
+    write_file(contents, tmp_path / "old" / name, record_in(tmp_path / "new" / name), overwrite=False)
     relaunch(tmp_path / "old", "2ep")
     assert said(caplog)[1:] == [
         "  the number of ranks was 2 in the interrupted run and is 1 now: it holds from here on; to continue as before "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sealed_files import add_record, record_in
 from trainer.trainer_parts import At, Net, Seen, build, same, weights
 
 from composerlite import Event, State, Trainer
@@ -190,6 +191,7 @@ def as_before(folder: Path, name: str) -> Path:
     older = folder.with_name("older")
     older.mkdir()
     torch.save(contents, older / name)
+    add_record(older / name, record_in(folder / name))
     return older
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from composerlite.errors import ConfigError, ObjectStoreError
+from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage import StagedFile, parse_uri
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
@@ -84,6 +85,18 @@ def test_a_check_sweeps_what_killed_writers_left(store: LocalObjectStore) -> Non
         store.check_writable("run/")
         assert living.temporary.exists()
         assert not dead.temporary.exists()
+
+
+def test_a_swap_during_another_is_transient(store: LocalObjectStore) -> None:
+    """A swap that meets the lock of another swap changes nothing and can be tried again."""
+    store.put_bytes("lease", b"first")
+    _, version = store.read_versioned("lease")
+    with (store.folder / "lease").open("rb+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ObjectStoreTransientError, match="lease: swap"):
+            store.swap_bytes("lease", b"second", version)
+    store.swap_bytes("lease", b"second", version)
+    assert store.read_range("lease", 0, 10) == b"second"
 
 
 def test_no_empty_folders_remain(store: LocalObjectStore) -> None:

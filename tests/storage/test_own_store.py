@@ -70,6 +70,14 @@ def test_four_verbs_are_enough(shelf: Shelf) -> None:
         shelf.put_bytes("run/c.txt", b"", create_only=True)
     listed = shelf.list_objects("run/", start_after="run/a.txt")
     assert [(one.name, one.size_bytes) for one in listed] == [("run/b.txt", 9), ("run/c.txt", 5)]
+    assert shelf.read_tail("run/c.txt", 2) == (5, b"45")
+    assert shelf.list_level("") == ([], ["run/"])
+    _, version = shelf.read_versioned("run/c.txt")
+    shelf.swap_bytes("run/c.txt", b"67890", version)
+    for name in ("run/c.txt", "run/missing.txt"):
+        with pytest.raises(FileExistsError, match=rf"Shelf://{name}: swap"):
+            shelf.swap_bytes(name, b"", version)
+    assert shelf.read_versioned("run/c.txt")[0] == b"67890"
     shelf.check_writable("run/")
     shelf.close()
 

@@ -109,6 +109,14 @@ def test_every_verb_on_two_services_with_both_checksums(
         store.put_bytes("run/once", b"1", create_only=True)
         with pytest.raises(FileExistsError, match="run/once"):
             store.put_bytes("run/once", b"2", create_only=True)
+        assert store.read_tail(name, 10) == (100_000, data[-10:])
+        _, version = store.read_versioned("run/once")
+        store.swap_bytes("run/once", b"3", version)
+        with pytest.raises(FileExistsError, match="run/once"):
+            store.swap_bytes("run/once", b"4", version)
+        assert store.read_versioned("run/once")[0] == b"3"
+        assert [info.name for info in store.list_level("run/")[0]] == [name, "run/once"]
+        assert store.list_level() == ([], ["run/"])
         first, second = os.urandom(store.least_part_bytes), b"end"
         store.start_parts("run/parts").send(1, memoryview(first))
         (found,) = store.unfinished_parts("run/")
@@ -391,6 +399,47 @@ def test_a_service_without_ranges_is_read_anyway(script: ScriptedServer, scripte
     """Where the whole object comes instead of a range, the range is taken out of it."""
     script.script(Answer(200, b"0123456789", _ETAG))
     assert scripted.read_range("a", 3, 4) == b"3456"
+    assert scripted.read_tail("a", 4) == (10, b"6789")
+
+
+def test_a_tail_is_one_request(script: ScriptedServer, scripted: S3ObjectStore) -> None:
+    """The size of the object is in the answer to the request for its last bytes; an answer cut short is transient."""
+    script.script(Answer(206, b"6789", {**_ETAG, "Content-Range": "bytes 6-9/10"}))
+    assert scripted.read_tail("a", 4) == (10, b"6789")
+    assert [request.headers["range"] for request in script.requests] == ["bytes=-4"]
+    script.script(Answer(206, b"67", {**_ETAG, "Content-Range": "bytes 6-9/10"}))
+    with pytest.raises(ObjectStoreTransientError, match=r"s3://b/a: read the tail: .* 2 of 4 bytes came"):
+        scripted.read_tail("a", 4)
+    with pytest.raises(ConfigError, match="most_bytes=0: expected 1"):
+        scripted.read_tail("a", 0)
+
+
+def test_a_level_is_one_request(script: ScriptedServer, scripted: S3ObjectStore) -> None:
+    """The service groups names by folder, and the object by which a console shows an empty folder is left out."""
+    contents = "".join(f"<Contents><Key>{key}</Key><Size>0</Size></Contents>" for key in ("run/", "run/a"))
+    folders = "<CommonPrefixes><Prefix>run/ep1/</Prefix></CommonPrefixes>"
+    body = f"<ListBucketResult><IsTruncated>false</IsTruncated>{contents}{folders}</ListBucketResult>"
+    script.script(Answer(200, body.encode()))
+    objects, below = scripted.list_level("run/")
+    assert ([info.name for info in objects], below) == (["run/a"], ["run/ep1/"])
+    assert "delimiter=%2F" in script.requests[0].path
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(("etag", "swapped"), [('"e"', True), ('"other"', False)])
+def test_a_service_that_cannot_swap_atomically_is_noticed(etag: str, swapped: bool) -> None:
+    """If the service refuses ``If-Match``, the store reads the version, compares it, and writes."""
+    answers = _refused(501, "NotImplemented"), Answer(200, b"old", {"ETag": etag}), _DONE
+    with running_scripted(*answers) as server, S3ObjectStore("b", endpoint_url=server.url, **_KEYS) as store:
+        assert store.swaps_atomically
+        if swapped:
+            store.swap_bytes("a", b"new", '"e"')
+        else:
+            with pytest.raises(FileExistsError, match="a: swap"):
+                store.swap_bytes("a", b"new", '"e"')
+        assert not store.swaps_atomically
+        assert server.requests[0].headers["if-match"] == '"e"'
+        assert [request.method for request in server.requests] == ["PUT", "GET", "PUT"][: 3 if swapped else 2]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -418,6 +467,8 @@ def test_a_page_of_a_proxy_is_no_success(script: ScriptedServer, scripted: S3Obj
         "upload": lambda: scripted.upload_object("a", tmp_path / "source"),
         "download": lambda: scripted.download_object("a", tmp_path / "copy"),
         "read": lambda: scripted.read_range("a", 0, 4),
+        "read the tail": lambda: scripted.read_tail("a", 4),
+        "swap": lambda: scripted.swap_bytes("a", b"x", "version"),
         "get the size": lambda: scripted.get_object_size("a"),
         "list": lambda: scripted.list_objects("a"),
         "delete": lambda: scripted.delete_object("a"),

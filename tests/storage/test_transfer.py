@@ -339,6 +339,47 @@ def test_a_creation_that_came_second_is_none(store: FaultyStore, transfer: Trans
     assert content(store, "run/a") == b"ours and more"
 
 
+# ── swaps, tails and levels ──────────────────────────────────────────────────────────────────────────────────────────
+def test_a_swap_whose_answer_was_lost_has_succeeded(store: FaultyStore, transfer: Transfer) -> None:
+    """The retry finds another version, reads the object, and finds the bytes of this swap."""
+    store.put_bytes("lease", b"first")
+    data, version = transfer.read_versioned("lease")
+    assert data == b"first"
+    store.faults = [Fault("swap_bytes", lost_answer=True)]
+    transfer.swap_bytes("lease", b"ours", version)
+    assert store.count("swap_bytes") == 2
+    assert content(store, "lease") == b"ours"
+
+
+@pytest.mark.parametrize("other", [b"other", None])
+def test_a_swap_that_came_second_fails(store: FaultyStore, transfer: Transfer, other: bytes | None) -> None:
+    """Another process replaced or deleted the object, before the first try or between two tries."""
+
+    def interfere() -> None:
+        store.put_bytes("lease", other) if other is not None else store.delete_object("lease")
+
+    store.put_bytes("lease", b"first")
+    _, version = transfer.read_versioned("lease")
+    store.faults = [Fault("swap_bytes", first=interfere)]
+    with pytest.raises(FileExistsError, match="lease: swap"):
+        transfer.swap_bytes("lease", b"ours", version)
+    assert store.count("swap_bytes") == 2
+    if other is not None:
+        with pytest.raises(FileExistsError, match="lease: swap"):  # the same bytes are no success at the first try
+            transfer.swap_bytes("lease", other, version)
+        assert content(store, "lease") == other
+
+
+def test_tails_versions_and_levels_are_retried(store: FaultyStore, transfer: Transfer) -> None:
+    """Each verb that reads succeeds after a transient error, with one further call."""
+    store.put_bytes("run/ep1/a", b"0123456789")
+    store.faults = [Fault("read_tail"), Fault("read_versioned"), Fault("list_level")]
+    assert transfer.read_tail("run/ep1/a", 3) == (10, b"789")
+    assert transfer.read_versioned("run/ep1/a")[0] == b"0123456789"
+    assert transfer.list_level("run/") == ([], ["run/ep1/"])
+    assert [store.count(verb) for verb in ("read_tail", "read_versioned", "list_level")] == [2, 2, 2]
+
+
 # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("size", [0, 1, MiB, 3 * MiB, SIZE])
 @pytest.mark.parametrize("known", [True, False])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -41,9 +42,8 @@ from composerlite.checkpoint.api.train_module import (
 )
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.place import SaveHandle
-from composerlite.checkpoint.place.step import MARKER, MODEL, NEXT, TRAIN, StepFolder, step_folder_of
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest
+from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
@@ -111,7 +111,7 @@ class Checkpointer:
 
     Attributes:
         work_dir: with ``pre_download``: where the files go, and stay. ``None``: to a temporary folder.
-        save_overwrite: replace a checkpoint that is there, which stays until the new one is.
+        save_overwrite: replace a checkpoint that is there. It is deleted before the new one is written.
         pre_download: bring the files that are needed to this machine before they are read.
         process_group: the ranks that save and load together. ``None``: all, apart from the group of training.
         save_thread_count: files that a rank writes at the same time.
@@ -207,25 +207,26 @@ class Checkpointer:
 
         with contextlib.ExitStack() as resources:
             folder = resources.enter_context(step_folder_of(place))
-            staging = group.all_reduce(
-                "claiming a directory", lambda: None, lambda _: folder.claim(overwrite=self.save_overwrite)
-            )
-            resources.callback(folder.abandon)
+            what = "looking for a checkpoint that is in the way"
+            group.all_reduce(what, lambda: None, lambda _: folder.check_free(overwrite=self.save_overwrite))
             shards = ShardWriter(
                 state,
-                folder.model(staging),
+                folder.model(),
                 group=group,
-                overwrite=bool(staging.suffix),
+                overwrite=True,  # of what a killed save of a step has left; a step was deleted
                 threads=self.save_thread_count,
                 throttle=self.throttle_uploads,
                 reuse_plan=True,
             )
+            resources.callback(shards.close, may_be_committed=False)
+            # What the save replaces goes now that nothing but a disk can fail: the names of its files are fixed.
+            group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
             resources.pop_all()
         patience = get_local_world_size() if self.throttle_uploads else 1
         return PendingSave(
             manifest=record_of_directory(MODEL, group.size),
             path=folder.uri,
-            writer=_StepWriter(folder, staging, shards, images[0], group=group, ephemeral=ephemeral),
+            writer=_StepWriter(folder, shards, images[0], group=group, ephemeral=ephemeral),
             votes=[group.vote(f"saving {folder.uri}", patience=patience)],
             group=group,
         )
@@ -253,7 +254,7 @@ class Checkpointer:
             ConfigError: the name is none of a file in the directory, or one of the checkpoint's own.
         """
         parts = PurePosixPath(fname).parts
-        own = (MARKER, NEXT, MODEL, TRAIN, MANIFESTS)
+        own = (MARKER, MODEL, TRAIN)
         if not parts or fname.startswith("/") or ".." in parts or parts[0] in own:
             raise ConfigError(
                 f"fname={fname!r}: expected a name in the directory that is not one of the checkpoint's own: {MARKER}, "
@@ -438,7 +439,6 @@ class _StepWriter:
 
     Args:
         folder: of the step.
-        staging: where a save goes to.
         shards: what is to be written of the model and the optimizer.
         train: what this rank remembers beside that.
         group: the ranks that save together.
@@ -448,7 +448,6 @@ class _StepWriter:
     def __init__(
         self,
         folder: StepFolder,
-        staging: SaveHandle,
         shards: ShardWriter,
         train: TorchImage,
         *,
@@ -462,7 +461,6 @@ class _StepWriter:
         self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
         self.size_bytes = self._start + train.size_bytes
         self._folder = folder
-        self._staging = staging
         self._shards = shards
         self._train = train
         self._group = group
@@ -482,23 +480,23 @@ class _StepWriter:
     def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
         name = f"{TRAIN}/rank{self._group.rank}.pt"
-        digest = self._folder.write(self._staging, name, self._train)
+        digest = self._folder.write(name, self._train)
         self._record = FileRecord.of(name, digest)
         self._shards.write(memory, ring_bytes, may_grow=may_grow)
 
-    def finish(self) -> tuple[FileRecord, Any]:
+    def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
         """Wait until everything is durable; what rank 0 needs to know of it."""
         assert self._record is not None
-        return self._record, self._shards.finish()
+        return self._record, self._shards.finish(manifest)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Make the checkpoint exist: first the directory in it, then all of it."""
         files = tuple(record for record, _ in parts)
-        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size, train=files).to_json()
-        self._folder.prepare(self._staging, marker)
-        self._shards.commit(manifest, [results for _, results in parts])
-        self._folder.commit(self._staging, marker)
-        return manifest
+        record = self._folder.record_of(files, self._group.size, ephemeral=self._ephemeral)
+        record = dataclasses.replace(record, versions=versions())
+        self._shards.commit(record, [results for _, results in parts])
+        self._folder.mark(CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json())
+        return record
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files written so far, unless they are or may be committed."""

@@ -1,7 +1,7 @@
 """Sharded checkpoints as functions: save and load a state dict, or a model and its optimizer, at a path or a URI.
 
-The directory is one that plain ``torch.distributed.checkpoint`` reads; one that it wrote is read here. Beside it, in
-``.manifest/<name>.json``, lies the commit record, with which what is read is verified.
+The directory is one that plain ``torch.distributed.checkpoint`` reads; one that it wrote is read here. The record at
+the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests with which all bytes are verified.
 
 In one process nothing has to be set up. Where ``torch.distributed`` is, all ranks of ``process_group`` call together.
 """
@@ -41,7 +41,6 @@ from composerlite.checkpoint.load.optimizers import (
     set_optimizer_state,
 )
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
-from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
@@ -251,7 +250,7 @@ class _SaveSettings:
         """Plan a save, together with the other ranks."""
         group = group_of(self.group)
         if group.is_first:
-            Catalog(folder.place).tidy()
+            folder.sweep()
         writer = ShardWriter(
             state,
             folder,
@@ -320,7 +319,7 @@ def save_safetensors(
     group = group_of()
     with directory_at(dir) as folder:
         if group.is_first:
-            Catalog(folder.place).tidy()
+            folder.sweep()
         writer = SafetensorsWriter(
             lambda: sharded.model_state(model) if isinstance(model, nn.Module) else _plain(model),
             folder,

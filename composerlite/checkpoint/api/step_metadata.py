@@ -10,10 +10,9 @@ from typing import cast, final
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import INDEX
 from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder
-from composerlite.checkpoint.record.manifest import CheckpointMetadata
+from composerlite.checkpoint.record.manifest import CheckpointMetadata, Manifest
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
-from composerlite.storage import verify_file
 from composerlite.types import StateDict
 
 __all__ = ["FoundStep", "find_step", "metadata_of", "read_train_state"]
@@ -30,11 +29,13 @@ class FoundStep:
     Attributes:
         is_bare: whether it is the directory of a model and its optimizer alone.
         metadata: of the checkpoint.
+        record: of the checkpoint; ``None`` if another program wrote it.
         rank_files: ranks that have a file of their own; empty if none is to be read.
     """
 
     is_bare: bool
     metadata: CheckpointMetadata
+    record: Manifest | None = None
     rank_files: frozenset[int] = frozenset()
 
 
@@ -57,10 +58,13 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
             f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
         )
     metadata = metadata_of(folder)
+    record = folder.record()
     if load_trainer_state is False:
-        return FoundStep(False, metadata)
-    matches = [match for name in folder.names(TRAIN) if (match := _RANK_FILE.fullmatch(name)) is not None]
-    return FoundStep(False, metadata, frozenset(int(match[1]) for match in matches))
+        return FoundStep(False, metadata, record)
+    # A killed save of more ranks may have left files that the record does not name.
+    names = folder.names(TRAIN) if record is None else [file.path.rpartition("/")[2] for file in record.files]
+    matches = [match for name in names if (match := _RANK_FILE.fullmatch(name)) is not None]
+    return FoundStep(False, metadata, record, frozenset(int(match[1]) for match in matches))
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
@@ -85,10 +89,10 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
             what,
         )
     name = f"{TRAIN}/rank{rank}.pt"
-    record = next((record for record in found.metadata.train if record.path == name), None)
-    if record is None and found.metadata.world_size:
-        raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its {MARKER!r} does not have the file {name!r}.")
-    with folder.opened(name) as path:
-        if record is not None:
-            verify_file(path, record.digest)
+    record = (
+        None if found.record is None else next((f for f in found.record.files if f.path.endswith(f"/{name}")), None)
+    )
+    if record is None and found.record is not None:
+        raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
+    with folder.opened(name, None if record is None else record.digest) as path:
         return cast("StateDict", safe_torch_load(path))

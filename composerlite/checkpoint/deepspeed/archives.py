@@ -326,20 +326,20 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             return Archives([str(catalog.folder / record.path) for record in manifest.files], manifest)
     else:
         with transferring(first, object_store) as (transfer, wanted):
-            home, manifest = manifest_at(transfer, followed(transfer, wanted))
-            if home is not None and manifest is not None and manifest.kind == "deepspeed":
-                keys = [home.name_of(record.path) for record in manifest.files]
-                return Archives(
-                    keys if object_store is not None else [transfer.store.get_uri(key) for key in keys], manifest
-                )
+            catalog, manifest = manifest_at(transfer, followed(transfer, wanted))
+            if manifest is not None and manifest.kind == "deepspeed":
+                uris = [catalog.place.uri(record.path) for record in manifest.files]
+                key = followed(transfer, wanted).removesuffix(manifest.name)
+                names = [key + record.path for record in manifest.files] if object_store is not None else uris
+                return Archives(names, manifest)
     if manifest is not None:
         raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
     if "rank" not in variables_in(template, f"{argument}={template!r}"):
         raise ConfigError(
-            f"{argument}={template!r}: each rank of DeepSpeed has a file of its own, and this names one, which no "
-            "manifest tells the others of. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
+            f"{argument}={template!r}: each rank of DeepSpeed has a file of its own, and this names one, without a "
+            "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
         ranks = range(number_of_ranks(archive))
-    log.warning("checkpoint %s has no manifest: loading it unverified", first)
+    log.warning("checkpoint %s has no record: loading it unverified", first)
     return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in ranks], None)

@@ -67,7 +67,7 @@ def unshard_zero(
     DeepSpeed need not be installed. All weights are in memory at once, twice for a moment.
 
     Args:
-        path: path or URI of the archive of rank 0, or of a link to it; where it has no manifest, as those of Composer,
+        path: path or URI of the archive of rank 0, or of a link to it; where it has no record, as those of Composer,
             with ``{rank}`` in the name.
         target: the file.
         use_safetensors: write a safetensors file; ``None``: if ``target`` ends with ``.safetensors``.

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
+from composerlite.checkpoint.format import MOST_TAIL_BYTES, TAIL_START
 from composerlite.checkpoint.format.compression import PackedSink, PiecesReader
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import FileDigest, StreamWriter
+from composerlite.storage import FileDigest, Seal, StreamWriter
 
 __all__ = [
     "DEEPSPEED",
@@ -111,12 +112,12 @@ class TarSink:
             self._inner.write(bytes(-self._sizes[-len(self._coming) - 1] % _BLOCK))
             self._begin_next()
 
-    def finish(self) -> FileDigest:
-        """End the archive and wait until it is durable; what the file contains."""
+    def finish(self, seal: Seal | None = None) -> FileDigest:
+        """End the archive, append the tail that ``seal`` makes, and return the digest of the durable file."""
         assert self._left == len(self._coming) == 0, f"{self._left} bytes, {len(self._coming)} files are to come"
         used = sum(_BLOCK + size + -size % _BLOCK for size in self._sizes) - -self._sizes[-1] % _BLOCK
         self._inner.write(bytes(tar_bytes(*self._sizes) - used))
-        return self._inner.finish()
+        return self._inner.finish(seal)
 
     def __enter__(self) -> TarSink:
         return self
@@ -138,7 +139,7 @@ def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
     """The bytes of ``composer_states.pt`` in the archive ``source``, in pieces of 1 MiB at most.
 
     The archive may hold that file and the folder it is in, and nothing else: nothing is extracted to a path, and what
-    a header asks for is not allocated before it is there.
+    a header asks for is not allocated before it is there. The record of the checkpoint may follow the archive.
 
     Raises:
         CorruptCheckpointError: cut off, damaged, or it holds something else.
@@ -155,9 +156,11 @@ def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
         yield from _pieces(source, member.size)
         if len(source.read(-member.size % _BLOCK)) != -member.size % _BLOCK:
             raise _cut_off()
-    while piece := source.read1(_PIECE_BYTES):
-        if piece.strip(b"\0"):
-            raise CorruptCheckpointError("it is an archive with something behind its end")
+    end = b""
+    while len(end) <= MOST_TAIL_BYTES and (piece := source.read1(_PIECE_BYTES)):
+        end = (end + piece).lstrip(b"\0")
+    if end and (not end.startswith(TAIL_START) or len(end) > MOST_TAIL_BYTES):
+        raise CorruptCheckpointError("it is an archive with something behind its end")
     if not found:
         raise CorruptCheckpointError(f"it is an archive that holds no {STATES!r}")
 

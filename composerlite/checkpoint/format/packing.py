@@ -3,8 +3,7 @@
 ============================================== ========================================================================
 ``.pt`` and endings of no known kind           the file that ``torch.load`` opens
 ``.tar .tar.gz .tgz .tar.bz2 .tar.lzma``       an archive that holds it as ``composer_states.pt``
-``.pt.gz .pt.bz2 .pt.xz .pt.lzma``             the file, compressed
-``.pt.lz4 .pt.zst .pt.lzo``
+``.pt.gz .pt.bz2 .pt.xz .pt.lz4 .pt.zst``      the file, compressed
 ============================================== ========================================================================
 """
 
@@ -87,7 +86,11 @@ class Format:
             return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes, may_grow=may_grow)
         if self.compressor is None:
             return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow)
-        return PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes)
+        return PackedSink(path, self.compressor, most_bytes=size_bytes)
+
+    def frame(self, data: bytes) -> bytes:
+        """Return ``data`` as the bytes to append to a file of this format: a frame, if the file is compressed."""
+        return data if self.compressor is None else self.compressor.frame(data)
 
     def open_archive(
         self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
@@ -106,7 +109,7 @@ class Format:
         size_bytes = tar_bytes(*(size for _, size in members))
         if self.compressor is None:
             return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes, may_grow=may_grow), members)
-        return TarSink(PackedSink(path, self.compressor.encoder(size_bytes), most_bytes=size_bytes), members)
+        return TarSink(PackedSink(path, self.compressor, most_bytes=size_bytes), members)
 
 
 def is_tar(name: str | Path) -> bool:

@@ -37,7 +37,7 @@ from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink
+from composerlite.storage import FileDigest, HostMemory, Seal, Sink
 from composerlite.types import StateDict
 
 __all__ = [
@@ -73,7 +73,8 @@ class TorchImage:
         must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
 
     Attributes:
-        size_bytes: of the file.
+        size_bytes: of the file, without its comment.
+        comment_bytes: size of the comment that will be appended to the file. Set before :meth:`write`.
         ring: what is read from devices passes through it.
         stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
@@ -98,6 +99,7 @@ class TorchImage:
         self._finite = FiniteCheck()
         self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.ring = shared_ring
+        self.comment_bytes = 0
         self.size_bytes = self._layout.size_bytes
 
     def storages(self) -> list[StorageCopy]:
@@ -131,7 +133,7 @@ class TorchImage:
     def write(self, sink: Sink) -> list[int]:
         """Write the file to ``sink``; the CRC-32 of each storage."""
         crcs = [self._write_record(sink, number, record) for number, record in enumerate(self._layout.records)]
-        sink.write(trailer(self._layout.records, crcs, self._layout.end))
+        sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
         return crcs[: len(crcs) - len(self._rest)]
 
     def _write_record(self, sink: Sink, number: int, record: ZipRecord) -> int:
@@ -182,7 +184,7 @@ class FileInMemory:
         self.write(data)
         return zlib.crc32(data, crc or 0)
 
-    def finish(self) -> FileDigest:
+    def finish(self, seal: Seal | None = None) -> FileDigest:
         raise NotImplementedError("it is never durable")
 
     def __enter__(self) -> FileInMemory:

@@ -181,6 +181,7 @@ class TorchFile:
         map_location: where tensors go.
         trust: load any type, **running whatever code the file holds**.
         check_sums: compare the CRC-32 of each record with that in the archive; for what nothing else verifies.
+        comment_bytes: size of the comment behind the archive, if ``size_bytes`` does not include the comment.
         types: further classes that it may hold, by full name, made and filled as pickle does. Theirs is what may run.
 
     Raises:
@@ -199,6 +200,7 @@ class TorchFile:
         trust: bool = False,
         check_sums: bool = False,
         types: Mapping[str, type] | None = None,
+        comment_bytes: int = 0,
     ) -> None:
         self._source = source
         self.ring = shared_ring  # through which it is read where it goes to devices
@@ -213,7 +215,7 @@ class TorchFile:
             self._swap, self._check_sums, self._records = False, False, {}
             self.contents = _legacy(source.read(0, size_bytes), map_location)
             return
-        listed = entries(size_bytes, source.read, peek, expect)
+        listed = entries(size_bytes, source.read, peek, expect, comment_bytes=comment_bytes)
         root = records_root(listed)
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
         # torch.serialization.set_crc32_options(False) writes zeros.

@@ -150,8 +150,8 @@ def _record(name: str, size: int, offset: int) -> ZipRecord:
     return ZipRecord(name, size, header + encoded + extra, offset)
 
 
-def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int) -> bytes:
-    """The central directory at ``start`` and the end of the archive."""
+def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int, comment_bytes: int = 0) -> bytes:
+    """The central directory at ``start`` and the end of the archive, which a comment of ``comment_bytes`` follows."""
     directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
     count, size, end = len(records), len(directory), start + len(directory)
     wide = b""
@@ -159,7 +159,7 @@ def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int) -> by
         wide = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
         wide += _LOCATOR_64.pack(b"PK\x06\x07", 0, end, 1)
     short = min(count, 0xFFFF)
-    tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), 0)
+    tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), comment_bytes)
     return directory + wide + tail
 
 
@@ -196,9 +196,12 @@ class ZipEntry(NamedTuple):
     crc: int
 
 
-def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = None) -> dict[str, ZipEntry]:
+def entries(
+    size_bytes: int, read: Read, peek: Read, expect: Expect | None = None, *, comment_bytes: int = 0
+) -> dict[str, ZipEntry]:
     """The records of a zip archive of ``size_bytes``, by name.
 
+    ``comment_bytes`` is the size of the archive's comment, if ``size_bytes`` does not include the comment.
     ``read`` gives bytes of the directory. ``peek`` gives those of local headers, of which there is one per record: it
     need not verify them if the caller compares ``header_bytes`` later. ``expect`` is called with their ranges before:
     they lie all over the file, and a disk that is asked for all of them at once does not take much longer than for one.
@@ -207,7 +210,7 @@ def entries(size_bytes: int, read: Read, peek: Read, expect: Expect | None = Non
         CorruptCheckpointError: no zip archive; or records that are compressed or encrypted, overlap, lie outside of the
             file, have the same name, or are too many.
     """
-    start, size, count = _directory(size_bytes, read)
+    start, size, count = _directory(size_bytes, read, comment_bytes)
     if not 0 < count <= _MOST_RECORDS or count * _CENTRAL.size > size or start + size > size_bytes:
         raise CorruptCheckpointError(f"its directory claims {count} records in {size} bytes at {start}")
     directory = read(start, size)
@@ -249,7 +252,7 @@ def records_root(names: dict[str, ZipEntry]) -> str:
     return roots[0]
 
 
-def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
+def _directory(size_bytes: int, read: Read, comment_bytes: int) -> tuple[int, int, int]:
     """Find the directory: where it begins, its size in bytes, and how many records it has."""
     tail_start = max(0, size_bytes - _TAIL_BYTES)
     tail = read(tail_start, size_bytes - tail_start)
@@ -257,7 +260,7 @@ def _directory(size_bytes: int, read: Read) -> tuple[int, int, int]:
     while place >= 0:
         if place + _END.size <= len(tail):
             fields = _END.unpack_from(tail, place)
-            if place + _END.size + fields[7] == len(tail):
+            if place + _END.size + fields[7] == len(tail) + comment_bytes:
                 break
         place = tail.rfind(b"PK\x05\x06", 0, place)
     else:

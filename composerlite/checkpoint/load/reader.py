@@ -22,8 +22,6 @@ from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile, is_legacy
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.resolve import BytesRead, home_of, progress_of, what_is_there
-from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import (
     CheckpointError,
@@ -32,7 +30,7 @@ from composerlite.errors import (
     CorruptCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import FileDigest, ParallelReader
+from composerlite.storage import ParallelReader
 from composerlite.types import Piece
 
 __all__ = [
@@ -59,6 +57,7 @@ class RawFile(NamedTuple):
         size_bytes: how many there are.
         peek: reads bytes that are verified later, or not at all.
         check_sums: whether nothing but the sums in the file verifies them.
+        comment_bytes: size of the zip comment behind them.
         expect: is called with the bytes that ``peek`` will be asked for.
     """
 
@@ -67,6 +66,7 @@ class RawFile(NamedTuple):
     peek: Callable[[int, int], bytes]
     check_sums: bool
     expect: Callable[[int, int], object] | None = None
+    comment_bytes: int = 0
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
         """Return its contents."""
@@ -78,6 +78,7 @@ class RawFile(NamedTuple):
             map_location=map_location,
             trust=trust,
             check_sums=self.check_sums,
+            comment_bytes=self.comment_bytes,
         )
 
 
@@ -87,9 +88,9 @@ def opened(
 ) -> Generator[tuple[TorchFile, BytesRead]]:
     """The checkpoint file ``path``, and the callbacks for bytes read of it.
 
-    What has a manifest is verified: by chunks as they are read, or before that where the manifest is an old one or the
-    file is compressed. What has none is compared with its own checksums, and a warning says that this is all. The
-    function that the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` names is asked first.
+    A file with a record is verified: by chunks as they are read, or before that if it is compressed. One without is
+    compared with its own checksums, and a warning says that this is all. The function that the environment variable
+    ``CHECKPOINT_VALIDATION_FUNCTION`` names is asked first.
 
     Raises:
         CheckpointNotFoundError: there is no such file; the message lists what the folder has.
@@ -128,7 +129,7 @@ def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFi
         before = _version(path)
         with contextlib.ExitStack() as opening:
             try:
-                made = _made(opening, path, make)
+                made = make(_raw_file(opening, path))
             except (CorruptCheckpointError, FileNotFoundError):
                 if not left or _version(path) == before:
                     raise
@@ -140,58 +141,31 @@ def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFi
     raise AssertionError("unreachable")
 
 
-def _version(path: Path) -> list[tuple[int, int, int, int] | None]:
-    """Device, inode, size and time of a file and of its manifest: they change when either is replaced."""
-    catalog, name = home_of(path)
-    found: list[tuple[int, int, int, int] | None] = []
-    for one in (path, catalog.record_path(name)):
-        try:
-            status = one.stat()
-        except FileNotFoundError:
-            found.append(None)
-        else:
-            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-    return found
+def _version(path: Path) -> tuple[int, int, int, int] | None:
+    """Device, inode, size and time of a file: they change when it is replaced."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _made(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
-    """Call ``make`` on the file that has the name ``path`` now; it may be replaced at any moment."""
+def _raw_file(stack: contextlib.ExitStack, path: Path) -> RawFile:
+    """The bytes of the torch file: compared with its record as they are read, or all before if it is packed."""
     catalog, name = home_of(path)
     manifest = catalog.manifest_of(name)
     if manifest is None:
-        log.warning("checkpoint %s has no manifest: loading it unverified", path)
-    try:
-        return make(_raw_file(stack, path, catalog, manifest, verified=True))
-    except CorruptCheckpointError:
-        if manifest is None or not catalog.is_replaced(manifest):
-            raise
-        return make(_raw_file(stack, path, catalog, manifest, verified=False))
-
-
-def _raw_file(
-    stack: contextlib.ExitStack, path: Path, catalog: Catalog, manifest: Manifest | None, *, verified: bool
-) -> RawFile:
-    """The bytes of the torch file: compared with the manifest as they are read, or all before if it is packed."""
+        log.warning("checkpoint %s has no record: loading it unverified", path)
     if is_packed(path):
-        if manifest is not None and verified:
+        if manifest is not None:
             catalog.verify(manifest)
         size_bytes = None if manifest is None else manifest.unpacked_bytes or None
         file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-        source: ByteSource = UnverifiedFile(file)
-    else:
-        file = stack.enter_context(path.open("rb", buffering=0))
-        digest = _digest(catalog, manifest, path) if manifest is not None and verified else None
-        source = stack.enter_context(ParallelReader(path, digest))
-    beside = UnverifiedFile(file)
-    return RawFile(source, file.seek(0, os.SEEK_END), beside.read, manifest is None, beside.expect)
-
-
-def _digest(catalog: Catalog, manifest: Manifest, path: Path) -> FileDigest:
-    """Return the digest of what ``path`` must contain."""
-    for record in manifest.files:
-        if (catalog.folder / record.path).resolve() == path:
-            return record.digest
-    raise CorruptCheckpointError(f"the manifest of checkpoint {str(path)!r} does not have it among its files.")
+        beside = UnverifiedFile(file)
+        return RawFile(beside, file.seek(0, os.SEEK_END), beside.read, manifest is None, beside.expect)
+    beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
+    source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
+    return RawFile(source, source.size_bytes, beside.read, manifest is None, beside.expect, source.tail_bytes)
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
@@ -351,9 +325,9 @@ class _Primed:
         if trust and is_legacy(raw.size_bytes, self._peek):
             self.read(0, raw.size_bytes)  # it has no directory
         elif trust:  # its code would run here, and again on every rank
-            entries(raw.size_bytes, self.read, self._peek)
+            entries(raw.size_bytes, self.read, self._peek, comment_bytes=raw.comment_bytes)
         else:
-            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta")
+            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", comment_bytes=raw.comment_bytes)
 
     @property
     def digest(self) -> str:
@@ -380,13 +354,13 @@ class _Primed:
 def _shared(spread: dist.NodeBroadcast, mine: _Primed | None) -> RawFile:
     """The file on every rank, of which the sources of ``spread`` have it as ``mine``."""
 
-    def told() -> tuple[int, bool, Known]:
+    def told() -> tuple[int, bool, Known, int]:
         assert mine is not None
-        return mine.raw.size_bytes, mine.raw.check_sums, mine.known
+        return mine.raw.size_bytes, mine.raw.check_sums, mine.known, mine.raw.comment_bytes
 
-    size_bytes, check_sums, known = spread.object(told)
+    size_bytes, check_sums, known, comment_bytes = spread.object(told)
     source = _SpreadSource(spread, mine.raw.source if mine is not None and spread.is_source else None, known)
-    return RawFile(source, size_bytes, source.read, check_sums and spread.is_source)
+    return RawFile(source, size_bytes, source.read, check_sums and spread.is_source, comment_bytes=comment_bytes)
 
 
 @final

@@ -24,13 +24,13 @@ from composerlite.checkpoint.format.weight_files import (
     holds_weights,
     is_safetensors,
 )
-from composerlite.checkpoint.place.bucket import LINK_SUFFIX, Bucket
+from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place, by_total
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
 from composerlite.checkpoint.place.step import MODEL, StepFolder, step_folder_of
-from composerlite.checkpoint.record.manifest import Manifest, record_path
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     ObjectStore,
@@ -62,7 +62,6 @@ __all__ = [
     "manifest_at",
     "progress_of",
     "resolved",
-    "root_of",
     "source_of",
     "transferring",
     "what_is_there",
@@ -100,7 +99,7 @@ class Located:
             path = Path(os.path.realpath(self.path))
             if path.is_file():
                 return ShardedDirectory.of_file(Folder(path.parent), path.name)
-            return ShardedDirectory.on_disk(path, root_of(path))
+            return ShardedDirectory.on_disk(path)
         if self.is_file:
             store = open_store(self.uri) if object_store is None else object_store
             return ShardedDirectory.of_file(Bucket.of(store, closes=object_store is None), self.key)
@@ -256,6 +255,8 @@ _LARGE_BYTES = 1 << 28
 BytesRead = Callable[[int], object]
 """Called with each number of bytes."""
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
+_DOWNLOADS = 5
+"""Times that a file is downloaded which is replaced meanwhile."""
 
 
 @contextlib.contextmanager
@@ -428,26 +429,16 @@ def followed(transfer: Transfer, name: str) -> str:
 
 
 # ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def root_of(path: Path) -> Path | None:
-    """Find the folder that has the manifest of ``path``: its own, or one above for names with folders."""
-    return next((root for root in path.parents if (root / record_path(str(path.relative_to(root)))).is_file()), None)
-
-
 def home_of(path: Path) -> tuple[Catalog, str]:
-    """Return the catalog that knows ``path``, or would, and the name it has there."""
-    root = root_of(path) or path.parent
-    return Catalog(root), str(path.relative_to(root))
+    """Return the catalog of the folder of ``path``, and the name of ``path`` there."""
+    return Catalog(path.parent), path.name
 
 
-def manifest_at(transfer: Transfer, name: str) -> tuple[Bucket | None, Manifest | None]:
-    """Find the catalog that knows the object ``name``, and its manifest: that of its folder, or of one above."""
-    for folder in PurePosixPath(name).parents:
-        root = "" if str(folder) == "." else str(folder)
-        home = Bucket(transfer, root)
-        manifest = Catalog(home).manifest_of(str(PurePosixPath(name).relative_to(folder)))
-        if manifest is not None:
-            return home, manifest
-    return None, None
+def manifest_at(transfer: Transfer, name: str) -> tuple[Catalog, Manifest | None]:
+    """Return the catalog of the folder of the object ``name``, and the record of the checkpoint of that name."""
+    folder, _, last = name.rpartition("/")
+    catalog = Catalog(Bucket(transfer, folder))
+    return catalog, catalog.manifest_of(last)
 
 
 def what_is_there(path: Path) -> str:
@@ -475,22 +466,30 @@ def transferring(path: str | Path, object_store: ObjectStore | None) -> Generato
 
 
 def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -> Path:
-    """Download a checkpoint to ``folder``, with its manifest if it has one."""
+    """Download a checkpoint to ``folder``, verified by its record if it has one.
+
+    One that is replaced meanwhile is downloaded again.
+    """
     name = followed(transfer, name)
-    home, manifest = manifest_at(transfer, name)
-    if home is None or manifest is None or len(manifest.files) != 1:
-        target = folder / PurePosixPath(name).name
-        _download_object(transfer, name, target, progress_bar)
-        return target
-    remote = Catalog(home)
-    with download_bar(progress_bar) as tell:
+    remote, manifest = manifest_at(transfer, name)
+    for _ in range(_DOWNLOADS):
+        if manifest is None or manifest.form != "file":
+            target = folder / PurePosixPath(name).name
+            _download_object(transfer, name, target, progress_bar)
+            return target
         try:
-            remote.fetch(manifest, Catalog(folder), tell)
+            with download_bar(progress_bar) as tell:
+                remote.fetch(manifest, Catalog(folder), tell)
+            return folder / manifest.name
         except CorruptCheckpointError:
-            if (begun := next(remote.begun(manifest.name), None)) is None:
+            tried = manifest
+            remote, manifest = manifest_at(transfer, name)
+            if manifest is not None and manifest.id == tried.id:
                 raise
-            remote.fetch(begun, Catalog(folder), tell)  # its process was killed between the data and the manifest
-    return folder / manifest.name
+    raise CorruptCheckpointError(
+        f"checkpoint {transfer.store.get_uri(name)!r} was replaced {_DOWNLOADS} times while it was downloaded: load it "
+        "when the program that saves it has ended, or have that program give each checkpoint a name of its own."
+    )
 
 
 def _download_object(transfer: Transfer, name: str, target: Path, progress_bar: bool) -> None:

@@ -45,7 +45,7 @@ def read_checkpoint(
     map_location: MapLocation = "cpu",
     ignore_keys: IgnoreKeys = None,
 ) -> StateDict:
-    """The contents of the checkpoint file ``path``, verified against its manifest where it has one.
+    """The contents of the checkpoint file ``path``, verified by its record if it has one.
 
     Args:
         path: a file; compressed or in an archive, too.

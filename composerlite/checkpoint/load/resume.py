@@ -5,32 +5,25 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 from composerlite import dist
-from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.load.restore import read_checkpoint
-from composerlite.checkpoint.place.bucket import has_index
 from composerlite.checkpoint.place.catalog import Catalog, Fault
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.memory_replicas import NodeMemory
 from composerlite.checkpoint.record.manifest import (
     RESUMABLE,
-    FileRecord,
     Manifest,
     NewerManifestError,
     continued,
     highest_attempt,
     living_line,
     new_attempt,
-    plain_timestamp,
 )
 from composerlite.checkpoint.record.naming import differ_by_rank, name_pattern
 from composerlite.errors import (
@@ -55,7 +48,7 @@ class RunBucket(NamedTuple):
     Attributes:
         remote: the bucket.
         link: name of its link to the latest; ``None`` if it has none.
-        template: of the names of checkpoints; ``None``: those whose manifest cannot be read do not count.
+        template: of the names of checkpoints; ``None``: damaged ones do not count.
     """
 
     remote: Catalog
@@ -70,7 +63,7 @@ class RunPlace:
 
     Attributes:
         catalog: the folder. What is only in a bucket is fetched to it.
-        template: of the names of checkpoints; ``None``: only what has a manifest counts.
+        template: of the names of checkpoints; ``None``: only what has a record counts.
         link: of the names of links to the latest; ``None``: there are none. Only those that are called so and lead to a
             checkpoint of ``template`` are mended or removed.
         buckets: where else checkpoints are. Four requests find the latest of one, and a listing what other links are
@@ -93,8 +86,6 @@ class _Candidate:
     manifest: Manifest
     catalog: Catalog
     remote: Catalog | None = None  # it is there and not in the folder
-    listed: bool = True  # it has a manifest
-    begun: bool = False  # its commit in the bucket has begun: a manifest is announced, and the data may be another's
     in_memory: bool = False
     elsewhere: int | None = None  # a part of it is in the memory of another node: the number of its place
 
@@ -103,10 +94,10 @@ class _Candidate:
         return not self.manifest.left_out
 
     @property
-    def rank(self) -> tuple[bool, tuple[int, int, int], bool, int, str]:
-        """The greatest is tried first: what can be verified, and is nearer, before what is not."""
+    def rank(self) -> tuple[bool, tuple[int, int, int], int, str]:
+        """Sort key: the greatest is tried first. Of two of one moment, the nearer one is."""
         nearness = 0 if self.remote is not None else 1 if not self.in_memory else 2 if self.elsewhere is not None else 3
-        return self.whole, self.manifest.order[:3], self.listed, nearness, self.manifest.saved_at
+        return self.whole, self.manifest.order[:3], nearness, self.manifest.saved_at
 
     @property
     def is_directory(self) -> bool:
@@ -131,22 +122,15 @@ class _Candidate:
             raise CorruptCheckpointError(f"checkpoint {self.source!r}: something of it is gone: {e}") from e
 
     def _check(self, progress: Callable[[int, int], object] | None) -> None:
-        if not self.listed:
-            _check_unlisted(self.catalog, self.manifest)
-            return
         if self.remote is None:
             self.catalog.verify(self.manifest)
             return
         if self.is_directory:
-            if self.begun and not has_index(self.manifest, self.remote.place.read(f"{self.manifest.name}/{INDEX}")):
-                raise CorruptCheckpointError("its index is that of another checkpoint.")
             self.remote.check_sizes(self.manifest)  # bytes are verified as they are read
             return
         try:
             self.remote.fetch(self.manifest, self.catalog, progress)
         except CorruptCheckpointError as e:
-            if self.begun:
-                raise
             log.warning("fetching it once more, it may have been damaged on its way: %s", e)
             self.remote.fetch(self.manifest, self.catalog, progress)
 
@@ -190,12 +174,12 @@ def choose(
     resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
     returned. A checkpoint that is marked as ``not_finite`` is skipped, and so is a damaged one, which is logged
     with the reason; in a folder it is quarantined once an older one was found to be good, and in a bucket it stays:
-    it may be this machine that reads wrongly. One whose manifest cannot be read is skipped and stays. Weights alone
+    it may be this machine that reads wrongly. One whose record cannot be read is skipped and stays. Weights alone
     cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole one: what it
     lacks would start afresh in the middle of the run.
 
-    A file without a manifest, of another program or one whose manifest was lost, is taken if it can be read and agrees
-    with its own checksums, as long as no attempt with a number has a checkpoint; the log says so.
+    A file without a record, of another program, is never taken. If there is nothing else, that is an error: the run
+    does not start over beside it.
 
     Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
     each its share. What a rank cannot read in a folder is skipped by all, and not quarantined.
@@ -284,20 +268,17 @@ class _Search:
         self._run_name = run_name
         self._unreadable: list[OSError] = []
         self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
-        self._interrupted: set[int] = set()
-        """Candidates whose upload has turned out to be incomplete: they only show which attempts there were."""
         self._skipped_records = False
-        """Checkpoints are left where they are whose manifest is damaged, in a bucket, or cannot be read here."""
+        """Checkpoints are left where they are whose record is damaged, in a bucket, or cannot be read here."""
         self._damage: dict[str, CorruptCheckpointError] = {}
-        """Checkpoints of the run's names that are no candidates, since they or their manifests cannot be read."""
+        """Checkpoints of the run's names that are no candidates, since they or their records cannot be read."""
         self._unlisted_damage: list[tuple[Catalog, str]] = []
-        """Those of them in folders that have no manifest."""
+        """Those of them in folders that have no record."""
         self._unseen: dict[str, RunBucket] = {}
         """Buckets of which only the latest is a candidate, until that does not hold."""
         found: list[_Candidate] = []
         for place in places:
-            manifests, faults = place.catalog.manifests_and_faults()
-            self._note(place.catalog, place.template, faults)
+            manifests = self._listed(place.catalog, place.template)
             found += [_Candidate(one, place.catalog, in_memory=place.in_memory) for one in self._of_run(manifests)]
         found += [
             _Candidate(manifest, places[number].catalog, in_memory=True, elsewhere=number)
@@ -311,24 +292,20 @@ class _Search:
                 self._unseen[bucket.remote.place.uri()] = bucket
             else:
                 found += self._everything_in(bucket, catalog)
-        for place in places:
-            if place.template is not None:
-                known = [one.manifest for one in found if one.listed and one.manifest.kind in RESUMABLE]
-                found += self._unlisted(place.catalog, place.template, known)
         self._known = found
         self._look_at_line()
 
     def _may_be_later(self, bucket: RunBucket, latest: Manifest) -> bool:
-        """Return true if not ``latest`` alone is to be looked at: another link leads to a later one, or to nothing.
+        """Return true if another link than the bucket's own leads to a later checkpoint than ``latest``, or to nothing.
 
         Links have other names where the run saved files before and saves directories now, and where the user says so.
         """
         own = None if bucket.link is None else PurePosixPath(bucket.link).name
-        for link in bucket.remote.place.links():
+        for link in bucket.remote.place.announced_links():
             if link == own:
                 continue
             try:
-                found = bucket.remote.manifest_of(bucket.remote.place.target_of(link, ahead=True))
+                found = bucket.remote.manifest_of(bucket.remote.place.announced_target(f"/{link}")[0])
             except (FileNotFoundError, CorruptCheckpointError, NewerManifestError, ConfigError) as e:
                 log.debug("%s does not lead to a checkpoint: %s", link, e)
                 return True
@@ -337,13 +314,22 @@ class _Search:
         return False
 
     def _everything_in(self, bucket: RunBucket, catalog: Catalog) -> list[_Candidate]:
-        """List all checkpoints of the run in a bucket, begun ones, too, which takes a request for each."""
+        """List all checkpoints of the run in a bucket, which takes a request for each."""
         remote = bucket.remote
-        manifests, faults = remote.manifests_and_faults()
-        self._skipped_records |= any(isinstance(fault, CorruptCheckpointError) for fault in faults.values())
-        self._note(remote, bucket.template, faults)
-        found = [_Candidate(manifest, catalog, remote) for manifest in self._of_run(manifests)]
-        return found + [_Candidate(one, catalog, remote, begun=True) for one in self._of_run(remote.begun())]
+        return [_Candidate(one, catalog, remote) for one in self._of_run(self._listed(remote, bucket.template))]
+
+    def _listed(self, catalog: Catalog, template: str | None) -> list[Manifest]:
+        """List the checkpoints of a place, and take note of the faults that hide others."""
+        manifests, faults = catalog.manifests_and_faults()
+        found: dict[str, Fault] = dict(faults)
+        if template is not None:
+            without = _files_without_record(catalog, template, self._run_name, manifests, faults)
+            found |= {**without.foreign, **without.damaged}
+            self._unlisted_damage += [(catalog, name) for name in without.damaged]
+        if catalog.place.path_of("") is None:  # damaged files of a folder are renamed, those of a bucket stay
+            self._skipped_records |= any(isinstance(fault, CorruptCheckpointError) for fault in found.values())
+        self._note(catalog, template, found)
+        return manifests
 
     def _of_run(self, manifests: Iterable[Manifest]) -> list[Manifest]:
         return [manifest for manifest in manifests if manifest.run_name == self._run_name]
@@ -370,25 +356,9 @@ class _Search:
     def _look_at_line(self) -> None:
         """Find the living line of the known checkpoints, and the ones of it that were not tried."""
         tried = {id(one) for one, _ in self._rejected}
-        known = [
-            c for c in self._known if c.manifest.kind in RESUMABLE and not (c.begun and id(c) in self._interrupted)
-        ]
+        known = [candidate for candidate in self._known if candidate.manifest.kind in RESUMABLE]
         self._candidates = living_line(known, _manifest)
         self._left = [one for one in self._candidates if id(one) not in tried]
-
-    def _unlisted(self, catalog: Catalog, template: str, known: Sequence[Manifest]) -> list[_Candidate]:
-        """Find checkpoints without a manifest. Their attempt is not known: it counts as 0, before any that began."""
-        without, damaged = _unlisted_in(catalog, template, self._run_name)
-        self._note(catalog, template, damaged)
-        self._unlisted_damage += [(catalog, name) for name in damaged]
-        if without and (begun := highest_attempt(known)):
-            log.warning(
-                "skipped: %s have no manifest, and nothing says that they are of attempt %d of run %r, which began",
-                ", ".join(repr(manifest.name) for manifest in without),
-                begun,
-                self._run_name,
-            )
-        return [_Candidate(manifest, catalog, listed=False) for manifest in without]
 
     def new_attempt(self) -> Lineage:
         """Begin an attempt: there is nothing to resume from."""
@@ -436,11 +406,6 @@ class _Search:
 
     def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
         """Skip a candidate that is damaged or marked, or that a rank cannot read."""
-        if candidate.begun and isinstance(error, CorruptCheckpointError):
-            log.info("skipped %s at batch %d: its upload was interrupted", candidate.source, candidate.manifest.batch)
-            self._interrupted.add(id(candidate))
-            self._look_at_line()
-            return
         log.warning("skipped %s: %s", candidate.source, error)
         self._rejected.append((candidate, error))
         if isinstance(error, OSError) and not _is_lost(candidate, error):
@@ -448,7 +413,7 @@ class _Search:
         uri = "" if candidate.remote is None else candidate.remote.place.uri()
         if (bucket := self._unseen.pop(uri, None)) is not None:
             others = self._everything_in(bucket, candidate.catalog)
-            self._known += [o for o in others if o.begun or o.manifest.name != candidate.manifest.name]
+            self._known += [o for o in others if o.manifest.name != candidate.manifest.name]
             self._look_at_line()
 
     def accept(self, candidate: _Candidate) -> Lineage:
@@ -471,16 +436,13 @@ class _Search:
             )
         elif newer:
             log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
-        if candidate.begun and candidate.remote is not None:
-            candidate.remote.adopt(candidate.manifest)
-            log.info("completed the upload of %s, whose process had died", candidate.source)
         is_here = isinstance(candidate.place, Path)
         _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
         known, resumable = [c.manifest for c in self._known], [c.manifest for c in self._candidates]
         return continued(candidate.manifest, known, resumable, damaged=self._skipped_records)
 
     def _quarantine_damaged(self, accepted: _Candidate) -> None:
-        """Quarantine files and manifests of folders that are damaged: the run will save these names again."""
+        """Quarantine damaged files of folders: the run will save these names again."""
         for place in self._places if self._damage else ():
             if place.template is not None:
                 place.catalog.quarantine_damaged(name_pattern(place.template, self._run_name))
@@ -551,7 +513,7 @@ def _check_share(catalog: Catalog, manifest: Manifest) -> None:
         mine = catalog.manifest_of(manifest.name)
     except (CorruptCheckpointError, OSError) as e:
         log.warning("%s cannot be read here: %s", manifest.name, e)
-    sees = mine is not None and mine.identity == manifest.identity
+    sees = mine is not None and mine.id == manifest.id
     knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.readable()))
     absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
     told = dist.get_group().gather((sees, knows, mine.node if mine is not None and sees else None, absent))
@@ -621,84 +583,59 @@ def _manifest(candidate: _Candidate) -> Manifest:
     return candidate.manifest
 
 
-# ── checkpoints without a manifest ───────────────────────────────────────────────────────────────────────────────────
-_NEEDED = {"model", "optimizers", "timestamp"}
+# ── files without a record ───────────────────────────────────────────────────────────────────────────────────────────
+class _NoRecord(NamedTuple):
+    """Files of a run's names that have no record of that name, each with the reason why a run does not resume from it.
+
+    Attributes:
+        foreign: written by another program, or in a bucket, where nothing is renamed.
+        damaged: files in a folder that cannot be read, or that differ from the record in them.
+    """
+
+    foreign: Mapping[str, CorruptCheckpointError]
+    damaged: Mapping[str, CorruptCheckpointError]
 
 
-def _unlisted_in(
-    catalog: Catalog, template: str, run_name: str
-) -> tuple[list[Manifest], dict[str, CorruptCheckpointError]]:
-    """The checkpoints of ``run_name`` named by ``template`` that have no manifest, each with one made of its contents.
+def _files_without_record(
+    catalog: Catalog, template: str, run_name: str, manifests: Sequence[Manifest], faults: Mapping[str, Fault]
+) -> _NoRecord:
+    """Find the files that ``template`` names and that are no checkpoints. Intact copies made by hand are left out.
 
-    Tensors are not read for it. What cannot be read at all is returned apart, with the reason. What is no checkpoint
-    of this run is left alone.
+    Args:
+        catalog: the place.
+        template: of the names of the run's checkpoints.
+        run_name: of the run.
+        manifests: of the checkpoints in the place.
+        faults: of the names that have a damaged record.
     """
     pattern = name_pattern(template, run_name)
+    known = {record.path for manifest in manifests for record in manifest.files} | faults.keys()
+    foreign: dict[str, CorruptCheckpointError] = {}
     damaged: dict[str, CorruptCheckpointError] = {}
-    manifests, faults = catalog.manifests_and_faults()
-    unread = [name for name, fault in faults.items() if not isinstance(fault, CorruptCheckpointError)]
-    listed = {record.path for manifest in manifests for record in manifest.files}
-    found: list[Manifest] = []
-    for name in list(catalog.files()):
-        if name in listed or pattern.fullmatch(name) is None or os.path.lexists(catalog.record_path(name)):
-            continue  # what has the record of another checkpoint is a copy made by hand
-        if any(differ_by_rank(other, name, template, run_name) for other in unread):
-            continue  # that may list it
+    for name in catalog.files():
+        if name in known or pattern.fullmatch(name) is None:
+            continue
+        if any(differ_by_rank(other, name, template, run_name) for other in faults):
+            continue  # the other one may list it
+        copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
         try:
-            manifest = _described(catalog, name, template)
+            if copy is not None and path is not None:
+                catalog.verify(copy)
+            elif path is not None:
+                with opened(path):
+                    pass
+        except FileNotFoundError:
+            continue  # deleted since it was listed
         except CorruptCheckpointError as e:
             log.warning("skipped: %s", e)
             damaged[name] = e
             continue
         except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
             log.warning("left alone: %s", e)
-            continue
-        if manifest is not None and manifest.run_name == run_name:
-            found.append(manifest)
-    return found, damaged
-
-
-def _check_unlisted(catalog: Catalog, manifest: Manifest) -> None:
-    """Read all of a checkpoint that has no manifest and compare it with its own checksums.
-
-    Raises:
-        CorruptCheckpointError: it cannot be read, or they do not agree.
-    """
-    read_checkpoint(catalog.folder / manifest.name)
-    log.warning("%s has no manifest: its bytes agree with its own checksums only", catalog.folder / manifest.name)
-
-
-def _described(catalog: Catalog, name: str, template: str) -> Manifest | None:
-    """Make the manifest of the file ``name``; ``None`` if one cannot resume from it."""
-    path = catalog.folder / name
-    with opened(path) as (file, _):
-        contents: Any = file.contents
-    state: Any = contents.get("state") if isinstance(contents, Mapping) else None
-    if not isinstance(state, Mapping) or not set(state) >= _NEEDED:
-        return None
-    fields: Any = state["timestamp"]
-    fields = fields.get("Timestamp", fields) if isinstance(fields, Mapping) else {}
-    metadata: Any = state.get("metadata")
-    status = path.stat()
-    try:
-        timestamp = plain_timestamp({key: _number(value) for key, value in fields.items()})
-        return Manifest(
-            name=name,
-            kind="monolithic",
-            template=template,
-            run_name=str(state.get("run_name")),
-            timestamp={**timestamp, "batch": int(timestamp["batch"])},
-            files=(FileRecord(path=name, size_bytes=status.st_size, xxh3_128=""),),
-            fit_calls=len(metadata.get("fit_starts", ())) if isinstance(metadata, Mapping) else 0,
-            saved_at=datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds"),
-        )
-    except (KeyError, TypeError, ValueError) as e:
-        log.warning("left alone: %s is no checkpoint that says when it was saved: %r", path, e)
-        return None
-
-
-def _number(value: Any) -> Any:
-    """A field of a timestamp; Composer's are written as '3ba' and the like where they are no numbers."""
-    if isinstance(value, str):
-        return int("".join(character for character in value if character.isdigit()))
-    return value
+        if copy is None:
+            foreign[name] = CorruptCheckpointError(
+                f"{catalog.place.uri(name)!r} has no record of composerlite: it was cut off, or another program wrote "
+                "it. Name it in load_path to load it."
+            )
+            log.warning("skipped: %s", foreign[name])
+    return _NoRecord(foreign, damaged)

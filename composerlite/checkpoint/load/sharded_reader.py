@@ -39,14 +39,13 @@ from composerlite.checkpoint.format.torch_reader import (
 )
 from composerlite.checkpoint.format.weight_files import is_folder_index
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.place.bucket import has_index
 from composerlite.checkpoint.place.directory import INDEX, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import turn_at
+from composerlite.checkpoint.place.turns import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
-from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, naming
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
 from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
 
@@ -169,16 +168,7 @@ class RemoteFileSystemReader(StorageReader):
             self._manifest = self._found
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             if self._manifest is None:
-                self._warn("checkpoint %s has no manifest: loading it unverified")
-            elif not has_index(self._manifest, data):
-                self._metadata = self._rewritten(data)
-                self._is_raw = is_folder_index(data)
-                self._manifest = None
-                self._warn(
-                    "checkpoint %s was written anew by another program since it was saved: its manifest describes "
-                    "other files, and it is loaded unverified"
-                )
-                return self._metadata
+                self._warn("checkpoint %s has no record: loading it unverified")
             self._metadata = index_of(data, self.uri)
             self._is_raw = is_folder_index(data)
         return self._metadata
@@ -187,53 +177,20 @@ class RemoteFileSystemReader(StorageReader):
         if self.warns:
             log.warning(message, self.uri)
 
-    @property
-    def is_rewritten(self) -> bool:
-        """Return true if another program has replaced what was saved, as :meth:`read_metadata` found."""
-        return self._metadata is not None and self._found is not None and self._manifest is None
-
-    def _rewritten(self, data: bytes) -> Metadata:
-        """Return the index ``data``, which is not ours, if another program has replaced all that the manifest lists.
-
-        Damage does not pass for that: each data file that the index names ends where the index says, and is not as
-        large as the manifest says, or not in it.
-
-        Raises:
-            CorruptCheckpointError: it is not so.
-        """
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
-            metadata = index_of(data, self.uri)
-            ends: dict[str, int] = {}
-            for stored in metadata.storage_data.values():
-                ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
-
-            def is_new(name: str, end: int) -> bool:
-                ours = self._digest(name)
-                return self._folder.size(name) == end and (ours is None or ours.size_bytes != end)
-
-            if ends and all(is_new(name, end) for name, end in ends.items()):
-                return metadata
-        raise CorruptCheckpointError(
-            f"checkpoint {self.uri!r}: its {INDEX!r} is not the one that was saved. If another program has "
-            f"saved here since, delete its manifest, '.manifest/{self._folder.name}.json' beside it."
-        )
-
     def version(self) -> str:
         """Digest that tells this checkpoint from another in its place. Raises as :meth:`read_metadata`."""
         self.read_metadata()
         return self._index_digest
 
     def was_replaced(self) -> bool:
-        """Check whether it was moved or replaced since it was opened, or is about to be."""
-        found_as = self._folder.found_as
+        """Return true if the checkpoint was replaced, or deleted, since it was opened."""
         try:
-            if any(True for _ in self._folder.begun()):
-                return True
-            index = xxhash.xxh3_128_hexdigest(self._folder.index())
-            is_another = index != self._index_digest or self._folder.manifest() != self._found
-            return is_another or self._folder.found_as != found_as  # it got its name while it was read under another
+            index, manifest = self._folder.described()
         except (FileNotFoundError, CorruptCheckpointError):
             return bool(self._index_digest)
+        before = None if self._found is None else self._found.id
+        now = None if manifest is None else manifest.id
+        return before != now or xxhash.xxh3_128_hexdigest(index) != self._index_digest
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: this reader has its own index.
@@ -330,7 +287,7 @@ class RemoteFileSystemReader(StorageReader):
     def _read_file(self, name: str, items: list[Item], threads: int) -> None:
         digest = self._digest(name)
         if self._manifest is not None and digest is None:
-            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its manifest does not have the file {name!r}.")
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
             with self._opened(name, digest, threads) as source:
                 read_items(source, items, ours=self._manifest is not None, progress=self._count, ring=self.ring)

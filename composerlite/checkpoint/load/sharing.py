@@ -338,7 +338,7 @@ class RemoteShardFetcher:
         self._manifest = self._manifest or self._folder.manifest()
         if self._manifest is None:
             raise CheckpointNotFoundError(
-                f"{self._source} is there for rank 0, and has no manifest in {self._folder.uri!r}"
+                f"{self._source} is there for rank 0, and has no record in {self._folder.uri!r}"
             )
         has = frozenset(name for name in self._records if self._folder.has(name))
         lacks: Ranges = {}

@@ -1,4 +1,4 @@
-"""The checkpoints that a bucket has below a prefix.
+"""The objects that a bucket has below a prefix.
 
 There are no renames and no links: a link is an object that holds the name of another, with ``.symlink`` after its own.
 """
@@ -8,34 +8,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
-import secrets
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar, final
 
 import xxhash
 
-from composerlite.checkpoint.format import INDEXES, SUFFIX
-from composerlite.checkpoint.format.weight_files import digest_of_index, is_part_of_weights
-from composerlite.checkpoint.place.commit import Commit, deletion_of, remove_manifest, write_manifest
+from composerlite.checkpoint.place.commit import put_decider
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, renew_leases, take_leases
-from composerlite.checkpoint.place.place import (
-    DELETION,
-    Leftover,
-    NewFile,
-    Parts,
-    Place,
-    SaveHandle,
-    StoredFile,
-)
-from composerlite.checkpoint.record.manifest import MANIFESTS, FileRecord, Manifest, record_path
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, ObjectStoreError, RunInUseError
+from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name, renew_leases
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Leftover, NewFile, Place, StoredFile
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 from composerlite.storage import (
     FileDigest,
     ObjectStore,
@@ -51,29 +37,15 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["LINK_SUFFIX", "Bucket", "exists_error", "has_index"]
+__all__ = ["Bucket", "exists_error"]
 
 T = TypeVar("T")
 R = TypeVar("R")
-log = logging.getLogger(__name__)
-LINK_SUFFIX = ".symlink"
 _NEXT = ".next"
-"""The end of the names of objects that say what is about to be."""
-_GONE = ".gone"
-"""The end of the name of a manifest whose checkpoint is being deleted. An empty one announces nothing."""
-_REFUSED = "the announcement of a deletion that was refused"
+"""End of the name of the object that names the checkpoint which is being uploaded, and so may be newer than a link."""
 _MOST_LINK_BYTES = 4096
-_DEAD_SECONDS = 30.0
-"""For so long a save waits for another of the same name in a process that may be dead."""
-_LONGEST_SECONDS = 3600.0
-"""For so long it waits for one in this process, which is alive: as long as a run waits for an upload by default."""
-_saving: set[str] = set()
-"""The checkpoints that this process is saving: a lease tells processes apart, and not the threads of one."""
-_saving_changed = threading.Condition()
 _READERS = 16
 _MOST_SMALL_BYTES = 1 << 30
-_MOST_MANIFEST_BYTES = 64 << 20
-"""Many of them are in memory at once."""
 _STEP_BYTES = 64 << 20
 """What is in memory while an object is verified."""
 
@@ -97,8 +69,6 @@ class Bucket(Place):
         self.transfer = transfer
         self.root = root.strip("/")
         self._closing = closing
-        self._held: dict[str, Lease] = {}
-        self._written: list[str] = []
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
@@ -129,7 +99,6 @@ class Bucket(Place):
         """The same bucket below another prefix, usable until this one is closed."""
         other = copy.copy(self)
         other.root, other._closing = root.strip("/"), None
-        other._held, other._written = {}, []
         return other
 
     def inside(self, path: str) -> Bucket:
@@ -145,9 +114,8 @@ class Bucket(Place):
 
     def check_deletable(self) -> None:
         """See that objects can be deleted. Where they cannot, an empty one of one name is left."""
-        path = f"{MANIFESTS}/.deletable"
-        self.put(path, b"")
-        self.delete(path)
+        self.put(".deletable", b"")
+        self.delete(".deletable")
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
@@ -167,8 +135,10 @@ class Bucket(Place):
         return self.transfer.size(self.name_of(path))
 
     def read(self, path: str) -> bytes:
-        most = _MOST_MANIFEST_BYTES if MANIFESTS in path.split("/") else _MOST_SMALL_BYTES
-        return self.transfer.read_all(self.name_of(path), most_bytes=most)
+        return self.transfer.read_all(self.name_of(path), most_bytes=_MOST_SMALL_BYTES)
+
+    def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        return self.transfer.read_tail(self.name_of(path), most_bytes)
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         everything = list(items)
@@ -187,12 +157,14 @@ class Bucket(Place):
         uri = self.uri(record.path)
         if (size := self.transfer.size(name)) != record.size_bytes:
             raise CorruptCheckpointError(f"{uri!r} has {size} bytes and was saved with {record.size_bytes}.")
-        digest = xxhash.xxh3_128()
-        for start in range(0, size, _STEP_BYTES):
-            data = self.transfer.read(name, start, min(_STEP_BYTES, size - start))
+        digest, body_bytes = xxhash.xxh3_128(), record.digest.body_bytes
+        for start in range(0, body_bytes, _STEP_BYTES):
+            data = self.transfer.read(name, start, min(_STEP_BYTES, body_bytes - start))
             digest.update(data)
             progress(len(data))
-        if digest.hexdigest() != record.xxh3_128:
+        tail = self.transfer.read(name, body_bytes, record.tail_bytes) if record.tail_bytes else b""
+        has_tail = not tail or xxhash.xxh3_128_hexdigest(tail) == record.tail_xxh3_128
+        if digest.hexdigest() != record.xxh3_128 or not has_tail:
             raise CorruptCheckpointError(f"the bytes of {uri!r} are not those that were saved.")
 
     def write_to(
@@ -220,9 +192,11 @@ class Bucket(Place):
         return " ".join(self.uri(path) for path in paths)
 
     def taken(self) -> Iterator[str]:
-        for path in self.files(MANIFESTS):  # what has no manifest is replaced
-            if path.endswith(".json"):
-                yield path.removeprefix(f"{MANIFESTS}/").removesuffix(".json")
+        for path in self.files():
+            if not path.endswith(LINK_SUFFIX) and not PurePosixPath(path).name.startswith("."):
+                yield path
+            elif path.endswith("/.metadata"):
+                yield path.rpartition("/")[0]
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
@@ -231,131 +205,24 @@ class Bucket(Place):
             name = PurePosixPath(file.path).name
             with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
                 digests += Folder(Path(folder)).write_all([file._replace(path=name)])
-                self._written.append(file.path)
                 self.send(Path(folder) / name, file.path)
         return digests
 
     def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
         self.transfer.upload(self.name_of(path), source, _renewing(progress))
 
-    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
-        content = data if isinstance(data, bytes) else data.read_bytes()
-        self.transfer.put_bytes(self.name_of(path), content, create_only=create_only)
+    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+        self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
 
-    def delete(self, path: str, *, kept_as: str | None = None) -> None:
-        if kept_as is None:  # nothing in a bucket gets another name on the word of one machine
-            self.transfer.delete(self.name_of(path))
+    def stage_decider(self, path: str, save_id: str) -> _UnstagedDecider:
+        return _UnstagedDecider(self, path, save_id)
 
-    @contextlib.contextmanager
-    def deleting(self, manifest: Manifest) -> Generator[None]:
-        record = record_path(manifest.name)
-        self.put(record + _GONE, deletion_of(manifest))
-        try:
-            remove_manifest(self, record)
-        except BaseException:
-            with self.undoing(record + _GONE):
-                if self.exists(record):  # refused: the checkpoint stays, and nothing says that it is to go
-                    self.put(record + _GONE, b"")
-                    self.delete(record + _GONE)
-            raise
-        yield
-        self.delete(record + _GONE)
-
-    def has(self, record: FileRecord) -> bool:
-        """Return true if there is such an object of that size: to read it would cost what it is to save."""
-        return self.exists(record.path) and self.size(record.path) == record.size_bytes
-
-    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def acquire(self, name: str) -> None:
-        if name in self._held:
-            return
-        uri = self.uri(name)
-        with _saving_changed:
-            began = time.monotonic()
-            while uri in _saving:  # perhaps by a run before this one, which has failed and whose uploads continue
-                seconds = time.monotonic() - began
-                if seconds >= _LONGEST_SECONDS:
-                    raise CheckpointExistsError(
-                        f"checkpoint {uri!r} is being saved in this process already: waited {seconds:.0f} s for the "
-                        "end of that. Save it again when it is there."
-                    )
-                log.warning(
-                    "checkpoint %r is being saved in this process: waiting for the end of that, for %.0f s now and "
-                    "%.0f s at most",
-                    uri,
-                    seconds,
-                    _LONGEST_SECONDS,
-                )
-                _saving_changed.wait_for(lambda: uri not in _saving, _DEAD_SECONDS)
-            _saving.add(uri)
-        lease = HeartbeatLease(self.transfer, self.name_of(f"{MANIFESTS}/.{name.replace('/', '%2F')}.saving"))
-        try:
-            take_leases([lease], f"checkpoint {uri!r}", _DEAD_SECONDS, "one of them would replace the other.")
-        except BaseException as e:
-            _is_saved(uri)
-            if isinstance(e, RunInUseError):
-                raise CheckpointExistsError(str(e)) from e
-            raise
-        self._held[name] = lease
-
-    def release(self, name: str) -> None:
-        self._written = [path for path in self._written if not path.startswith(f"{name}/")]
-        lease = self._held.pop(name, None)
-        if lease is not None:
-            lease.release()
-            _is_saved(self.uri(name))
-
-    def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
-        self.acquire(name)
-        try:
-            is_there = check()
-            if is_there:
-                self._settle(name)
-        except BaseException:
-            self.release(name)
-            raise
-        return SaveHandle(PurePosixPath(name).name, f"_{secrets.token_hex(4)}" if is_there else "")
-
-    def _settle(self, name: str) -> None:
-        """Complete or withdraw the commit of the directory ``name`` that a dead process had announced."""
-        for data in self.announced(name):
-            for index in INDEXES:
-                with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
-                    if has_index(Manifest.from_json(data, name), self.read(f"{name}/{index}")):
-                        write_manifest(self, record_path(name), data)
-            self.delete(record_path(name) + _NEXT)
-
-    def abandon(self, name: str, handle: SaveHandle) -> None:
-        for path in [path for path in self._written if path.startswith(f"{name}/")]:
-            with self.undoing(path):
-                self.delete(path)
-        with self.undoing(name):
-            self.release(name)
-
-    @contextlib.contextmanager
-    def undoing(self, path: str) -> Generator[None]:
-        """Within it an error is logged: the save's own error is the one that counts."""
-        try:
-            yield
-        except Exception as e:  # noqa: BLE001
-            log.warning("%s could not be restored: %s", self.uri(path), e)
-
-    def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
-        return {f"{name}/{deciding}": data}
-
-    def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
-        small = {path: data for path, data in parts.items() if isinstance(data, bytes)}
-        return _BucketCommit(self, name, small, overwrite=overwrite, record=record)
-
-    def announced(self, name: str | None) -> Iterator[bytes]:
-        all_of_them = [] if name else [path for path in self.files(MANIFESTS) if path.endswith(f".json{_NEXT}")]
-        for path in [record_path(name) + _NEXT] if name else all_of_them:
-            with contextlib.suppress(FileNotFoundError):
-                yield self.read(path)
+    def delete(self, path: str, *, durable: bool = False) -> None:
+        self.transfer.delete(self.name_of(path))
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
-    def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
-        pointer = self._link(link, ahead=ahead)
+    def point(self, link: str, name: str | None) -> None:
+        pointer = self._link(link)
         if name is not None and not link.startswith("/"):
             self.check_link(link)
         if name is None:
@@ -363,30 +230,40 @@ class Bucket(Place):
         else:
             self.transfer.put_bytes(pointer, self.name_of(name).encode())
 
-    def target_of(self, link: str, *, ahead: bool = False) -> str:
-        pointer = self._link(link, ahead=ahead)
+    def target_of(self, link: str) -> str:
+        return self._content_of(self._link(link)).removeprefix(self._prefix)
+
+    def announce_target(self, link: str, manifest: Manifest) -> None:
+        self.transfer.put_bytes(self._announcement(link), f"{self.name_of(manifest.name)}\n{manifest.id}".encode())
+
+    def announced_target(self, link: str) -> tuple[str, str]:
+        name, _, save_id = self._content_of(self._announcement(link)).partition("\n")
+        return name.removeprefix(self._prefix), save_id
+
+    def announced_links(self) -> Sequence[str]:
+        objects, _ = self.transfer.list_level(self._prefix)
+        names = [info.name.removeprefix(self._prefix) for info in objects]
+        return [name[1:].removesuffix(_NEXT) for name in names if name.startswith(".") and name.endswith(_NEXT)]
+
+    def _content_of(self, pointer: str) -> str:
+        """Return the text of the object ``pointer``. Raises CorruptCheckpointError if it holds none."""
         try:
-            target = self.transfer.read_all(pointer, most_bytes=_MOST_LINK_BYTES).decode()
+            return self.transfer.read_all(pointer, most_bytes=_MOST_LINK_BYTES).decode().strip()
         except UnicodeDecodeError as e:
             raise CorruptCheckpointError(f"{self.transfer.store.get_uri(pointer)!r} holds no name: {e}") from e
-        return target.strip().removeprefix(self._prefix)
 
-    def links(self) -> Sequence[str]:
-        names = (path.removeprefix(f"{MANIFESTS}/") for path in self.files(MANIFESTS) if path.endswith(_NEXT))
-        return [name.removesuffix(_NEXT) for name in names if "/" not in name and not name.endswith(f".json{_NEXT}")]
+    def _announcement(self, link: str) -> str:
+        """Return the name of the object that says where a link is about to lead. It is hidden in the place."""
+        return self.name_of(f".{PurePosixPath(link).name}{_NEXT}")
 
-    def _link(self, link: str, *, ahead: bool) -> str:
-        """Return the object that the link is: that of a link which is about to move lies beside the manifests."""
-        if ahead:
-            return self.name_of(f"{MANIFESTS}/{PurePosixPath(link).name}{_NEXT}")
+    def _link(self, link: str) -> str:
+        """Return the name of the object that the link is."""
         return check_name(link[1:] + LINK_SUFFIX) if link.startswith("/") else self.name_of(link + LINK_SUFFIX)
 
-    def lock(
-        self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0, of: HeartbeatLease | None = None
-    ) -> HeartbeatLease:
-        """See :class:`Place`; for the seconds, and the run that the lease is ``of``, see :class:`HeartbeatLease`."""
-        whole = self.name_of(f"{MANIFESTS}/.{name}.lease")
-        return HeartbeatLease(self.transfer, whole, beat_seconds=beat_seconds, dead_seconds=dead_seconds, of=of)
+    def lock(self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> HeartbeatLease:
+        """Return the lease of the object name ``name``. For the seconds see :class:`HeartbeatLease`."""
+        full_name = self.name_of(lease_name(name))
+        return HeartbeatLease(self.transfer, full_name, beat_seconds=beat_seconds, dead_seconds=dead_seconds)
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def in_use(self) -> set[str]:
@@ -396,45 +273,11 @@ class Bucket(Place):
             for file in files
             if file.path.endswith((LINK_SUFFIX, _NEXT)) and file.size_bytes <= _MOST_LINK_BYTES
         ]
-        targets = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
-        return {target.removeprefix(self._prefix) for target in targets}
-
-    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
-        if everywhere:
-            self._complete_deletions(MANIFESTS)
-
-    def _deletions(self, below: str) -> Iterator[tuple[str, Bucket, Manifest]]:
-        """Yield the announced deletions in ``below``: the object, the place that it is in, what is deleted."""
-        there = self.files(below).items()
-        for path in [path for path, file in there if path.endswith(f".json{_GONE}") and file.size_bytes]:
-            home, _, name = path.rpartition(f"{MANIFESTS}/")
-            try:
-                manifest = Manifest.from_json(self.read(path), self.uri(path))
-            except FileNotFoundError:
-                continue
-            except CorruptCheckpointError as e:
-                log.warning("left out: %s", e)
-                continue
-            if name == f"{manifest.name}.json{_GONE}":
-                yield path, self.inside(home.strip("/")), manifest
-
-    def _complete_deletions(self, below: str) -> None:
-        """Complete the deletions in ``below`` that dead processes have left unfinished."""
-        for path, place, manifest in self._deletions(below):
-            place.complete_deletion(manifest, place.left_of(manifest))
-            self.delete(path)
-            log.info("completed the deletion of %s, whose process had died", place.uri(manifest.name))
-
-    def _told(self, path: str, place: Bucket, manifest: Manifest) -> Leftover:
-        left = place.left_of(manifest)
-        size = self.size(path) + sum(place.size(one) for one in left)
-        home = place.root.removeprefix(self.root).strip("/")
-        paths = frozenset(f"{home}/{one}".strip("/") for one in left)
-        return Leftover(place.uri(manifest.name), DELETION, size, paths)
+        texts = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
+        return {text.partition("\n")[0].removeprefix(self._prefix) for text in texts}
 
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        refused = [Leftover(self.uri(path), _REFUSED, 0) for path in self._taken_back(older_than)]
-        return [*(self._told(*one) for one in self._deletions("")), *refused] + [
+        return [
             Leftover(
                 self.transfer.store.get_uri(upload.name),
                 f"the parts of an upload that was started {upload.started_at}",
@@ -444,20 +287,7 @@ class Bucket(Place):
         ]
 
     def sweep(self, older_than: timedelta) -> None:
-        self._complete_deletions("")
-        for path in self._taken_back(older_than):
-            self.delete(path)
         self.transfer.abort_stale(self._prefix, older_than)
-
-    def _taken_back(self, older_than: timedelta) -> list[str]:
-        """Return the empty announcements of deletions that were refused; a new one may be about to get a content."""
-        latest = datetime.now(UTC) - older_than
-        return [
-            path
-            for path, file in self.files().items()
-            if path.endswith(f".json{_GONE}") and PurePosixPath(path).parent.name == MANIFESTS
-            if not file.size_bytes and file.modified_at is not None and file.modified_at <= latest
-        ]
 
     def close(self) -> None:
         if self._closing is not None:
@@ -465,95 +295,19 @@ class Bucket(Place):
 
 
 @final
-class _BucketCommit(Commit):
-    """Small objects that decide which others count, which have come under names of their own, and a manifest.
+class _UnstagedDecider:
+    """The deciding object of a directory, of which there is nothing before its commit: see :class:`StagedDecider`."""
 
-    What is replaced one by one under its name, as the file of a checkpoint, is announced before that.
-    """
-
-    def __init__(
-        self, bucket: Bucket, name: str, parts: Mapping[str, bytes], *, overwrite: bool, record: str | None
-    ) -> None:
+    def __init__(self, bucket: Bucket, path: str, save_id: str) -> None:
         self._bucket = bucket
-        self._name = name
-        self._parts = parts
-        self._overwrite = overwrite
-        self._has_manifest = record is not None
-        self._manifest = b""
-        self._there: Manifest | None = None
-        self._before: dict[str, bytes | None] = {}
+        self._path = path
+        self._save_id = save_id
 
-    @property
-    def _record(self) -> str:
-        return record_path(self._name)
+    def commit(self, data: bytes, *, overwrite: bool) -> None:
+        put_decider(self._bucket, self._path, data, self._save_id, overwrite=overwrite)
 
-    def _readable(self) -> Manifest | None:
-        """Return the manifest that is there, if it can be read and is not that of another checkpoint."""
-        try:
-            manifest = Manifest.from_json(self._bucket.read(self._record), self._bucket.uri(self._record))
-        except (FileNotFoundError, CorruptCheckpointError):
-            return None
-        return manifest if manifest.name == self._name else None
-
-    def announce(self, manifest: bytes) -> None:
-        self._manifest = manifest
-        self._there = self._readable() if self._overwrite else None
-        if self._there is not None:
-            self._bucket.put(self._record + _NEXT, manifest)
-
-    def take_names(self) -> None:
-        for path, data in self._parts.items():
-            before = None
-            if self._overwrite:
-                with contextlib.suppress(FileNotFoundError):
-                    before = self._bucket.read(path)
-            self._before[path] = before
-            try:
-                self._bucket.put(path, data, create_only=before is None)
-            except FileExistsError as e:
-                del self._before[path]
-                uri = self._bucket.uri(self._name)
-                raise CheckpointExistsError(f"{uri!r} was saved by another process meanwhile.") from e
-
-    def publish(self) -> None:
-        if not self._has_manifest:
-            return
-        try:
-            write_manifest(self._bucket, self._record, self._manifest, create_only=self._there is None)
-        except FileExistsError as e:
-            found = self._readable()
-            if found is not None and found.files != Manifest.from_json(self._manifest, self._name).files:
-                raise exists_error(self._bucket.uri(self._name), found) from e
-            if found is None:  # what is there is damaged
-                write_manifest(self._bucket, self._record, self._manifest)
-
-    def undo(self) -> None:
-        for path, before in reversed(self._before.items()):
-            with self._bucket.undoing(path):
-                if before is None:
-                    self._bucket.delete(path)
-                else:
-                    self._bucket.put(path, before)
-        if self._there is not None and self._parts:  # else files may have been replaced by now: it tells what they are
-            with self._bucket.undoing(self._name):
-                self._bucket.delete(self._record + _NEXT)
-
-    def discard(self) -> None:
-        if not self._has_manifest:
-            return
-        kept = {record.path for record in Manifest.from_json(self._manifest, self._name).files}
-        old = [] if self._there is None else [record.path for record in self._there.files]
-        try:
-            if self._parts:  # a directory: what saves that did not end have left, too
-                files = self._bucket.files(self._name)
-                old += [path for path in files if path.endswith(SUFFIX) or is_part_of_weights(path.rpartition("/")[2])]
-            for path in old:
-                if path not in kept:
-                    self._bucket.delete(path)
-            if self._there is not None:
-                self._bucket.delete(self._record + _NEXT)
-        except (OSError, ObjectStoreError) as e:
-            log.warning("could not remove the files that %s replaced: %s", self._bucket.uri(self._name), e)
+    def close(self) -> None:
+        """Do nothing: there is no temporary object."""
 
 
 def _renewing(progress: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
@@ -567,22 +321,9 @@ def _renewing(progress: Callable[[int, int], object] | None) -> Callable[[int, i
     return tell
 
 
-def _is_saved(uri: str) -> None:
-    with _saving_changed:
-        _saving.discard(uri)
-        _saving_changed.notify_all()
-
-
 def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
-    """Error to raise where ``there`` is the manifest of another checkpoint at ``uri``."""
+    """Error to raise where ``there`` is the record of another checkpoint at ``uri``."""
     return CheckpointExistsError(
         f"checkpoint {uri!r} exists, of run {there.run_name!r} at batch {there.batch}. Give names that differ, as with "
         "'{run_name}' or '{batch}' in them, delete it, or pass overwrite=True (save_overwrite=True in the Trainer)."
     )
-
-
-def has_index(manifest: Manifest, index: bytes) -> bool:
-    """Return true if ``index`` is that of the directory that ``manifest`` describes."""
-    digest = digest_of_index(index) or xxhash.xxh3_128_hexdigest(index)
-    paths = [f"{manifest.name}/{name}" for name in INDEXES]
-    return any(record.path in paths and record.xxh3_128 == digest for record in manifest.files)

@@ -1,7 +1,6 @@
-"""The directory of a sharded checkpoint in any place: how its files get there, and which of them count.
+"""The directory of a sharded checkpoint in any place: its files, and the deciding file with the record.
 
-Its manifest lies in ``.manifest/<name>.json`` of the place that it is in: there the catalogs look for those of all
-checkpoints. A directory without one was written by another program, and is read unverified.
+A directory without a record was written by another program, and is read unverified.
 """
 
 from __future__ import annotations
@@ -9,28 +8,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
+import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
-import xxhash
-
-from composerlite.checkpoint.format import INDEX, INDEXES, SUFFIX
-from composerlite.checkpoint.format.weight_files import folder_index, holds_weights, is_part_of_weights
-from composerlite.checkpoint.place.bucket import Bucket, has_index
-from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import Commit
+from composerlite.checkpoint.format import INDEX, INDEXES, WEIGHTS_INDEX
+from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.catalog import record_in, with_node
+from composerlite.checkpoint.place.commit import data_file_id, garbage
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import NewFile, Place, SaveHandle
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, record_path
+from composerlite.checkpoint.place.place import NewFile, Place, StagedDecider
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_id
+from composerlite.checkpoint.record.tail import (
+    index_of,
+    seal_index,
+    seal_weights_index,
+    unseal_index,
+    unseal_weights_index,
+)
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    ObjectStoreError,
 )
 from composerlite.storage import FileDigest, ObjectStore, Sink, is_uri, open_store, parse_uri
 
@@ -41,15 +49,18 @@ __all__ = [
     "INDEX",
     "MOST_CHUNKS",
     "ON_ALL_NODES",
-    "FinalizedManifest",
     "PathOrUri",
+    "SaveHandle",
     "ShardedDirectory",
     "chunk_bytes_of",
     "directory_at",
     "text_of",
 ]
 
+log = logging.getLogger(__name__)
 _LEAST_CHUNK_BYTES = 32 << 10
+_OLD = timedelta(days=1)
+"""Age from which files that no record names are those of a killed save, where no lease tells."""
 MOST_CHUNKS = 1 << 15
 """Parts in which a file is verified: the digests of all are in one manifest."""
 ON_ALL_NODES = (
@@ -59,54 +70,51 @@ ON_ALL_NODES = (
 """What to do about files on the disks of other nodes."""
 
 
-@final
-@dataclass(frozen=True)
-class FinalizedManifest:
-    """Index and manifest that every disk gets, where nodes have disks of their own.
+class SaveHandle(NamedTuple):
+    """A save of a directory in progress, as all ranks know it.
 
     Attributes:
-        index: the content of ``.metadata``.
-        manifest: the commit record, but for the disk that it lies on.
+        id: of the save; the names of its data files end with it.
+        decider: name of the deciding file in the directory.
     """
 
-    index: bytes
-    manifest: Manifest
+    id: str
+    decider: str = INDEX
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of data files, before the extension."""
+        return f"_{self.id}"
 
 
 @final
 class ShardedDirectory:
     """The directory of one sharded checkpoint. Used as a context manager, or until :meth:`close`.
 
-    A save of it goes: :meth:`claim` in one process for all, :meth:`write` on any rank, :meth:`commit` in the first
-    process. Where nodes have disks of their own, each has this directory with the files that its ranks wrote:
-    :meth:`join` in one process for each other disk; :meth:`write`; :meth:`sealed` in the first process; :meth:`prepare`
-    for each disk; :meth:`complete` in the first process, which is the commit, and then for each other disk. What is
-    prepared is durable: after a kill it is completed if the first disk is.
+    A save: :meth:`claim` in one process; :meth:`write` on any rank, each file durable and under its final name;
+    :meth:`commit` in the process that claimed. Where nodes have disks of their own, one process of each other disk
+    calls :meth:`join` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
 
     Args:
-        place: that it is in, with its manifest; closed with it.
-        name: of it, below the place.
+        place: that the directory is in; closed with it.
+        name: of the directory, below the place.
 
     Attributes:
         only: the one file of the folder ``name`` that counts, a file of weights; ``None``: all.
-        template: in the manifest, where there is no ``record``: that of the name.
-        record: what the manifest says besides files, at the next commit; ``None``: as little as can be.
-        committed: the manifest of the last save, on the first rank.
+        record: what the record says besides files, at the next commit; ``None``: as little as can be.
+        committed: the record of the last save, in the process that committed.
         brought: a folder with files of this directory that are on other disks, to be read from.
     """
 
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
-        self.name = self._shown = name
+        self.name = name
         self.only: str | None = None
-        self.template = name
         self.record: Manifest | None = None
         self.committed: Manifest | None = None
         self.brought: Path | None = None
-        self._catalog = Catalog(place)
-        self._handle: SaveHandle | None = None
+        self._decider: StagedDecider | None = None
         self._overwrite = False
-        self._prepared: Commit | None = None
 
     @classmethod
     def on_disk(cls, path: Path, root: Path | None = None) -> ShardedDirectory:
@@ -148,12 +156,7 @@ class ShardedDirectory:
         return self.place.uri(self.name) if self.only is None else self.place.uri(self._at(self.only))
 
     def _at(self, name: str) -> str:
-        return f"{self._shown}/{name}" if self._shown else name
-
-    @property
-    def found_as(self) -> str:
-        """Name under which :meth:`index` last found it: another one while it is between two names."""
-        return self._shown
+        return f"{self.name}/{name}" if self.name else name
 
     @property
     def path(self) -> Path | None:
@@ -165,57 +168,59 @@ class ShardedDirectory:
         if self.only is not None:
             return self.place.identity([self._at(self.only)])
         index = [self._at(INDEX)] if self.has(INDEX) else []  # a folder of weights has none
-        return self.place.identity([self._shown, *index])
+        return self.place.identity([self.name, *index])
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def names(self) -> list[str]:
         """Return the names of what is in it; none if it is not there."""
-        return self._names_in(self.name)
-
-    def _names_in(self, path: str) -> list[str]:
         try:
-            return self.place.names(path)
+            return self.place.names(self.name)
         except NotADirectoryError as e:
             raise ConfigError(f"{self.uri!r} is a file and no directory of a sharded checkpoint.") from e
 
-    def manifest(self) -> Manifest | None:
-        """Return its manifest; ``None`` if it has none.
+    def described(self) -> tuple[bytes, Manifest | None]:
+        """Return the index and the record that is in the same file, ``None`` if another program wrote that.
 
         Raises:
-            CorruptCheckpointError: it is damaged, or that of another checkpoint.
+            FileNotFoundError: there is no index, and there are no weights.
+            CorruptCheckpointError: the record or the index is damaged.
         """
-        if self.only is not None:
-            return None
-        manifest = self._catalog.manifest_of(self.name)
-        if manifest is not None and manifest.kind not in ("sharded", "weights"):
-            raise CorruptCheckpointError(f"manifest {self.uri!r} is that of another checkpoint, {manifest.name!r}.")
-        return manifest
-
-    def index(self) -> bytes:
-        """Return the bytes of ``.metadata``, or what the files of weights say; FileNotFoundError if there are none."""
         if self.only is not None:
             if not self.has(self.only):
                 raise FileNotFoundError(errno.ENOENT, "there is no such file", self.uri)
-            return self._of_weights([self.only])
-        for name in (self.name, *self.place.between_names(self.name)):
-            with contextlib.suppress(FileNotFoundError):
-                index = self.place.read(f"{name}/{INDEX}")
-                self._shown = name
-                return index
-            if holds_weights(names := self._names_in(name)):
-                self._shown = name
-                return self._of_weights(names)
+            return self._of_weights([self.only], None), None
+        with contextlib.suppress(FileNotFoundError):
+            data = self.place.read(self._at(INDEX))
+            record = self._record_in(data)
+            return index_of(data, self.place.uri(self._at(INDEX))), record
+        if holds_weights(names := self.names()):
+            manifest = self._record_of_weights()
+            return self._of_weights(names, manifest), manifest
         raise FileNotFoundError(errno.ENOENT, "there is no such file", f"{self.uri}/{INDEX}")
 
-    def _of_weights(self, names: Sequence[str]) -> bytes:
-        digests = (
-            {}
-            if (manifest := self.manifest()) is None
-            else {record.path.removeprefix(f"{self.name}/"): record.digest for record in manifest.files}
-        )
+    def manifest(self) -> Manifest | None:
+        """Return the record; ``None`` if there is none. Raises CorruptCheckpointError if it is damaged."""
+        if self.only is not None:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            return self._record_in(self.place.read(self._at(INDEX)))
+        return self._record_of_weights()
+
+    def _record_in(self, data: bytes) -> Manifest | None:
+        found = unseal_index(self._at(INDEX), data, self.place.uri(self._at(INDEX)))
+        return None if found is None else with_node(self.place, found)
+
+    def _record_of_weights(self) -> Manifest | None:
+        path = self._at(WEIGHTS_INDEX)
+        with contextlib.suppress(FileNotFoundError):
+            return unseal_weights_index(path, self.place.read(path), self.place.uri(path))
+        return None
+
+    def _of_weights(self, names: Sequence[str], manifest: Manifest | None) -> bytes:
+        digests = {record.path: record.digest for record in (() if manifest is None else manifest.files[1:])}
 
         def read(name: str, offset: int, size: int) -> bytes:
-            digest = digests.get(name)
+            digest = digests.get(self._at(name))
             if digest is not None and (not digest.chunk_bytes or digest.size_bytes != self.size(name)):
                 digest = None  # another program has written it anew, which the reader sees
             with self.opened(name, digest, threads=1) as source:
@@ -227,23 +232,6 @@ class ShardedDirectory:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {e}") from e
         assert found is not None
         return found
-
-    def begun(self) -> Iterable[Manifest]:
-        """Return the manifests of saves that have begun to give names, and have not ended."""
-        return self._catalog.begun(self.name)
-
-    def described(self) -> tuple[bytes, Manifest | None]:
-        """Return the index, and the manifest that is its own; FileNotFoundError if there is no index.
-
-        Where a save that replaces the checkpoint has got between the two, or was killed there, that is the manifest of
-        that save. If none fits, the manifest is that which is there.
-        """
-        index, manifest = self.index(), self.manifest()
-        if manifest is None or not has_index(manifest, index):
-            for begun in self.begun():
-                if has_index(begun, index):
-                    return index, begun
-        return index, manifest
 
     def has(self, name: str) -> bool:
         """Return true if the file ``name`` is in it here."""
@@ -293,7 +281,7 @@ class ShardedDirectory:
     def check_free(self, *, overwrite: bool) -> bool:
         """See that a checkpoint may be saved here; return whether anything is there.
 
-        What a save that was killed has left is nothing.
+        Leftovers of a killed save do not count.
 
         Raises:
             CheckpointExistsError: there is something, and ``overwrite`` is false.
@@ -301,7 +289,7 @@ class ShardedDirectory:
         """
         self.place.check_name(self.name)
         names = self.names()
-        left_over = all(name.endswith(SUFFIX) or is_part_of_weights(name) for name in names)
+        left_over = all(data_file_id(name) is not None or ".tmp-" in name for name in names)
         if not overwrite and not left_over:
             what = "holds a checkpoint" if not {*INDEXES}.isdisjoint(names) else f"is not empty: it holds {names[0]!r}"
             raise CheckpointExistsError(
@@ -309,13 +297,27 @@ class ShardedDirectory:
             )
         return bool(names)
 
-    def claim(self, *, overwrite: bool) -> SaveHandle:
+    def claim(self, *, overwrite: bool, index_name: str = INDEX) -> SaveHandle:
         """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
-        self.place.check_name(self.name)
-        self._overwrite = overwrite
-        handle = self.place.begin(self.name, lambda: self.check_free(overwrite=overwrite), overwrite=overwrite)
-        self._handle = handle
+        self.check_free(overwrite=overwrite)
+        handle = SaveHandle(new_id(), index_name)
+        self._stage(handle, overwrite=overwrite)
         return handle
+
+    def sweep(self) -> None:
+        """Remove leftovers of killed saves in the directory that are older than a day. Failures are logged.
+
+        For saves without a lease, in one process for all.
+        """
+        try:
+            self.place.inside(self.name).sweep(_OLD)
+            until = datetime.now(UTC) - _OLD
+            files = self.place.files(self.name).values()
+            old = [file.path for file in files if file.modified_at is not None and file.modified_at < until]
+            names = re.compile(re.escape(self.name))
+            self.place.delete_all(garbage(self.place, old, names, lambda path: record_in(self.place, path)))
+        except (OSError, ObjectStoreError) as e:
+            log.warning("could not remove leftovers of killed processes in %s: %s", self.uri, e)
 
     def join(self, handle: SaveHandle, *, overwrite: bool) -> None:
         """Take part in a save that another process has begun, for the disk that this one writes to.
@@ -324,9 +326,20 @@ class ShardedDirectory:
             CheckpointExistsError: as :meth:`check_free`.
             FileExistsError: it is the disk of that process, too.
         """
+        self.check_free(overwrite=overwrite)
+        try:
+            self._stage(handle, overwrite=overwrite)
+        except FileExistsError as e:
+            raise FileExistsError(
+                errno.EEXIST,
+                "the nodes had folders of their own when the run began, and now two of them see the same. Start the "
+                "run again when all nodes see what they are to see. It is there already",
+                str(self.path),
+            ) from e
+
+    def _stage(self, handle: SaveHandle, *, overwrite: bool) -> None:
         self._overwrite = overwrite
-        self.place.join(self.name, handle, lambda: self.check_free(overwrite=overwrite))
-        self._handle = handle
+        self._decider = self.place.stage_decider(self._at(handle.decider), handle.id)
 
     def write(
         self,
@@ -345,8 +358,9 @@ class ShardedDirectory:
 
     def write_all(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
         """Make durable files, by their names, in their order; return what they contain."""
-        folder = PurePosixPath(self.name).with_name(handle.place)
-        return self.place.write_all(file._replace(path=str(folder / file.path)) for file in files)
+        if self._decider is None:
+            self.place.wait_until_seen(self._at(handle.decider), handle.id)
+        return self.place.write_all(file._replace(path=f"{self.name}/{file.path}") for file in files)
 
     def commit(
         self,
@@ -355,69 +369,89 @@ class ShardedDirectory:
         files: Mapping[str, FileDigest],
         facts: Mapping[str, object],
         *,
-        index_name: str = INDEX,
+        nodes: Mapping[str, int] | None = None,
     ) -> None:
-        """Make the checkpoint exist, in the process that claimed: with ``index`` first, the manifest at last.
+        """Make the checkpoint exist, in the process that claimed, or joined: put ``index`` with the record.
 
         Args:
             handle: what :meth:`claim` gave.
             index: the content of the index.
-            files: all others.
-            facts: further fields of the manifest.
-            index_name: the file that has the index.
+            files: digests of all other files, by name.
+            facts: further fields of the record.
+            nodes: by file, the node whose disk has it, where nodes have disks of their own.
+
+        Raises:
+            CheckpointExistsError: another process has saved here meanwhile, and that must not be replaced.
         """
-        manifest = self._manifest_of(index, files, facts, index_name=index_name)
-        with self._staged(handle, index, manifest, index_name) as commit:
-            commit.commit()
-        self.committed = manifest
-        self.place.release(self.name)
-
-    def sealed(
-        self, index: bytes, files: Mapping[str, FileDigest], facts: Mapping[str, object], nodes: Mapping[str, int]
-    ) -> FinalizedManifest:
-        """Build the manifest for all disks; ``nodes``: by file, the node whose disk has it."""
-        return FinalizedManifest(index, self._manifest_of(index, files, facts, nodes))
-
-    def prepare(self, sealed: FinalizedManifest, node: int) -> None:
-        """Make all of this disk's part durable, so that nothing is left but to rename it."""
-        assert self._handle is not None
-        self._prepared = self._staged(self._handle, sealed.index, dataclasses.replace(sealed.manifest, node=node))
-
-    def commit_part(self) -> None:
-        """Give this disk's part, which is prepared, its name and its manifest."""
-        prepared, self._prepared = self._prepared, None
-        assert prepared is not None
-        with prepared:
-            prepared.commit()
-        self.place.release(self.name)
-
-    def _staged(self, handle: SaveHandle, index: bytes, manifest: Manifest, index_name: str = INDEX) -> Commit:
-        """Return the commit, prepared."""
+        assert self._decider is not None
+        manifest = self._record_with(handle, files, facts, nodes or {})
+        replaced = self._replaced() if self._overwrite else None
+        is_weights = manifest.form == "weights"
+        data = seal_weights_index(manifest, json.loads(index)) if is_weights else seal_index(manifest, index)
         if not self._overwrite:
-            self.check_free(overwrite=False)  # another process may have saved here meanwhile
-        parts = self.place.parts(self.name, handle, index_name, index)
-        with contextlib.ExitStack() as stack:
-            commit = stack.enter_context(
-                self.place.commit(self.name, parts, overwrite=self._overwrite, record=record_path(self.name))
-            )
-            commit.prepare(manifest)
-            stack.pop_all()
-            return commit
+            self.check_free(overwrite=False)
+        try:
+            self._decider.commit(data, overwrite=self._overwrite)
+        except CheckpointExistsError:
+            raise
+        except FileExistsError as e:
+            raise CheckpointExistsError(f"checkpoint {self.uri!r} was saved by another process meanwhile.") from e
+        self._decider = None
+        if is_weights:
+            path = self._at(WEIGHTS_INDEX)
+            self.committed = unseal_weights_index(path, data, self.place.uri(path))
+        else:
+            self.committed = self._record_in(data)
+        kept = {file.path for file in manifest.files}
+        for file in () if replaced is None else replaced.files[1:]:
+            if file.path not in kept:
+                self.place.delete(file.path)
+
+    def _replaced(self) -> Manifest | None:
+        try:
+            return self.manifest()
+        except CorruptCheckpointError:
+            return None  # nothing says which files it has: garbage collection finds them
+
+    def _record_with(
+        self,
+        handle: SaveHandle,
+        files: Mapping[str, FileDigest],
+        facts: Mapping[str, object],
+        nodes: Mapping[str, int],
+    ) -> Manifest:
+        form = "weights" if any(name.endswith(".safetensors") for name in files) else "sharded"
+        minimal = Manifest(
+            name=self.name, kind="sharded", template=self.name, run_name="", timestamp={"batch": 0}, files=()
+        )
+        record = dataclasses.replace(minimal, **facts) if self.record is None else self.record  # type: ignore[arg-type]
+        form = record.form if record.form == "step" else form
+        record = dataclasses.replace(record, form=form, id=handle.id)
+        own = [FileRecord.of(self._at(name), digest, nodes.get(name)) for name, digest in sorted(files.items())]
+        return dataclasses.replace(record, files=(*own, *record.files))
 
     def abandon(self, handle: SaveHandle) -> None:
-        """Remove the files written so far, after an error, when no rank writes any more. Raises nothing."""
-        if self._prepared is not None:
-            with self._prepared:
-                self._prepared = None
-        self.place.abandon(self.name, handle)
+        """Remove the files written so far, after an error, when no rank writes any more. Raises nothing.
+
+        In the process that claimed, or joined; in others it does nothing.
+        """
+        decider, self._decider = self._decider, None
+        if decider is None:
+            return
+        try:
+            for name in self.names():
+                if data_file_id(name) == handle.id:
+                    self.place.delete(self._at(name))
+            decider.close()
+            self.place.remove_empty(self.name)
+        except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
+            log.warning("%s: files of a save that failed are left behind: %s", self.uri, e)
 
     def close(self) -> None:
         """Close connections. May be called twice."""
-        if self._prepared is not None:  # it is not known here how the save ended: the next start finds out
-            self._prepared.leave()
-            with self._prepared:
-                self._prepared = None
-            self.place.release(self.name)
+        if self._decider is not None:
+            self._decider.close()
+            self._decider = None
         self.place.close()
 
     def __enter__(self) -> ShardedDirectory:
@@ -425,32 +459,6 @@ class ShardedDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _manifest_of(
-        self,
-        index: bytes,
-        files: Mapping[str, FileDigest],
-        facts: Mapping[str, object],
-        nodes: Mapping[str, int] | None = None,
-        *,
-        index_name: str = INDEX,
-    ) -> Manifest:
-        digests = {**files, index_name: FileDigest(len(index), xxhash.xxh3_128_hexdigest(index))}
-        records = tuple(
-            FileRecord.of(f"{self.name}/{name}", digest, (nodes or {}).get(name))
-            for name, digest in sorted(digests.items())
-        )
-        if self.record is not None:
-            return dataclasses.replace(self.record, files=records)
-        return Manifest(
-            name=self.name,
-            kind="sharded",
-            template=self.template,
-            run_name="",
-            timestamp={"batch": 0},
-            files=records,
-            **facts,  # type: ignore[arg-type]
-        )
 
 
 PathOrUri = str | os.PathLike[str] | ShardedDirectory

@@ -1,25 +1,29 @@
 """Replicas of checkpoints in memory: each node keeps those of the node before it, and a node that lost its own gets it.
 
 Nodes form a ring. On each, the folder of checkpoints in memory has a second one beside it, with the replicas: what the
-node before has written, and its manifest. Who has which is found out anew when a run resumes.
+node before has written, with the record. Which node has which is detected anew when a run resumes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import remove_manifest
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text, record_path
+from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text
+from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CorruptCheckpointError
+from composerlite.storage import verify_file
 
 __all__ = ["NodeMemory", "replica_folder"]
 
@@ -37,7 +41,7 @@ class _HeldPart(NamedTuple):
     """A part of a checkpoint, in the memory of one node.
 
     Attributes:
-        node: whose part it is, as its manifest says; ``None``: it is all of it.
+        node: whose part it is, as its record says; ``None``: it is all of it.
         is_replica: another node has written it.
     """
 
@@ -50,7 +54,7 @@ class _Delivery(NamedTuple):
     """Files that a rank gets in its folder.
 
     Attributes:
-        node: of the manifest that it gets; ``None`` with ``is_addition``: none.
+        node: of the record that it gets; ``None`` with ``is_addition``: none.
         is_addition: files of a node that has none of the memory any more, beside those of the target's own.
     """
 
@@ -81,7 +85,7 @@ class NodeMemory:
     # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> None:
         """Remove incomplete replicas that a killed process has left; on leaders."""
-        self._replicas.recover()
+        self._replicas.place.sweep(timedelta())
         known = {file.path for manifest in self._replicas.manifests() for file in manifest.files}
         for path in [path for path in self._replicas.files() if path not in known]:
             self._replicas.place.delete(path)
@@ -120,7 +124,7 @@ class NodeMemory:
         head = b""  # a node that has no part of it sends none
         try:
             if (own := self._own.manifest_of(name)) is not None:
-                head = self._own.place.read(record_path(name))
+                head = _head_of(self._own, own)
         except (OSError, CorruptCheckpointError) as e:
             failures.append(e)
 
@@ -142,7 +146,7 @@ class NodeMemory:
             return bytes(got)
 
         theirs = swap("head", head, int.from_bytes(swap("length", len(head).to_bytes(_LENGTH_BYTES), _LENGTH_BYTES)))
-        taken = Manifest.from_json(theirs, f"the node of rank {source}") if theirs else None
+        taken = _taken_from(theirs, source) if theirs else None
         mine = () if own is None else own.here
         limit = _BandwidthLimit(bytes_per_second, hurry)
 
@@ -179,8 +183,8 @@ class NodeMemory:
             for catalog in (self._own, self._replicas) if self.is_leader else ():
                 for manifest in catalog.manifests():
                     if manifest.run_name == run_name and manifest.kind in RESUMABLE:
-                        here[manifest.identity] = manifest
-                        held.append((manifest.identity, manifest.node))
+                        here[manifest.id] = manifest
+                        held.append((manifest.id, manifest.node))
         first: dict[str, int] = {}
         nodes: dict[str, set[int | None]] = {}
         for rank, told in enumerate(group.gather(held)):
@@ -189,7 +193,7 @@ class NodeMemory:
                 nodes.setdefault(identity, {None}).add(node)
         mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each once
         found = [manifest for its in group.gather(mine) for manifest in its]
-        return [one for one in found if {file.node for file in one.files} <= nodes[one.identity]]
+        return [one for one in found if {file.node for file in one.files} <= nodes[one.id]]
 
     def bring(self, manifest: Manifest) -> None:
         """Bring each part of a checkpoint to a node that lacks one, verified. Every rank calls it.
@@ -206,7 +210,7 @@ class NodeMemory:
         with group.all_or_none(what):
             for catalog in (self._own, self._replicas) if self.is_leader else ():
                 try:
-                    if (there := catalog.manifest_of(manifest.name)) and there.identity == manifest.identity:
+                    if (there := catalog.manifest_of(manifest.name)) and there.id == manifest.id:
                         catalog.verify(there)
                         good.append(_HeldPart(there.node, is_replica=catalog is self._replicas))
                 except (CorruptCheckpointError, OSError) as e:
@@ -304,11 +308,25 @@ class _BandwidthLimit:
         self._hurry.wait(max(0.0, due - time.monotonic()))
 
 
+def _head_of(catalog: Catalog, manifest: Manifest) -> bytes:
+    """Return path, size and end of the deciding file of a checkpoint, for another node to read its record."""
+    path = manifest.files[0].path
+    size_bytes, end = catalog.place.end(path, max(MOST_TAIL_BYTES, manifest.files[0].tail_bytes))
+    return json.dumps([path, size_bytes, end.hex(), manifest.node]).encode()
+
+
+def _taken_from(head: bytes, rank: int) -> Manifest:
+    """Return the record that another node has sent as :func:`_head_of`."""
+    path, size_bytes, end, node = json.loads(head)
+    manifest = unseal(path, size_bytes, bytes.fromhex(end), f"{path} on the node of rank {rank}")
+    assert manifest is not None, "the other node has read a record there"
+    return dataclasses.replace(manifest, node=node)
+
+
 def _clear(catalog: Catalog, manifest: Manifest) -> None:
-    """Make room for files that come: what is there of that name is no checkpoint any more."""
-    remove_manifest(catalog.place, record_path(manifest.name))
+    """Delete the checkpoint of that name, to make room for new files."""
+    delete_checkpoint(catalog.place, manifest)
     for file in manifest.files:
-        catalog.place.delete(file.path)
         _arriving(catalog.folder / file.path).unlink(missing_ok=True)
 
 
@@ -323,15 +341,18 @@ def _adopt(catalog: Catalog, manifest: Manifest) -> None:
     Raises:
         CorruptCheckpointError: it is not.
     """
+    decider, *others = manifest.here
     try:
-        for file in manifest.here:
+        for file in others:
             path = catalog.folder / file.path
             _arriving(path).replace(path)
-        catalog.verify(manifest)
+            catalog.place.verify(file)
+        arrived = _arriving(catalog.folder / decider.path)
+        verify_file(arrived, decider.digest)
+        arrived.replace(catalog.folder / decider.path)
     except (OSError, CorruptCheckpointError):
         _clear(catalog, manifest)
         raise
-    catalog.adopt(manifest)
 
 
 def _read(catalog: Catalog, path: str, offset: int, size: int) -> bytes:

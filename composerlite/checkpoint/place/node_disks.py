@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.errors import ConfigError
 from composerlite.storage import make_folder
 
@@ -21,7 +20,6 @@ __all__ = [
     "Disks",
     "check_one_disk",
     "disks_of",
-    "recover_on_other_disks",
 ]
 
 log = logging.getLogger(__name__)
@@ -131,20 +129,3 @@ def _leader(mark: Path) -> int | None:
         if time.monotonic() >= until:
             return None
         time.sleep(_PAUSE_SECONDS)
-
-
-# ── the commit ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def recover_on_other_disks(catalog: Catalog, disks: Disks) -> None:
-    """Finish or remove what a killed run left in the folders that nodes have of their own, as ``catalog`` has one.
-
-    Every rank calls it, when rank 0 has done so with its own.
-    """
-    group = dist.get_group()
-    log.info("%s: nodes have folders of their own, and each keeps what its ranks write", catalog.folder)
-    committed = group.from_first(
-        "finding the checkpoints of all nodes",
-        lambda: {manifest.name: manifest.identity for manifest in catalog.manifests() if manifest.node is not None},
-    )
-    with group.all_or_none("preparing the folders of all nodes"):
-        if disks.is_folder_leader and not group.is_first:
-            catalog.recover(committed)

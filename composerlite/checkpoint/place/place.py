@@ -1,4 +1,4 @@
-"""Place: where checkpoints are, a folder of this machine or what a bucket has below a prefix, both seen in one way.
+"""Place: a folder of this machine, or the objects of a bucket below a prefix, both seen in one way.
 
 Nothing here imports torch: a listing needs none.
 """
@@ -6,6 +6,7 @@ Nothing here imports torch: a listing needs none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import tempfile
 from abc import ABC, abstractmethod
@@ -13,42 +14,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, final
 
-from composerlite.checkpoint.place.commit import MARKER, OF_RANKS, STEP_MODEL, TRAIN, Commit, remove_manifest
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import (
-    MANIFESTS,
-    FileRecord,
-    Manifest,
-    new_name,
-    record_path,
-    relative_path,
-)
-from composerlite.errors import ConfigError, CorruptCheckpointError
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_name, relative_path
+from composerlite.errors import ConfigError
 from composerlite.storage import verify_file
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
     from composerlite.storage import FileDigest, Sink
 
-__all__ = [
-    "DELETION",
-    "Leftover",
-    "NewFile",
-    "Parts",
-    "Place",
-    "SaveHandle",
-    "StoredFile",
-    "by_steps",
-    "by_total",
-]
+__all__ = ["LINK_SUFFIX", "Leftover", "NewFile", "Place", "StagedDecider", "StoredFile", "by_steps", "by_total"]
 
 log = logging.getLogger(__name__)
-DELETION = "a deletion that did not end"
-"""What :attr:`Leftover.what` says of it."""
-Parts = Mapping[str, Path | bytes]
-"""Contents of a commit by the path that each will have: a durable file or directory of this machine, or small bytes."""
+LINK_SUFFIX = ".symlink"
+"""End of the name of an object that is a link in a bucket."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -72,33 +53,37 @@ class StoredFile:
 @final
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file, a folder or an upload that a process has left that died.
+    """A file or an upload that a killed process has left.
 
     Attributes:
         uri: where it is.
-        what: that it is, in words.
-        size_bytes: of all that goes with it, 0 where that is not known.
-        paths: the files of a checkpoint that it decides about, below the place.
-        is_completed: it does not go: a checkpoint becomes of it, at ``uri``.
+        what: description of it.
+        size_bytes: its size; 0 if that is not known.
     """
 
     uri: str
     what: str
     size_bytes: int
-    paths: frozenset[str] = frozenset()
-    is_completed: bool = False
 
 
-class SaveHandle(NamedTuple):
-    """A save of a directory in progress, as all ranks know it.
+class StagedDecider(Protocol):
+    """The deciding file of a directory, before it has its name. Used as a context manager, which removes what is left.
 
-    Attributes:
-        place: the directory that its files go to, beside the one that it will be; in a bucket that one itself.
-        suffix: what the names of files need so that they differ from those that are there.
+    In a folder it is an empty temporary file, locked as long as this process lives: the data files with its id are no
+    garbage as long as it is there.
     """
 
-    place: str
-    suffix: str
+    def commit(self, data: bytes, *, overwrite: bool) -> None:
+        """Give the file its content and its name, durable, at one instant: the checkpoint exists.
+
+        Raises:
+            FileExistsError: there is a file of that name, and ``overwrite`` is false.
+        """
+        ...
+
+    def close(self) -> None:
+        """Remove the temporary file, unless it has its name. May be called twice."""
+        ...
 
 
 class NewFile(NamedTuple):
@@ -118,12 +103,11 @@ class NewFile(NamedTuple):
 
 
 class Place(ABC):
-    """A folder or a part of a bucket, whose verbs move bytes and names. Used as a context manager, or until ``close``.
+    """A folder, or the objects of a bucket below a prefix. Used as a context manager, or until :meth:`close`.
 
-    Paths are relative to it, with slashes. Where a method raises FileNotFoundError there is nothing of that name; every
-    other failure of a disk or a store is raised as what it is, and is no absence. Small files are those that are read
-    whole: manifests, indices, links. What a place has no need of does nothing there: a bucket has no folders and no
-    renames, and a folder decides who was first when names are exchanged.
+    Paths are relative to the place, with slashes. FileNotFoundError means that there is no file of that name; every
+    other failure of a disk or a store is raised as it is, and is no absence. Methods that read "small files" read them
+    whole: indices and links.
     """
 
     where: str
@@ -178,6 +162,10 @@ class Place(ABC):
         Raises:
             CorruptCheckpointError: it is no file, or too large to be one of the small ones.
         """
+
+    @abstractmethod
+    def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size of the file ``path``, and its last ``most_bytes`` bytes; FileNotFoundError if none."""
 
     @abstractmethod
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -246,7 +234,7 @@ class Place(ABC):
 
     @abstractmethod
     def taken(self) -> Iterator[str]:
-        """Yield the names that a new checkpoint would come into conflict with."""
+        """Yield the names that are in the way of a new checkpoint."""
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def write(self, path: str, most_bytes: int, fill: Callable[[Sink], object], *, chunk_bytes: int) -> FileDigest:
@@ -271,82 +259,41 @@ class Place(ABC):
             self.send(path, record.path, by_steps(progress))
 
     @abstractmethod
-    def put(self, path: str, data: bytes | Path, *, create_only: bool = False) -> None:
-        """Write the small file ``path`` atomically. With ``create_only``, FileExistsError if there is one.
+    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write the small file ``path`` atomically. With ``create_only``, FileExistsError if there is one."""
 
-        ``data`` is what it contains, or a durable file of this machine, which a folder gives the name.
+    @abstractmethod
+    def stage_decider(self, path: str, save_id: str) -> StagedDecider:
+        """Prepare the deciding file ``path`` of a directory, which is made.
+
+        Raises:
+            FileExistsError: another process of this machine has prepared the same.
+        """
+
+    def wait_until_seen(self, path: str, save_id: str) -> None:
+        """Wait until this machine sees what :meth:`stage_decider` has prepared on another one.
+
+        Raises:
+            FileNotFoundError: it does not: the machines have folders of their own.
         """
 
     @abstractmethod
-    def delete(self, path: str, *, kept_as: str | None = None) -> None:
-        """Remove the file ``path``: what makes a checkpoint exist durably. What is none, or behind a link, stays.
+    def delete(self, path: str, *, durable: bool = False) -> None:
+        """Remove the file ``path``. A missing file is no error; links, and files behind links, stay.
 
-        ``kept_as``: the path of a file that has its content then. Where names cannot be changed it stays where it is.
+        ``durable``: the file does not come back after a power cut.
         """
-
-    @abstractmethod
-    def deleting(self, manifest: Manifest) -> contextlib.AbstractContextManager[None]:
-        """Within it a checkpoint exists no more, and its files are deleted.
-
-        A kill in it, or an error, leaves what :meth:`recover` completes the deletion with.
-        """
-
-    def left_of(self, manifest: Manifest) -> Sequence[str]:
-        """Return the files that a deletion which did not end has left of a checkpoint, in the order in which they go.
-
-        What one of its name has that was saved since stays.
-        """
-        kept, is_step = set[str](), False
-        try:
-            there = Manifest.from_json(self.read(record_path(manifest.name)), self.uri(record_path(manifest.name)))
-            kept = {record.path for record in there.files}
-        except FileNotFoundError:
-            is_step = manifest.template == STEP_MODEL  # what makes it one goes first, and its files of ranks
-        except CorruptCheckpointError as e:
-            log.warning("%s: not deleted, since there is another of its name: %s", self.uri(manifest.name), e)
-            return ()
-        left: list[str] = []
-        if is_step:
-            left += [MARKER] if self.exists(MARKER) else []
-            for path in self.files(TRAIN):
-                if (match := OF_RANKS.fullmatch(path)) is not None and int(match[1]) < manifest.world_size:
-                    left.append(path)
-        return left + [one.path for one in manifest.here if one.path not in kept and self.has(one)]
-
-    def complete_deletion(self, manifest: Manifest, left: Sequence[str]) -> None:
-        """Complete the deletion of a checkpoint: of what is ``left`` of it, and of folders in which nothing is."""
-        is_step = manifest.template == STEP_MODEL and not self.exists(record_path(manifest.name))
-        for path in left:
-            if path == MARKER:
-                remove_manifest(self, path)
-            else:
-                self.delete(path)
-        for folder in (manifest.name, TRAIN) if is_step else (manifest.name,):
-            self.remove_empty(folder)
-
-    def has(self, record: FileRecord) -> bool:
-        """Return true if the file of ``record`` is here, as it was saved."""
-        try:
-            self.verify(record)
-        except (FileNotFoundError, CorruptCheckpointError):
-            return False
-        return True
 
     def delete_all(self, paths: Iterable[str]) -> None:
-        """Remove files, one after the other, and the folders in which nothing is left then."""
+        """Remove files, one after the other, and the folders that are empty then."""
         gone = list(paths)
         for path in gone:
             self.delete(path)
-        self.remove_emptied(gone)
-
-    def remove_emptied(self, paths: Iterable[str]) -> None:
-        """Remove the folders of ``paths``, which are gone, in which nothing is left."""
-        for folder in sorted({path.rpartition("/")[0] for path in paths}, key=len, reverse=True):
-            if not folder.endswith(MANIFESTS):
-                self.remove_empty(folder, above=True)
+        for folder in sorted({path.rpartition("/")[0] for path in gone}, key=len, reverse=True):
+            self.remove_empty(folder, above=True)
 
     def remove_empty(self, folder: str, *, above: bool = False) -> None:
-        """Remove ``folder``, and with ``above`` those that it is in, where nothing is left in it."""
+        """Remove ``folder`` if it is empty, and with ``above`` the folders that it is in, too."""
 
     def damaged_name(self, path: str) -> str:
         """Return a path for what is damaged at ``path``: beside it, and nothing has it."""
@@ -358,20 +305,7 @@ class Place(ABC):
     def quarantine(self, path: str) -> None:
         """Give a damaged file or directory a name that nothing has, where names can be changed."""
 
-    # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def acquire(self, name: str) -> None:
-        """Reserve the name ``name`` for a save of this process, until ``release``. May be called twice.
-
-        Where a commit decides at one instant who was first, that is soon enough, and nothing is held.
-
-        Raises:
-            CheckpointExistsError: another process saves it.
-        """
-
-    @abstractmethod
-    def release(self, name: str) -> None:
-        """Release the name, which other processes may save then. May be called twice."""
-
+    # ── names, links and locks ───────────────────────────────────────────────────────────────────────────────────
     def check_name(self, name: str) -> None:
         """See that a checkpoint, or a file in one, can be saved as ``name``, and found again.
 
@@ -384,59 +318,12 @@ class Place(ABC):
             raise ConfigError(f"{self.uri(name)!r}: {e}. Give another name.") from e
 
     @abstractmethod
-    def begin(self, name: str, check: Callable[[], bool], *, overwrite: bool) -> SaveHandle:
-        """Begin a save of the directory ``name``, in one process for all, until ``release`` or ``abandon``.
-
-        What a dead save of it has left is completed or removed. ``check`` says whether anything is there, and raises
-        where that may not be.
-        """
-
-    def join(self, name: str, handle: SaveHandle, check: Callable[[], bool]) -> None:
-        """Take part in a save that another process has begun, for the disk that this one writes to.
-
-        Raises:
-            FileExistsError: it is the disk of that process, too.
-        """
-
-    @abstractmethod
-    def abandon(self, name: str, handle: SaveHandle) -> None:
-        """Remove the files of this process, after an error, when no rank writes any more. Raises nothing."""
-
-    @abstractmethod
-    def parts(self, name: str, handle: SaveHandle, deciding: str, data: bytes) -> Parts:
-        """Files that a commit of the directory ``name`` renames; ``data`` is the content of the file ``deciding``.
-
-        Where that has no name, in a folder, all are written already.
-        """
-
-    @abstractmethod
-    def commit(self, name: str, parts: Parts, *, overwrite: bool, record: str | None) -> Commit:
-        """Return the commit of the checkpoint ``name``, which has not begun.
-
-        Args:
-            name: of it.
-            parts: what it consists of; what has its name already is left out.
-            overwrite: replace what has these names.
-            record: path of its manifest; ``None``: a file among the parts makes it a checkpoint.
-        """
-
-    @abstractmethod
-    def announced(self, name: str | None) -> Iterator[bytes]:
-        """Yield the manifests of commits that have begun and not ended: of the checkpoint ``name``, or of all."""
-
-    def between_names(self, name: str) -> Iterator[str]:
-        """Yield the temporary paths of the directory ``name`` during its commit, if it is complete there."""
-        return iter(())
-
-    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
-    @abstractmethod
-    def point(self, link: str, name: str | None, *, ahead: bool = False) -> None:
+    def point(self, link: str, name: str | None) -> None:
         """Make the link ``link`` lead to the checkpoint ``name``; ``None``: remove it.
 
         Args:
             link: below the place; in a bucket with a slash before it from the top.
             name: of the checkpoint.
-            ahead: say only that it is about to, for who looks for the newest after a kill.
 
         Raises:
             ConfigError: see :meth:`check_link`.
@@ -452,22 +339,29 @@ class Place(ABC):
             relative_path(link)
         except ValueError as e:
             raise ConfigError(f"link {link!r}: {e}. Give a name below {self.uri()}, such as 'latest-rank0.pt'.") from e
-        if self.exists(record_path(link)):
-            raise ConfigError(f"{self.uri(link)!r} is a checkpoint, and no link takes its place. Give another name.")
-
-    @contextlib.contextmanager
-    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
-        """Make each link lead to its checkpoint when the block has made them exist, as :meth:`point` does."""
-        yield
-        for link, name in links.items():
-            self.point(link, name)
 
     @abstractmethod
-    def target_of(self, link: str, *, ahead: bool = False) -> str:
-        """Return the target of ``link``, or the one it is about to get. Raises FileNotFoundError."""
+    def target_of(self, link: str) -> str:
+        """Return the target of ``link``. Raises FileNotFoundError."""
 
-    def links(self) -> Sequence[str]:
-        """Return the names of the links of savers, where checkpoints are not listed to find the newest."""
+    def announce_target(self, link: str, manifest: Manifest) -> None:
+        """State that ``link`` is about to lead to the checkpoint of ``manifest``.
+
+        A start after a kill reads it with :meth:`announced_target`. A folder, which is listed anyway, states nothing.
+        """
+
+    def announced_target(self, link: str) -> tuple[str, str]:
+        """Return the name and the id of the checkpoint that ``link`` is about to lead to, or leads to.
+
+        The checkpoint of that name may have another id: the announced one is not in the place yet.
+
+        Raises:
+            FileNotFoundError: nothing was announced.
+        """
+        raise FileNotFoundError(errno.ENOENT, "nothing was announced of this link", self.uri(link))
+
+    def announced_links(self) -> Sequence[str]:
+        """Return the names of all links of which :meth:`announce_target` stated something."""
         return ()
 
     def broken_links(self) -> Iterator[tuple[str, str]]:
@@ -476,37 +370,23 @@ class Place(ABC):
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
-        """Return the right of one process at a time to ``name``, a run or a file, which is not taken yet."""
+        """Return the lease of the file name ``name``, which may be a template. The lease is not taken yet."""
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def in_use(self) -> set[str]:
-        """Return the names that links lead to, and those of checkpoints whose commit has begun and not ended.
-
-        A process that was killed between a commit and its link has left the link on the checkpoint before.
-        """
-
-    def recover(self, committed: Mapping[str, str] | None, *, everywhere: bool = True) -> None:
-        """Complete or remove what dead processes left unfinished. What a live one is writing stays.
-
-        Args:
-            committed: of what is prepared here as a part of a checkpoint on the disks of several nodes, what the first
-                disk has is completed, and the rest removed: the identities of checkpoints, by name. On the first disk
-                there are none. ``None``: it is left as it is.
-            everywhere: in the folders in it, too, and what other users have left.
-        """
+        """Return the names that links lead to."""
 
     @abstractmethod
     def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        """List leftovers of processes that were killed during a write: just what :meth:`sweep` removes or completes.
+        """List leftovers of killed processes: temporary files and unfinished uploads that :meth:`sweep` removes.
 
-        On a disk a lock tells which are dead; in a store the parts of uploads that were started ``older_than`` ago are
-        taken for theirs.
+        In a folder a lock tells which process is dead. In a bucket uploads count that were started ``older_than`` ago.
         """
 
     @abstractmethod
     def sweep(self, older_than: timedelta) -> None:
-        """Remove the :meth:`leftovers`. A commit on a disk that can be completed is completed."""
+        """Remove the :meth:`leftovers`."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The commit record of a checkpoint, and what a set of them says of a run: its attempts, and the line that it follows.
+"""The record of a checkpoint (class :class:`Manifest`), and the attempts of a run that a set of records gives.
 
-A checkpoint exists if and only if its manifest does.
+The record is in the deciding file of its checkpoint: :mod:`composerlite.checkpoint.record.tail`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ import json
 import math
 import os
 import platform
+import secrets
 import types
 import typing
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
 
-import xxhash
-
 from composerlite._version import VERSION
+from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, WEIGHTS_INDEX
 from composerlite.checkpoint.record.naming import differ_by_rank
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
 
 __all__ = [
-    "MANIFESTS",
     "RESUMABLE",
-    "SCHEMA",
     "Amount",
     "CheckpointMetadata",
     "FileRecord",
@@ -49,33 +46,24 @@ __all__ = [
     "living_line",
     "may_be_replaced",
     "new_attempt",
+    "new_id",
     "new_name",
     "plain_timestamp",
-    "record_path",
     "recorded",
     "relative_path",
     "versions",
-    "with_files_of_others",
 ]
 
-SCHEMA = 4
-"""The newest manifest schema that this code writes and reads: that of checkpoints marked as ``not_finite``."""
-_LINEAGE = 3
-"""The schema of those with a lineage."""
-_SEVERAL_DISKS = 2
-"""The schema of those whose files lie on several disks."""
-_ONE_FOLDER = 1
-"""The schema of those whose files are in one folder."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")
 """The kinds of checkpoints that autoresume takes."""
-_OF_RANKS = ("deepspeed", "crash")
-"""The kinds of which each rank may have a file."""
+_DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
+"""The file in a directory that contains the record, by form."""
 T = TypeVar("T")
 
 
 @final
 class NewerManifestError(IncompatibleCheckpointError):
-    """A manifest was written by a newer version.
+    """A record was written by a newer version.
 
     Args:
         message: what the user reads.
@@ -103,7 +91,8 @@ class FileRecord:
 
     Args:
         path: relative to the folder of checkpoints.
-        size_bytes, xxh3_128, chunk_bytes, chunks: as in :class:`composerlite.storage.FileDigest`.
+        size_bytes, xxh3_128, chunk_bytes, chunks, tail_bytes, tail_xxh3_128: as in
+            :class:`composerlite.storage.FileDigest`.
         node: number of the node whose disk has it, where nodes have disks of their own; ``None``: it is in every folder
             that has the manifest.
     """
@@ -114,6 +103,8 @@ class FileRecord:
     chunk_bytes: int = 0
     chunks: str = ""
     node: int | None = None
+    tail_bytes: int = 0
+    tail_xxh3_128: str = ""
 
     @classmethod
     def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
@@ -127,23 +118,28 @@ class FileRecord:
         Returns:
             The record.
         """
-        return cls(path, digest.size_bytes, digest.xxh3_128, digest.chunk_bytes, digest.chunks, node)
+        return cls(path, **dataclasses.asdict(digest), node=node)
 
     @property
     def digest(self) -> FileDigest:
         """Digest of what the file must contain."""
-        return FileDigest(self.size_bytes, self.xxh3_128, self.chunk_bytes, self.chunks)
+        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing does not read them
+        return FileDigest(self.size_bytes, self.xxh3_128, *chunks, self.tail_bytes, self.tail_xxh3_128)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint, and the moment of the run that it is of.
+    """The record of a checkpoint: its files, and the moment of the run at which it was saved.
 
     Attributes:
         name: path of the checkpoint below its folder.
+        id: 16 hexadecimal digits, new for each save.
+        also: other names under which the same bytes are uploaded, each with its template.
         kind: ``'monolithic'``: everything, in a file; ``'sharded'``: in a directory; ``'weights'``: the model only;
             ``'crash'``: everything, as an exception left it.
+        form: ``'file'``; ``'archives'``: a file of each rank; ``'sharded'``, ``'weights'`` (safetensors), ``'step'``:
+            a directory.
         template: the file name template it was named by; tells the savers of one folder apart.
         run_name: the run it belongs to.
         timestamp: the fourteen fields of the timestamp; clocks in seconds.
@@ -158,8 +154,8 @@ class Manifest:
         timings: what the save cost, in seconds by name: see ``SaveReport``.
         versions: of composerlite, torch and python.
         saved_at: time of the save, ISO 8601 in UTC.
-        node: of the run that saved it, whose folder this record lies in, where nodes have disks of their own; ``None``:
-            all files are in one folder.
+        node: number of the node whose files lie beside this record, where nodes have disks of their own; ``None``: all
+            files are in one folder.
         lineage: the attempt of the run that saved it.
         not_finite: names of the losses and gradient norms of its last batch that were no finite numbers, or of a weight
             in it that is not finite: the mark of a checkpoint that nobody resumes from unasked, and that is none of the
@@ -184,16 +180,46 @@ class Manifest:
     node: int | None = None
     lineage: Lineage = field(default_factory=Lineage)
     not_finite: tuple[str, ...] = ()
+    form: str = "file"
+    id: str = field(default_factory=lambda: new_id())
+    also: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
-    def schema(self) -> int:
-        """The oldest schema that has all that is in it."""
-        if self.not_finite:
-            return SCHEMA
-        if self.lineage != Lineage():
-            return _LINEAGE
-        on_disks = self.node is not None or any(file.node is not None for file in self.files)
-        return _SEVERAL_DISKS if on_disks else _ONE_FOLDER
+    def is_directory(self) -> bool:
+        """True for a directory with files in it."""
+        return self.form in _DECIDERS
+
+    @property
+    def home(self) -> str:
+        """Folder that the files of the checkpoint are in, with a slash; empty: the place itself."""
+        if self.is_directory:
+            return f"{self.name}/" if self.name else ""
+        return "".join(self.name.rpartition("/")[:2])
+
+    @property
+    def deciders(self) -> tuple[str, ...]:
+        """Files whose existence makes the checkpoint exist, in the order in which they are written."""
+        marker = (f"{self.name}/{MARKER}",) if self.form == "step" else ()
+        return f"{self.name}/{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
+
+    def path_of(self, decider: str) -> str:
+        """Return the path at which the checkpoint lies whose deciding file is ``decider``.
+
+        Raises:
+            ValueError: a checkpoint of this form has no such deciding file.
+        """
+        last = _DECIDERS.get(self.form)
+        if last is None and decider.rpartition("/")[2] not in INDEXES:
+            return decider
+        if last is not None and f"/{decider}".endswith(f"/{last}"):
+            return decider.removesuffix(last).rstrip("/")
+        raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
+
+    def lying_at(self, path: str) -> Manifest | None:
+        """Return the record of the same checkpoint under the name ``path``. ``None``: a copy has no such name."""
+        if path == self.name:
+            return self
+        return dataclasses.replace(self, name=path, template=self.also[path]) if path in self.also else None
 
     def marked(self, weights: Iterable[str | None]) -> Manifest:
         """Return the record of the same checkpoint, marked if one of its files has a weight that is not finite."""
@@ -206,19 +232,9 @@ class Manifest:
         return tuple(file for file in self.files if file.node in (None, self.node))
 
     @property
-    def identity(self) -> str:
-        """Digest that the records of one save have in common on all disks, and no other has."""
-        return _digest({**dataclasses.asdict(self), "node": None})
-
-    @property
     def batch(self) -> int:
         """Optimizer steps done when it was saved."""
         return int(self.timestamp["batch"])
-
-    @property
-    def is_directory(self) -> bool:
-        """True for a directory with files in it."""
-        return any(file.path.startswith(f"{self.name}/") for file in self.files)
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -235,95 +251,32 @@ class Manifest:
         """Size of all its files."""
         return sum(file.size_bytes for file in self.files)
 
-    def to_json(self) -> bytes:
-        """The record as JSON, with a digest of itself."""
-        fields: dict[str, Any] = {**dataclasses.asdict(self), "schema": self.schema}
-        for one in (fields, *fields["files"]):
-            if one["node"] is None:  # as in records of the older schema
-                del one["node"]
-        if not self.not_finite:
-            del fields["not_finite"]
-        if self.schema < _LINEAGE:
-            del fields["lineage"]
-        return json.dumps({**fields, "digest": _digest(fields)}, indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, source: str) -> Manifest:
-        """The record that :meth:`to_json` wrote.
-
-        Args:
-            data: content of the file.
-            source: path or URI of the file, for errors.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            CorruptCheckpointError: it is damaged or edited. ``source`` names it in the message.
-            NewerManifestError: it is of a newer schema.
-        """
-        try:
-            fields = json_object(data)
-            digest = fields.pop("digest")
-            if digest != _digest(fields):
-                raise CorruptCheckpointError(f"manifest {source!r} is damaged: its digest does not match.")
-            if type(schema := fields.pop("schema")) is not int or schema < _ONE_FOLDER:
-                raise ValueError(f"there is no schema {schema!r}")
-            if schema > SCHEMA:
-                message = f"manifest {source!r} has schema {schema}, this version reads up to {SCHEMA}"
-                raise NewerManifestError(f"{message}: update composerlite.", fields)
-            manifest = recorded(cls, fields)
-            manifest._check()
-        except KeyError as e:
-            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: field {e} is missing") from e
-        except (ValueError, RecursionError) as e:
-            raise CorruptCheckpointError(f"manifest {source!r} cannot be read: {e}") from e
-        return manifest
-
-    def _check(self) -> None:
-        """See that its parts agree. It names its own files only: those are deleted, renamed and replaced with it.
+    def check(self) -> None:
+        """See that the parts agree, and that the files are the checkpoint's own: they are deleted with it.
 
         Raises:
             ValueError: they do not.
         """
         if type(self.timestamp.get("batch")) is not int or self.batch < 0:
             raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
-        if not self.files:
-            raise ValueError("it names no file")
         paths = [file.path for file in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("it names a file twice")
-        if self.name not in paths and not self.is_directory:
-            raise ValueError(f"it names no file {self.name!r}")
-        if strange := [path for path in paths if not self._owns(path)]:
+        for path in paths:
+            relative_path(path)
+        if self.form == "file" and len(paths) > 1:
+            raise ValueError(f"it is one file, and names {paths[1]!r}, too")
+        if self.form == "archives":
+            strange = [p for p in paths[1:] if not differ_by_rank(self.name, p, self.template, self.run_name)]
+        else:
+            strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
+        if strange:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
 
-    def _owns(self, path: str) -> bool:
-        """Check that ``path`` is its name, below its name, or, where ranks have files, its name for another rank."""
-        if path == self.name or path.startswith(f"{self.name}/"):
-            return True
-        return self.kind in _OF_RANKS and differ_by_rank(self.name, path, self.template, self.run_name)
 
-
-def with_files_of_others(manifests: Iterable[Manifest]) -> dict[str, str]:
-    """Map the names of checkpoints, one file for each rank, to a file of theirs that another manifest names, too.
-
-    They are left out: whatever deleted or renamed them would do so with that file.
-    """
-    among = list(manifests)
-    if not any(one.kind in _OF_RANKS and len(one.files) > 1 for one in among):
-        return {}
-    claims = Counter(path for one in among for path in {one.name, *(file.path for file in one.files)})
-    return {
-        one.name: file.path
-        for one in among
-        for file in one.files
-        if one.kind in _OF_RANKS and file.path != one.name and claims[file.path] > 1
-    }
-
-
-def _digest(fields: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+def new_id() -> str:
+    """Return the id of a save: 16 hexadecimal digits, never given twice."""
+    return secrets.token_hex(8)
 
 
 def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
@@ -471,13 +424,11 @@ class CheckpointMetadata:
         version: of composerlite, which saved it.
         ephemeral: it may be deleted as soon as there is a newer one.
         world_size: number of ranks that saved it; 0: another program has, and does not say.
-        train: the files of the ranks, and what they must contain.
     """
 
     version: str = field(default_factory=lambda: versions()["composerlite"])
     ephemeral: bool = False
     world_size: int = 0
-    train: tuple[FileRecord, ...] = ()
 
     def to_json(self) -> bytes:
         """Return the bytes that are written."""
@@ -499,25 +450,16 @@ class CheckpointMetadata:
         """
         try:
             found = json_object(data)
-            known = {name: found[name] for name in ("ephemeral", "world_size", "train") if name in found}
+            known = {name: found[name] for name in ("ephemeral", "world_size") if name in found}
             return recorded(cls, {"version": str(found.get("version", "")), **known})
         except ValueError as e:
             raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
 
 
 # ── values that come from files ──────────────────────────────────────────────────────────────────────────────────────
-MANIFESTS = ".manifest"
-"""The folder of a place that manifests are in."""
-
-
-def record_path(name: str) -> str:
-    """Return the path of the manifest of the checkpoint ``name``, existing or not."""
-    return f"{MANIFESTS}/{name}.json"
-
-
 _LARGEST = 2**63  # excluded
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
-_AROUND_NAMES = len("..saving--failed") + 16  # of the longest temporary name, and of its number
+_AROUND_NAMES = len("..tmp-") + 16  # of a temporary name, and of its number
 _Check: TypeAlias = Callable[[Any], Any]
 
 _PATH: Final = "path"
@@ -548,8 +490,6 @@ def relative_path(value: object) -> str:
         rule = "it has control characters"
     elif "\\" in value and (value.startswith("\\") or ".." in value.split("\\")):
         rule = "it leads out of the folder where backslashes separate folders"
-    elif MANIFESTS in parts:
-        rule = f"{MANIFESTS!r} holds the records of checkpoints, and none of their files"
     elif sum(map(len, encoded)) + len(parts) > _LONGEST_PATH or max(map(len, encoded)) > _LONGEST_PART:
         rule = f"file systems take {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in all"
     else:
@@ -558,7 +498,7 @@ def relative_path(value: object) -> str:
 
 
 def new_name(value: object, *, on_disk: bool = True) -> str:
-    """``value`` if a checkpoint, or a file in one, can be saved under this name, and found again by its manifest.
+    """``value`` if a checkpoint, or a file in one, can be saved under this name, and found again by its record.
 
     Args:
         value: the name, below its place.

@@ -28,7 +28,7 @@ _MODES = ("max", "min")
 
 
 class RetentionPolicy(Protocol):
-    """Decides which checkpoints to keep. Must be pure: the same manifests give the same answer after a resume."""
+    """Decides which checkpoints to keep. Must be pure: the same records give the same answer after a resume."""
 
     def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
         """Decide for each of ``manifests``, oldest first, if its checkpoint is kept. None of them is ephemeral."""

@@ -7,12 +7,14 @@ asks for that.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
@@ -25,7 +27,8 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, S
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import FinalizedManifest, ShardedDirectory
+from composerlite.checkpoint.place.commit import commit_file
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, check_one_disk, disks_of
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
@@ -36,15 +39,16 @@ from composerlite.checkpoint.record.naming import (
     format_name_with_dist_and_time,
     names_of_ranks,
 )
+from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
-from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, make_folder
+from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
+from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, fsync_folder, make_folder
 from composerlite.types import StateDict, with_items
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["DiskWriter", "FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering"]
+__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering"]
 
 _ALIGNMENT = 4096
 """Of what is one of several in memory."""
@@ -89,8 +93,11 @@ class RankWriter(Protocol):
         """
         ...
 
-    def finish(self) -> Any:
-        """Wait until everything is durable; what rank 0 needs to know of it, which can be pickled.
+    def finish(self, manifest: Manifest) -> Any:
+        """Wait until everything is durable, and return what rank 0 needs to know of it, which can be pickled.
+
+        Args:
+            manifest: the record so far. A checkpoint that is one file contains it.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -98,27 +105,11 @@ class RankWriter(Protocol):
         ...
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Commit on rank 0, and return the manifest. ``parts``: the results of :meth:`finish` of all ranks."""
+        """Commit on rank 0, and return the record. ``parts``: the results of :meth:`finish` of all ranks."""
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
         """Free all resources, and remove the files unless they are or may be committed. May be called twice."""
-        ...
-
-
-class DiskWriter(RankWriter, Protocol):
-    """The same where nodes have disks of their own: how the part of each becomes a part of the whole."""
-
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """Build the index and the record of all files, on rank 0."""
-        ...
-
-    def prepare(self, sealed: FinalizedManifest) -> None:
-        """Make this disk's part durable, so that nothing is left but to rename it."""
-        ...
-
-    def commit_part(self) -> None:
-        """Give this disk's part its name and its commit record."""
         ...
 
 
@@ -197,7 +188,7 @@ class NullWriter:
         if self._gathering is not None:
             self._gathering.finish()
 
-    def finish(self) -> None:
+    def finish(self, manifest: Manifest) -> None:
         """Do nothing: there is no file to make durable."""
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
@@ -210,13 +201,23 @@ class NullWriter:
 
 
 class _Written(NamedTuple):
-    """Facts about a rank's file that rank 0 needs for the manifest."""
+    """Facts about a rank's file that rank 0 needs for the record.
+
+    Attributes:
+        name: of the file.
+        temporary: its path until the commit.
+        digest: of the file.
+        unpacked_bytes: size of the file inside, if it is compressed or in an archive.
+        not_finite: name of a weight in it that is not finite.
+        timings: seconds by name, until the file was written.
+    """
 
     name: str
     temporary: Path
     digest: FileDigest
     unpacked_bytes: int
     not_finite: str | None
+    timings: Mapping[str, float]
 
 
 @final
@@ -229,6 +230,8 @@ class FileWriter:
         images: what is in it: one, or several by their names in an archive.
         name: of the file. template: of the name, which tells the format.
         overwrite: replace what has the names of the checkpoint.
+        record: the record of the checkpoint, without files. If it is one file, that contains the record when it is
+            flushed; of archives of ranks the first one gets the record at the commit.
         weights: tensors of the first image whose checksums are wanted.
         gathering: of what is sharded over ranks; the image has places for it.
     """
@@ -241,6 +244,7 @@ class FileWriter:
         name: str,
         template: str,
         overwrite: bool,
+        record: Manifest,
         weights: Iterable[Any] = (),
         gathering: Gathering | None = None,
     ) -> None:
@@ -255,6 +259,12 @@ class FileWriter:
         for inner, image in self._images.items():
             self._starts[inner] = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
             self.size_bytes = self._starts[inner] + image.size_bytes
+        self._record = record
+        self._room: int | None = None
+        if record.form == "file" and not self._format.archive:
+            self._room = tail_room(record, self.size_bytes)
+            for image in self._images.values():
+                image.comment_bytes = self._room
         self._weights = next(iter(self._images.values())).numbers_of(weights)
         self._gathering = gathering
         self._catalog = catalog
@@ -313,39 +323,70 @@ class FileWriter:
             self.weights_crc = [crcs[0][number] for number in self._weights]
             self._stack = stack.pop_all()
 
-    def finish(self) -> _Written:
-        """Wait until the file is durable; what rank 0 needs to know of it."""
+    def finish(self, manifest: Manifest) -> _Written:
+        """Wait until the file is durable, and return what rank 0 needs to know of it."""
         assert self._sink is not None
         assert self._data is not None
         images = self._images.values()
-        sizes = [image.size_bytes for image in images]
+        sizes = [image.size_bytes + image.comment_bytes for image in images]
+        unpacked = tar_bytes(*sizes) if len(sizes) > 1 else sizes[0]
+        not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
+        timings = {**manifest.timings, **self._sink.seconds}
+        record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
         try:
             with self._named():
-                digest = self._sink.finish()
+                digest = self._sink.finish(partial(seal, record, room=self._room) if record.form == "file" else None)
         except BaseException as e:
             self._leave(e)
             raise
         self.seconds.update(self._sink.seconds)
-        unpacked = tar_bytes(*sizes) if len(sizes) > 1 else sizes[0]
-        not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
-        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite)
+        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite, timings)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
-        """Rename the files of all ranks to their names, then write their manifest. On rank 0."""
+        """Give the files of all ranks their names, that of rank 0 last: it contains the record. On rank 0."""
         assert self._data is not None
         written = [one for one in parts if one is not None]
+        records = [FileRecord.of(one.name, one.digest) for one in written]
         manifest = dataclasses.replace(
-            manifest,
-            files=tuple(FileRecord.of(one.name, one.digest) for one in written),
-            unpacked_bytes=max(one.unpacked_bytes for one in written),
+            manifest, files=tuple(records), unpacked_bytes=max(one.unpacked_bytes for one in written)
         ).marked([one.not_finite for one in written])
         try:
-            self._catalog.commit(manifest, {one.name: one.temporary for one in written}, overwrite=self._overwrite)
-            self._data.leave_behind()  # it has its name
+            if manifest.form == "archives":
+                others = dataclasses.replace(manifest, files=tuple(records[1:]))
+                digest = self._append_record(seal(others, records[0].digest), records[0].digest)
+                manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
+                self._name_others(written[1:])
+            commit_file(self._data, overwrite=self._overwrite)
+        except FileExistsError as e:
+            self._leave(e)
+            raise CheckpointExistsError(
+                f"checkpoint {str(self._path)!r} was saved by another process meanwhile."
+            ) from e
         except BaseException as e:
             self._leave(e)
             raise
         return manifest
+
+    def _append_record(self, tail: bytes, digest: FileDigest) -> FileDigest:
+        """Append the tail to this rank's archive, which is written to its end, and return the new digest."""
+        assert self._data is not None
+        tail = self._format.frame(tail)
+        with self._data.temporary.open("ab") as file:
+            file.write(tail)
+            file.flush()
+            os.fsync(file.fileno())
+        return digest.with_tail(tail)
+
+    def _name_others(self, others: Sequence[_Written]) -> None:
+        """Give the archives of the other ranks their names. The checkpoint that they replace is deleted first."""
+        if self._overwrite:
+            old = self._catalog.manifest_of(self._name)
+            if old is not None:
+                self._catalog.delete(old)
+        for one in others:
+            one.temporary.replace(self._catalog.folder / one.name)
+        for folder in {(self._catalog.folder / one.name).parent for one in others}:
+            fsync_folder(folder)  # they have their names before the archive that decides about them
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the file unless it has its name, or may have: then the next start finds out. May be called twice."""
@@ -384,6 +425,7 @@ class SaveRequest:
 
     Attributes:
         state: of the run. gathered: makes what is saved of it.
+        record: of the checkpoint, without its files.
         path: of the checkpoint.
         catalog: the folder. names: of the files of the checkpoint, as :meth:`Form.names` gives them.
         template: of these names.
@@ -395,6 +437,7 @@ class SaveRequest:
 
     state: TrainingState
     gathered: Gathered
+    record: Manifest
     path: Path
     catalog: Catalog
     names: Sequence[str]
@@ -409,7 +452,7 @@ class Form(ABC):
     """Layout of a run's checkpoints in their folder.
 
     Attributes:
-        kind: as manifests say it.
+        kind: as records say it.
         may_be_lazy: nothing but its optimizers' steps changes the state that is saved.
         is_spread: the model is sharded over ranks. is_shared: several ranks write to the folder.
         has_names_of_ranks: each rank has a file, and a link, with a name of its own.
@@ -489,6 +532,7 @@ class _File(Form):
             name=request.names[0],
             template=request.template,
             overwrite=request.overwrite,
+            record=request.record,
             weights=weights.values(),
             gathering=gathering,
         )
@@ -573,7 +617,9 @@ class _Archives(Form):
             image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
             image.watch([(f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values()])
         own = request.names[dist.get_global_rank()]
-        return FileWriter(images, request.catalog, name=own, template=own, overwrite=request.overwrite)
+        return FileWriter(
+            images, request.catalog, name=own, template=own, overwrite=request.overwrite, record=request.record
+        )
 
 
 def first_name(template: str, state: TrainingState) -> str:

@@ -7,7 +7,6 @@ what is to follow. The thread that saves pays for :meth:`PendingSave.stage`; the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -20,24 +19,26 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, final
 
 from torch.optim import Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import FinalizedManifest
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, plain_timestamp, versions
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import DiskWriter, RankWriter, SaveRequest, first_name, form_of, gathering
+from composerlite.checkpoint.save.form import RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
 from composerlite.errors import SaveError
 from composerlite.storage import RING_BYTES, HostMemory, wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
 from composerlite.types import Lineage, StateDict
+
+if TYPE_CHECKING:
+    from composerlite.checkpoint.save.sharded_writer import SealedIndex, ShardWriter
 
 __all__ = ["FollowUp", "PendingSave", "Pipeline", "SaveReport", "save", "save_checkpoint"]
 
@@ -100,7 +101,7 @@ class FollowUp:
     Attributes:
         catalog: the folder's checkpoints.
         latest: links to point to it: their names, and the file that each leads to.
-        publish: is given the manifest after the commit, before anything is given up. On rank 0; where there are
+        publish: gets the record after the commit, before anything is given up. On rank 0; where there are
             several disks on all, and on others without files.
         retention: which older checkpoints are to go after that. On rank 0.
         is_leader: this rank is the one that points ``latest`` and deletes checkpoints in the folder that it sees.
@@ -134,8 +135,8 @@ class PendingSave:
         manifest: what will be committed, but for its files.
         path: of the checkpoint, or its URI.
         writer: what this rank writes.
-        votes: of all ranks over the commit: one, or, where nodes have disks of their own, three: when each has
-            written, when each disk is prepared, when each is complete.
+        votes: of all ranks over the commit: one, when each has written; where nodes have disks of their own a second
+            one, when each disk has its deciding file.
         follow_up: of a run's checkpoint.
         ring_bytes: memory to write with where there is no snapshot.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
@@ -373,9 +374,9 @@ class PendingSave:
             if len(self.votes) == 1:
                 report: SaveReport = self.votes[0].run(self._finish, self._commit)
             else:
-                report = self._commit_on_disks(cast("DiskWriter", self.writer))
+                report = self._commit_on_disks(cast("ShardWriter", self.writer))
         finally:
-            self._close(may_be_committed=self.votes[-2 if len(self.votes) > 1 else 0].may_be_committed)
+            self._close(may_be_committed=self.votes[0].may_be_committed)
             if self.streamed and self.staging is not None:
                 self.staging.prepare(self.writer.size_bytes)
         if self.follow_up is not None and self.follow_up.is_leader:
@@ -396,54 +397,52 @@ class PendingSave:
             self.snapshot.wait()
         if not self._written:
             self._write()
-        what = self.writer.finish()
+        what = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
         return _RankPart(what, time.perf_counter() - self.started - self.waiting_seconds, self._stall_seconds())
+
+    def _own_seconds(self) -> dict[str, float]:
+        """Seconds that this rank's training thread waited, and those of the snapshot."""
+        snapshot = 0.0 if self.snapshot is None else self.snapshot.seconds
+        return {"stall": self._stall_seconds(), "snapshot": snapshot, "waiting": self.waiting_seconds}
 
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
         seconds = self._note_ranks(parts)
         before_commit = time.perf_counter()
-        with self._pointing():
-            manifest = self.writer.commit(
-                dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
-            )
+        manifest = self.writer.commit(
+            dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
+        )
+        self._point_latest()
         return self._after_commit(manifest, before_commit)
 
-    def _pointing(self) -> contextlib.AbstractContextManager[None]:
-        """Point this rank's links to the checkpoint when the block has committed it; see :meth:`Catalog.pointing`."""
-        after = self.follow_up
-        return contextlib.nullcontext() if after is None else after.catalog.pointing(after.links)
+    def _point_latest(self) -> None:
+        """Point this rank's links to the checkpoint, which is committed."""
+        if (after := self.follow_up) is not None:
+            for link, name in after.links.items():
+                after.catalog.place.point(link, name)
 
-    def _commit_on_disks(self, writer: DiskWriter) -> SaveReport:
-        """Commit where nodes have disks of their own, all of it or none.
+    def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
+        """Commit where nodes have disks of their own: the checkpoint exists if every disk has its deciding file.
 
-        When every rank has written, each disk's part and its links are prepared: durable, and not yet a checkpoint.
-        Then rank 0 commits its own part, which decides, and the others follow. A kill in between leaves prepared parts,
-        which the next start completes if the first disk has the checkpoint, and removes if it has not.
+        Nothing is deleted, and no link is moved, before all disks have it.
         """
-        written, prepared, completed = self.votes
-        after = self.follow_up
+        written, committed = self.votes
 
-        def seal(parts: Sequence[_RankPart]) -> FinalizedManifest:
+        def seal(parts: Sequence[_RankPart]) -> SealedIndex:
             timings = self._note_ranks(parts)
             return writer.seal(dataclasses.replace(self.manifest, timings=timings), [part.what for part in parts])
 
-        def follow() -> None:
-            if not self.group.is_first:
-                writer.commit_part()
-            links.close()  # it publishes them
+        sealed: SealedIndex = written.run(self._finish, seal)
+        before_commit = time.perf_counter()
 
-        sealed: FinalizedManifest = written.run(self._finish, seal)
-        with contextlib.ExitStack() as links:
+        def conclude(_: object) -> SaveReport:
+            self._point_latest()
+            return self._after_commit(writer.committed, before_commit)
 
-            def prepare() -> None:
-                links.enter_context(self._pointing())
-                writer.prepare(sealed)
-
-            prepared.run(prepare, lambda _: writer.commit_part())
-            manifest = dataclasses.replace(sealed.manifest, node=0)
-            report: SaveReport = completed.run(follow, lambda _: self._after_commit(manifest, time.perf_counter()))
-        if after is not None and after.publish is not None and not self.group.is_first:
-            after.publish(self.manifest)
+        report: SaveReport = committed.run(lambda: writer.commit_part(sealed), conclude)
+        if not self.group.is_first:
+            self._point_latest()
+            if self.follow_up is not None and self.follow_up.publish is not None:
+                self.follow_up.publish(self.manifest)
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float) -> SaveReport:
@@ -508,13 +507,7 @@ class PendingSave:
             compared["straggler"] = max(0.0, slowest - statistics.median(writers.values()))
         if len(parts) > 1:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
-        return {
-            "stall": self._stall_seconds(),
-            **compared,
-            "snapshot": 0.0 if self.snapshot is None else self.snapshot.seconds,
-            "waiting": self.waiting_seconds,
-            **self.writer.seconds,
-        }
+        return {**self._own_seconds(), **compared, **self.writer.seconds}
 
 
 def _leave_to_parent() -> None:
@@ -591,6 +584,7 @@ class Pipeline:
         ephemeral: bool = False,
         after_crash: bool = False,
         metrics: Mapping[str, float] | None = None,
+        also: Mapping[str, str] | None = None,
         publish: Callable[[Manifest], object] | None = None,
         retention: Retention | None = None,
         disks: Disks | None = None,
@@ -618,7 +612,8 @@ class Pipeline:
             ephemeral: it is given up as soon as a newer one is committed.
             after_crash: the state is that in which an exception left it; nobody resumes from it unasked.
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
-            publish: called with the manifest after the commit, perhaps on another thread.
+            also: other names under which the same file is uploaded, each with its template.
+            publish: called with the record after the commit, perhaps on another thread.
             retention: which older checkpoints of the same template are deleted after that.
             disks: which ranks see the same folder, where all write to it and not all see one.
             files: that a rank writes of a directory at most; ``None``: as many as it likes.
@@ -649,17 +644,36 @@ class Pipeline:
         if previous is not None and not self._given_up.isdisjoint(names):
             previous.wait_until_tidy()  # one of this name is about to go
         # First of all: votes are counted on each rank.
-        rounds = 1 if disks is None else 3
+        rounds = 1 if disks is None else 2
         votes = [group.vote(f"checkpoint {name!r}", longest_work=LONGEST_WORK) for _ in range(rounds)]
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if is_leader else ():
                 catalog.check_free(one, overwrite=overwrite)
+        record = Manifest(
+            name=name,
+            kind="crash" if after_crash else "weights" if weights_only else form.kind,
+            template=template,
+            run_name=state.run_name,
+            timestamp=plain_timestamp(state.timestamp.state_dict()),
+            fit_calls=len(state.fit_starts),
+            world_size=group.size,
+            files=(),
+            left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
+            metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+            ephemeral=ephemeral,
+            versions=versions(),
+            not_finite=tuple(getattr(state, "not_finite", ())),
+            lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
+            also=dict(also or {}),
+            form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
+        )
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
             request = SaveRequest(
                 state=state,
                 gathered=gathered,
+                record=record,
                 path=catalog.folder / name,
                 catalog=catalog,
                 names=names,
@@ -671,22 +685,7 @@ class Pipeline:
             )
             writer = form.writer(request)
         pending = PendingSave(
-            manifest=Manifest(
-                name=name,
-                kind="crash" if after_crash else "weights" if weights_only else form.kind,
-                template=template,
-                run_name=state.run_name,
-                timestamp=plain_timestamp(state.timestamp.state_dict()),
-                fit_calls=len(state.fit_starts),
-                world_size=group.size,
-                files=(),
-                left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
-                metrics={name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
-                ephemeral=ephemeral,
-                versions=versions(),
-                not_finite=tuple(getattr(state, "not_finite", ())),
-                lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
-            ),
+            manifest=record,
             path=request.path,
             writer=writer,
             votes=votes,

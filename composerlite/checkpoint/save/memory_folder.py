@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.errors import ConfigError
 from composerlite.storage import fsync_folder, make_folder
 
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-_MARK = Path(".manifest", ".memory-id")
+_MARK = Path(".memory-id")
 _MOST_BYTES = 64
 
 
@@ -134,7 +135,8 @@ def warn_of_others(folder: Path, run_name: str) -> None:
     """Say in the log which folders beside ``folder`` hold checkpoints of a run of this name, and are ignored."""
     with contextlib.suppress(OSError):
         for other in sorted(folder.parent.iterdir()):
-            if other != folder and other.name.rpartition("-")[0] in (run_name, "") and any(other.rglob("*.json")):
+            is_of_run = other != folder and other.name.rpartition("-")[0] in (run_name, "") and other.is_dir()
+            if is_of_run and Catalog(other).readable():
                 log.warning(
                     "ignored: %s holds a checkpoint of a run named %r with another save_folder, or with this one "
                     "before it was emptied. Remove it when nobody needs it.",

@@ -23,24 +23,22 @@ def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
     return write_safetensors if use_safetensors else write_torch
 
 
-def write_torch(path: Path, contents: Any, *, replacing: Callable[[], object] = bool) -> None:
+def write_torch(path: Path, contents: Any) -> None:
     """Make the file ``path`` that ``torch.load`` opens.
 
     Args:
         path: of the file.
         contents: what it holds.
-        replacing: is called when all is durable, before it gets its name.
     """
     image = TorchImage(contents)
     with StagedFile(path) as staged:
         with StreamWriter(staged.temporary, image.size_bytes) as sink:
             image.write(sink)
             sink.finish()
-        replacing()
         staged.publish()
 
 
-def write_safetensors(path: Path, contents: Mapping[str, Any], *, replacing: Callable[[], object] = bool) -> None:
+def write_safetensors(path: Path, contents: Mapping[str, Any]) -> None:
     """Make the file ``path`` of safetensors, of the tensors in ``contents``. Arguments as :func:`write_torch`.
 
     Raises:
@@ -60,5 +58,4 @@ def write_safetensors(path: Path, contents: Mapping[str, Any], *, replacing: Cal
             for entry in entries:
                 write_tensor(sink, tensors[entry.name])
             sink.finish()
-        replacing()
         staged.publish()

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +23,18 @@ from composerlite import dist, storage
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, CollectiveStep, alone
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import Manifest, Position, bytes_text
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, Position, bytes_text
 from composerlite.checkpoint.record.naming import (
     DIST_VARIABLES,
     FIRST_RANK,
     NamedState,
     format_name_with_dist,
     format_name_with_dist_and_time,
-    names_of_ranks,
+    name_pattern,
     variables_in,
 )
 from composerlite.checkpoint.record.retention import Retention, RetentionPolicy, retention_policy
+from composerlite.checkpoint.record.tail import index_of, seal_index
 from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
@@ -175,19 +177,35 @@ class Publisher:
         link = {} if self.link is None else {"latest_remote_file_name": self.bucket.transfer.store.get_uri(self.link)}
         return {"remote_file_name": self.bucket.uri(file), **link}
 
-    def leases(self, run_name: str) -> tuple[Lease, dict[str, Lease]]:
-        """Return the lease of the run in the bucket, and those of the names of its files and its link, by their URIs.
+    def leases(self, run_name: str) -> dict[str, Lease]:
+        """Return the leases of the checkpoint names and of the link, by the URI of each.
 
-        A name is leased in its own folder: others may have a root above that.
+        A lease object lies in the folder at which the constant part of its name ends, so that publishers with
+        different roots and the same names find the same object.
         """
-        run = self.bucket.lock(run_name)
-        names = dict[str, Lease]()
+        leases = dict[str, Lease]()
         for name in (self.bucket.name_of(self.template.replace("{run_name}", run_name)), self.link):
             if name is not None:
-                root = "/".join(itertools.takewhile(lambda part: "{" not in part, name.split("/")[:-1]))
-                own = self.bucket.at(root).lock(f"{name.removeprefix(root).lstrip('/')}.name", of=run)
-                names[self.bucket.transfer.store.get_uri(name)] = own
-        return run, names
+                folder = "/".join(itertools.takewhile(lambda part: "{" not in part, name.split("/")[:-1]))
+                lease = self.bucket.at(folder).lock(name.removeprefix(folder).lstrip("/"))
+                leases[self.bucket.transfer.store.get_uri(name)] = lease
+        return leases
+
+    def abort_uploads(self, run_name: str) -> None:
+        """Abort unfinished uploads of the checkpoint names of ``run_name``.
+
+        Call after this process took the lease over: the process that had the lease may be suspended, and may continue
+        an upload when it wakes up. Uploads of other names belong to other runs.
+        """
+        prefix = f"{self.bucket.root}/" if self.bucket.root else ""
+        own = re.compile(rf"{re.escape(prefix)}{name_pattern(self.template, run_name).pattern}(?:/.*)?")
+        try:
+            for upload in self.bucket.transfer.stale(prefix, timedelta()):
+                if own.fullmatch(upload.name):
+                    upload.abort()
+                    log.info("aborted the upload of %s by the process that had the lease before", upload.name)
+        except (PermissionError, ObjectStoreError) as e:
+            log.warning("unfinished uploads below %s were not aborted: %s", self.bucket.uri(), e)
 
     def publish(
         self,
@@ -215,9 +233,8 @@ class Publisher:
         """
         self.wait(at_most=_MOST_WAITING - 1)
         name = self.name_of(manifest, run_name)
-        there = _in_bucket(manifest, name, self.template, run_name)
-        here = _in_bucket(dataclasses.replace(manifest, files=manifest.here), name, self.template, run_name)
         held = _Held(catalog, manifest)
+        there, files = _in_bucket(catalog, manifest, held.paths, name, self.template)
         is_first = dist.get_global_rank() == 0  # what fails on others that share in it fails there, too
 
         def attempt() -> Publication:
@@ -229,8 +246,7 @@ class Publisher:
                     call()
                 self.remote.publish(
                     there,
-                    held.paths,
-                    here=here.files,
+                    files,
                     link=self.link,
                     links=dict(zip(self._links_of_ranks, [record.path for record in there.files], strict=False)),
                     overwrite=overwrite,
@@ -323,12 +339,11 @@ class Publisher:
         return format_name_with_dist_and_time(self.template, run_name, _Moment(manifest), **FIRST_RANK)
 
     def _delete_old(self, newest: Manifest) -> Iterator[Manifest]:
-        """Delete the checkpoints not to be kept once there is ``newest``; yields the manifest of each."""
+        """Delete the checkpoints not to be kept once there is ``newest``; yields the record of each."""
         self._deletes |= newest.ephemeral
         if not self._deletes:
             return
         if self._known is None:  # from here on we know what comes and goes
-            self.remote.recover()
             self._known = [m for m in self.remote.readable() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.lineage)
@@ -354,7 +369,7 @@ class _Held:
 
     @property
     def paths(self) -> list[Path]:
-        """Paths in the order of the manifest."""
+        """Paths of the second names, in the order of ``manifest.here``."""
         return [name.path for name in self._names]
 
     def remove(self) -> None:
@@ -363,13 +378,29 @@ class _Held:
             name.remove()
 
 
-def _in_bucket(manifest: Manifest, name: str, template: str, run_name: str) -> Manifest:
-    """The record of the checkpoint as it is called there: all files are in one place."""
-    paths = [name + record.path.removeprefix(manifest.name) for record in manifest.files]
-    if manifest.kind == "deepspeed":
-        paths = names_of_ranks(template, run_name, _Moment(manifest), len(manifest.files))
-    files = [dataclasses.replace(r, path=path, node=None) for r, path in zip(manifest.files, paths, strict=True)]
-    return dataclasses.replace(manifest, name=name, template=template, files=tuple(files), node=None)
+def _in_bucket(
+    catalog: Catalog, manifest: Manifest, held: Sequence[Path], name: str, template: str
+) -> tuple[Manifest, dict[str, Path | bytes]]:
+    """Return the record of a checkpoint as it lies in the bucket, and the files that this process sends, by path.
+
+    In the bucket all files are in one place. The record of a directory is written anew if it says something else.
+    """
+    moved = dict(zip(manifest.files, _moved(manifest, name), strict=True))
+    there = dataclasses.replace(manifest, name=name, template=template, files=tuple(moved.values()), node=None)
+    files: dict[str, Path | bytes] = {moved[own].path: path for own, path in zip(manifest.here, held, strict=True)}
+    if manifest.form == "sharded" and (manifest.node is not None or name != manifest.name):
+        decider = manifest.files[0].path
+        index = index_of(catalog.place.read(decider), catalog.place.uri(decider))
+        files[there.files[0].path] = seal_index(dataclasses.replace(there, files=there.files[1:]), index)
+    return there, files
+
+
+def _moved(manifest: Manifest, name: str) -> list[FileRecord]:
+    """Return the files of a checkpoint that lies at ``name``, all in one place."""
+    paths = [file.path for file in manifest.files]
+    if manifest.form != "archives":  # which have the same names in a bucket
+        paths = [name + path.removeprefix(manifest.name) for path in paths]
+    return [dataclasses.replace(file, path=path, node=None) for file, path in zip(manifest.files, paths, strict=True)]
 
 
 class _Moment:
@@ -429,6 +460,11 @@ class Publishing:
         same = template == options.filename
         self._template = where.filename.filename if same else form.template(template, "save_remote_file_name")
         self._links_ranks = form.has_names_of_ranks
+        if self._links_ranks and self._template != where.filename.filename:
+            raise ConfigError(
+                f"save_remote_file_name={str(options.remote_file_name)!r}: each rank of DeepSpeed has a file, and they "
+                f"name each other, so they have the same names in a bucket: let it end with {options.filename!r}."
+            )
         self._link: str | None = None
         if options.latest_remote_file_name is not None:
             self._link = form.template(str(options.latest_remote_file_name), "save_latest_remote_file_name")
@@ -525,7 +561,7 @@ class Publishing:
             timeout=self._options.upload_timeout_in_seconds,
             retention=retention_policy(keep),
             keeps_all=keep == -1,
-            check=self._where.check_leases,
+            check=self._where.confirm_leases,
         )
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -560,6 +596,11 @@ class Publishing:
                 part()
 
         return publish
+
+    def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
+        """Return the names that the next checkpoint gets in buckets and not in the folder, each with its template."""
+        there = format_name_with_dist_and_time(self._template, state.run_name, state.timestamp, **FIRST_RANK)
+        return {} if there == name else {there: self._template}
 
     def _part(self, number: int, name: str, run_name: str, *, overwrite: bool) -> Work:
         """Function that hands a checkpoint of the folder to one uploader; with a folder per node, on a rank of each."""

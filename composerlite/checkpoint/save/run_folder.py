@@ -17,9 +17,10 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import Catalog, record_in
+from composerlite.checkpoint.place.commit import data_file_id, garbage
 from composerlite.checkpoint.place.lease import Lease, renew_leases, take_leases
-from composerlite.checkpoint.place.node_disks import Disks, recover_on_other_disks
+from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
 from composerlite.checkpoint.record.manifest import (
     Manifest,
@@ -309,6 +310,7 @@ class RunFolder:
         self.disks: Disks | None = None
         self.files_per_rank: int | None = None
         self.is_leader = False
+        self._run_name = ""
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self._leases: list[Lease] = []
         self._note: Path | None = None
@@ -358,6 +360,7 @@ class RunFolder:
             ConfigError: another saver has the same names, or they are none for such checkpoints, or what is to be saved
                 cannot be.
         """
+        self._run_name = state.run_name
         self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
         _check_name(self.filename.filename, state.run_name, state.timestamp)
         self._check_names_are_its_own(state, others)
@@ -458,10 +461,19 @@ class RunFolder:
                 self._stage_for(self._options.bucket, state.run_name)
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
-        self.catalog.recover()
         if self.latest_filename is not None:
             template = self.latest_filename.filename
             self._check_link(format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK))
+
+    def _sweep(self) -> list[str]:
+        """Remove the temporary files of killed processes, and return the data files of killed saves.
+
+        On one rank for each disk.
+        """
+        place = self.own_catalog.place
+        place.sweep(timedelta())
+        names = name_pattern(self.filename.filename, self._run_name)
+        return garbage(place, place.files(), names, lambda path: record_in(place, path))
 
     def _check_link(self, link: str) -> None:
         """See that ``link`` can be made. A copy of a checkpoint in its place, as ``scp -r`` leaves one, is removed."""
@@ -485,7 +497,7 @@ class RunFolder:
         Raises:
             ConfigError: those that are there are for another bucket.
         """
-        note = self._note = self.root / ".manifest" / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+        note = self._note = self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
         if before != bucket and any(one.run_name == run_name for one in self.catalog.readable()):
             raise ConfigError(
@@ -524,8 +536,35 @@ class RunFolder:
         if form.is_shared:
             self.disks = form.disks(self.catalog.folder)
         self.is_leader = dist.get_group().is_first if self.disks is None else self.disks.is_folder_leader
+        group = dist.get_group()
+        own: list[Manifest] = []
+        unnamed: list[str] = []
+        with group.all_or_none("looking for what killed processes have left"):
+            if self.is_leader:
+                own = [one for one in self.catalog.readable() if one.run_name == self._run_name]
+                unnamed = self._sweep()
         if self.disks is not None:
-            recover_on_other_disks(self.catalog, self.disks)
+            self._delete_partial(own, unnamed)
+        with group.all_or_none("removing what killed processes have left"):
+            self.own_catalog.place.delete_all(unnamed)
+
+    def _delete_partial(self, own: Sequence[Manifest], unnamed: Sequence[str]) -> None:
+        """Delete the checkpoints that a killed process has left on some disks, and not on all.
+
+        A disk with data files of a save and without its record shows that the save, or a deletion, did not end.
+
+        Args:
+            own: the checkpoints of the run on this disk; empty on ranks that do not lead one.
+            unnamed: data files on this disk that no record names. They stay until this returns on all ranks.
+        """
+        group = dist.get_group()
+        first = group.broadcast({one.id for one in own})
+        partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
+        with group.all_or_none("removing checkpoints that some disks lack"):
+            for one in own:
+                is_deleted = not group.is_first and first and one.id not in first
+                if one.node is not None and (one.id in partial or is_deleted):
+                    self.catalog.delete(one)
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
     def catch_up(self, newest: Manifest, state: SavedState) -> None:
@@ -544,15 +583,15 @@ class RunFolder:
             behind = order is not None and order < newest.order
         if not behind:
             return
-        self.catalog.point_latest(name, newest.name)
+        self.catalog.place.point(name, newest.name)
         if newest.kind == "deepspeed":  # each rank has a file, and a link to it
             ranks = len(newest.files)
             links = names_of_ranks(self.latest_filename.filename, state.run_name, state.timestamp, ranks)
             for its_link, file in zip(links, newest.files, strict=True):
-                self.catalog.point_latest(its_link, file.path)
+                self.catalog.place.point(its_link, file.path)
 
     def follow(self, saved: Sequence[str], state: SavedState, *, deletes: bool) -> None:
-        """Complete interrupted commits and deletions on the disk of a node other than the first.
+        """Repair ``latest`` and complete deletions on the disk of a node other than the first.
 
         Args:
             saved: the paths of the checkpoints of the run, oldest first.
@@ -593,55 +632,67 @@ class RunFolder:
         """Check that ``name`` is that of a checkpoint which autoresume skipped and left where it was."""
         return _may_replace(state, self.catalog, name)
 
-    def take_leases(
-        self, run_name: str, of_buckets: Sequence[tuple[Lease, Mapping[str, Lease]]], timeout: float
-    ) -> None:
-        """Keep other processes from writing what this run writes; on rank 0, until :meth:`release`.
+    def take_leases(self, run_name: str, bucket_leases: Mapping[str, Lease], timeout: float) -> None:
+        """Take the leases of this saver's names in the folder and in buckets. Call on rank 0.
+
+        The leases are held until :meth:`release`. Two launches of one run use the same names, and so do two runs whose
+        files would replace each other.
 
         Args:
             run_name: of the run.
-            of_buckets: in each the lease of the run, and those of the names of its files there, by their URIs.
+            bucket_leases: leases of names in buckets, by URI.
             timeout: seconds to wait for the end of another process.
 
         Raises:
-            RunInUseError: another process has the run, has taken it over since this one took it, or writes files of
-                the same names to the same place.
+            RunInUseError: another process writes files of these names, or took a lease over from this process.
         """
         if self._leases:
             self.check_leases()
             return
-        own: list[Lease] = [self.own_catalog.place.lock(run_name), *(of_run for of_run, _ in of_buckets)]
-        take_leases(own, f"run {run_name!r}", timeout)
-        self._leases = own
-        advice = "each would replace the other's files. Give this run a save_folder or names of its own, or stop it."
-        for uri, lease in (item for _, of_names in of_buckets for item in of_names.items()):
-            take_leases([lease], repr(uri), timeout, advice)
-            self._leases.append(lease)
         templates = [self.filename] if self.latest_filename is None else [self.filename, self.latest_filename]
-        for name in dict.fromkeys(template.filename.replace("{run_name}", run_name) for template in templates):
-            lease, path = self.own_catalog.place.lock(f"{name}.name"), self.path(name)
-            try:
-                take_leases([lease], f"{path!r}", timeout, advice)
-            except OSError as e:  # a full disk, as it may be later on: saves say so, and may be tolerated
-                log.warning("nothing keeps another run from writing %s: %s", path, e)
-            else:
-                self._leases.append(lease)
+        names = [template.filename.replace("{run_name}", run_name) for template in templates]
+        leases = {self.path(name): self.own_catalog.place.lock(name) for name in names} | dict(bucket_leases)
+        take_leases(leases, f"run {run_name!r}", timeout)
+        self._leases = list(leases.values())
 
     def check_leases(self) -> None:
-        """See that the run is still this process's; RunInUseError if it is not. Renews leases that have no thread."""
+        """Raise if a lease was lost, without waiting for a store. Renews leases that have no thread.
+
+        Raises:
+            RunInUseError: another process took a lease over. This process must not write any more.
+        """
         renew_leases()
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise RunInUseError(
-                    f"{lease.lost_to} has taken over this run, or the names of its files: it had no sign of life of "
-                    "this process for a long time. This process must not write there; start the run again."
+                    f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
+                    "sign of life for a long time. This process must not write there: start the run again."
                 )
 
-    def keep_leases(self, saved: Sequence[str]) -> list[str]:
-        """Take each lease again whose file is gone, and say so; those of ``saved`` that are gone with it.
+    def confirm_leases(self) -> None:
+        """Check the leases as :meth:`check_leases` does, and ask the store first if the last answer is old.
+
+        Call right before a write that makes a checkpoint visible: this process may have been suspended.
 
         Raises:
-            RunInUseError: another process has one by now.
+            RunInUseError: another process took a lease over.
+            ObjectStoreError: the store does not answer.
+        """
+        for lease in self._leases:
+            lease.confirm()
+        self.check_leases()
+
+    def keep_leases(self, saved: Sequence[str]) -> list[str]:
+        """Take leases again whose files vanished with the folder, and log an error about the vanished checkpoints.
+
+        Args:
+            saved: paths of the checkpoints that this run saved.
+
+        Returns:
+            The paths of ``saved`` that vanished; empty if no lease vanished.
+
+        Raises:
+            RunInUseError: another process holds a lease by now.
         """
         kept = [lease.keep() for lease in self._leases]
         self.check_leases()
@@ -703,7 +754,7 @@ def begin_attempt(
 def _manifest_at(
     origin: str, folders: Sequence[Catalog], buckets: Sequence[tuple[Catalog, str | None]]
 ) -> Manifest | None:
-    """The manifest of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
+    """The record of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
     try:
         for bucket, _ in buckets:
             root = bucket.place.uri().rstrip("/") + "/"
@@ -715,7 +766,7 @@ def _manifest_at(
             if path.is_relative_to(folder) and (here := catalog.manifest_of(str(path.relative_to(folder)))) is not None:
                 return here
     except CorruptCheckpointError as e:
-        log.warning("the manifest of %s cannot be read: %s", origin, e)
+        log.warning("the record of %s cannot be read: %s", origin, e)
     return None
 
 
@@ -733,7 +784,9 @@ def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
         return True
     except CheckpointError:  # of a newer version
         return False
-    return manifest is not None and may_be_replaced(state.lineage, manifest)
+    if manifest is None:  # cut off by a kill; in a folder such a file was renamed
+        return place.place.path_of(name) is None
+    return may_be_replaced(state.lineage, manifest)
 
 
 def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:

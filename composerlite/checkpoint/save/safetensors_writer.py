@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ from composerlite.checkpoint.format import WEIGHTS_INDEX
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.sharded_index import Whole
 from composerlite.checkpoint.format.torch_file import StorageCopy
-from composerlite.checkpoint.place.directory import MOST_CHUNKS, ShardedDirectory, chunk_bytes_of
-from composerlite.checkpoint.place.place import NewFile, SaveHandle
+from composerlite.checkpoint.place.directory import MOST_CHUNKS, SaveHandle, ShardedDirectory, chunk_bytes_of
+from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
 from composerlite.errors import ConfigError, SaveError
@@ -239,9 +238,8 @@ class SafetensorsWriter:
         known, _ = plan_together(self._group, self._planner, local_plan, lambda count: [None] * count, reuse=False)
 
         def divided(tables: list[Table]) -> list[_Share]:
-            self._claim = folder.claim(overwrite=overwrite)
-            suffix = f"_{secrets.token_hex(4)}" if folder.path is None else ""
-            return _shares(tables, self._claim, largest_file_bytes, suffix)
+            self._claim = folder.claim(overwrite=overwrite, index_name=WEIGHTS_INDEX)
+            return _shares(tables, self._claim, largest_file_bytes, self._claim.suffix)
 
         self._share = self._group.reduce_scatter("planning a save", lambda: self._table(known.final), divided)
         self._claim = self._share.claim
@@ -345,16 +343,16 @@ class SafetensorsWriter:
                     arrived = functools.partial(output.arrived, block, part)
                     yield dist.TensorTransfer(part.rank, ends, [output.place(block, part)], arrived)
 
-    def finish(self) -> list[tuple[str, FileDigest]]:
+    def finish(self, manifest: Manifest) -> list[tuple[str, FileDigest]]:
         """Return the files that this rank has written, which are durable."""
         return self._written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Write the index on rank 0, rename the directory, write the manifest."""
+        """Commit on rank 0: write the index with the record."""
         assert self._claim is not None
         files: dict[str, FileDigest] = dict(itertools.chain.from_iterable(parts))
         self._folder.record = manifest
-        self._folder.commit(self._claim, self._share.index, files, {}, index_name=WEIGHTS_INDEX)
+        self._folder.commit(self._claim, self._share.index, files, {})
         self._claim = None
         assert self._folder.committed is not None
         return self._folder.committed

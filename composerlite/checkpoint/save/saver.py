@@ -412,9 +412,20 @@ class Saver:
             )
 
     def take_leases(self, run_name: str, timeout: float) -> None:
-        """Keep other processes from writing what this run writes; on rank 0. See :meth:`RunFolder.take_leases`."""
-        of_buckets = [publisher.leases(run_name) for publisher in self.publishers]
-        self.where.take_leases(run_name, of_buckets, timeout)
+        """Take the leases of this saver's names in its folder and buckets. Call on rank 0.
+
+        Args:
+            run_name: of the run.
+            timeout: seconds to wait for the end of another process.
+
+        Raises:
+            RunInUseError: another process writes files of these names.
+        """
+        leases = [publisher.leases(run_name) for publisher in self.publishers]
+        self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
+        for publisher, own in zip(self.publishers, leases, strict=True):
+            if any(lease.taken_over for lease in own.values()):
+                publisher.abort_uploads(run_name)
 
     def renew_leases(self) -> None:
         """Renew the leases of the run that no thread renews, between the calls of :meth:`look`."""
@@ -527,6 +538,7 @@ class Saver:
         held = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         publishing = self._publishing
         publish = None if publishing is None else publishing.of_next(name, state.run_name, overwrite=is_own)
+        also = None if publishing is None else publishing.names_in_buckets(name, state)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
@@ -542,6 +554,7 @@ class Saver:
                 lazy=lazy,
                 ephemeral=ephemeral,
                 metrics=metrics,
+                also=also,
                 publish=publish,
                 retention=Retention(self._retention, position_of(state), held) if self._deletes else None,
                 disks=where.disks,

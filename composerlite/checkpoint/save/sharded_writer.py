@@ -37,10 +37,9 @@ from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.directory import FinalizedManifest, PathOrUri, ShardedDirectory, directory_at
-from composerlite.checkpoint.place.lease import turn_at
+from composerlite.checkpoint.place.directory import PathOrUri, SaveHandle, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.place.place import SaveHandle
+from composerlite.checkpoint.place.turns import turn_at
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
 from composerlite.checkpoint.save.memory_folder import make_own
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
@@ -48,7 +47,14 @@ from composerlite.checkpoint.save.staging import UncopiedState
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
 from composerlite.types import StateDict
 
-__all__ = ["RemoteFileSystemWriter", "ShardWriter", "expected_bytes", "in_one_piece", "record_of_directory"]
+__all__ = [
+    "RemoteFileSystemWriter",
+    "SealedIndex",
+    "ShardWriter",
+    "expected_bytes",
+    "in_one_piece",
+    "record_of_directory",
+]
 
 log = logging.getLogger(__name__)
 _ITEM_FRAME_BYTES = 16 << 10
@@ -61,6 +67,20 @@ class _FileWritten(NamedTuple):
     name: str
     digest: FileDigest
     not_finite: str | None
+
+
+class SealedIndex(NamedTuple):
+    """Contents of the deciding file of each disk, before the record is added.
+
+    Attributes:
+        content: of the index.
+        files: digest and rank of each data file, by name.
+        manifest: the record, without files.
+    """
+
+    content: bytes
+    files: Mapping[str, tuple[FileDigest, int]]
+    manifest: Manifest
 
 
 class WriteAssignment(NamedTuple):
@@ -157,6 +177,10 @@ class RemoteFileSystemWriter(StorageWriter):
             for plan, assignment in zip(plans, self.assignments(len(plans)), strict=True)
         ]
 
+    def join(self, claim: SaveHandle) -> None:
+        """Take part in the save ``claim``, for the disk that this process writes to."""
+        self._claim = claim
+
     def assignments(self, count: int) -> list[WriteAssignment]:
         """Claim the directory on the first of ``count`` ranks; return the assignment of each."""
         self._claim = self._folder.claim(overwrite=self._overwrite)
@@ -248,14 +272,8 @@ class RemoteFileSystemWriter(StorageWriter):
             metadata: index of the checkpoint, without the places of the data.
             results: results of :meth:`write_data` of each rank.
         """
-        assert self._claim is not None
         index, files = self.indexed(metadata, results)
-        try:
-            self._folder.commit(self._claim, index, {name: digest for name, (digest, _) in files.items()}, self.facts())
-        except BaseException:
-            self.abandon()
-            raise
-        self._claim = None
+        self.commit(index, files)
         size = sum(digest.size_bytes for digest, _ in files.values())
         log.debug("wrote checkpoint %s (%s in %d files)", self._folder.uri, bytes_text(size), len(files))
 
@@ -288,13 +306,34 @@ class RemoteFileSystemWriter(StorageWriter):
             return self.layout.pack(metadata, self._claim.suffix), files
         return pickle.dumps(metadata), files
 
-    def facts(self) -> Mapping[str, object]:
-        """Facts about the save for the manifest."""
-        return {
+    def commit(
+        self,
+        index: bytes,
+        files: Mapping[str, tuple[FileDigest, int]],
+        *,
+        nodes: Sequence[int] = (),
+    ) -> None:
+        """Put the deciding file, in the process that claimed the directory or has joined the save.
+
+        Args:
+            index: as :meth:`indexed` returns it.
+            files: as well.
+            nodes: by rank, the node whose disk has its files; empty: one folder has all.
+        """
+        assert self._claim is not None
+        facts = {
             "world_size": self._world_size,
             "timings": {"save": round(time.perf_counter() - self._started, 6)},
             "versions": versions(),
         }
+        digests = {name: digest for name, (digest, _) in files.items()}
+        places = {name: nodes[rank] for name, (_, rank) in files.items()} if nodes else None
+        try:
+            self._folder.commit(self._claim, index, digests, facts, nodes=places)
+        except BaseException:
+            self.abandon()
+            raise
+        self._claim = None
 
     def abandon(self) -> None:
         """Remove the files written so far, after an error, when no rank writes. Raises nothing; may be called twice."""
@@ -469,6 +508,7 @@ class ShardWriter:
         def each() -> None:
             if disks.is_folder_leader and not self._group.is_first:
                 self._folder.join(self._assignment.claim, overwrite=overwrite)
+                self._writer.join(self._assignment.claim)
 
         try:
             self._group.agree("making the directory on other disks", each)
@@ -533,45 +573,37 @@ class ShardWriter:
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         self._release()
 
-    def finish(self) -> list[WriteResult]:
+    def finish(self, manifest: Manifest) -> list[WriteResult]:
         """Wait until the files are durable; what rank 0 needs to know of them."""
         if self._writing is not None:
             self._writing.result()
         return self._results
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Commit on rank 0: write the index, rename the directory, write the manifest."""
-        assert self._metadata is not None
-        if self._of_run:
-            self._folder.record = manifest.marked(_not_finite(parts))
-        self._writer.finish(dataclasses.replace(self._metadata), list(parts))
-        if not self._of_run:
-            return manifest
+        """Commit on rank 0, and return the record."""
+        self.commit_part(self.seal(manifest, parts))
+        return self.committed if self._of_run else manifest
+
+    @property
+    def committed(self) -> Manifest:
+        """The record of the checkpoint, on the first rank of each disk once it is committed."""
         assert self._folder.committed is not None
         return self._folder.committed
 
-    # ── where nodes have disks of their own ──────────────────────────────────────────────────────────────────────
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> FinalizedManifest:
-        """Build the index and the record of all files, on rank 0."""
+    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> SealedIndex:
+        """Return the index, the digests of all files and the record, on rank 0."""
         assert self._metadata is not None
-        assert self._disks is not None
-        self._folder.record = manifest.marked(_not_finite(parts))
         index, files = self._writer.indexed(dataclasses.replace(self._metadata), list(parts))
-        digests = {name: digest for name, (digest, _) in files.items()}
-        nodes = {name: self._disks.nodes[rank] for name, (_, rank) in files.items()}
-        return self._folder.sealed(index, digests, {}, nodes)
+        return SealedIndex(index, files, manifest.marked(_not_finite(parts)))
 
-    def prepare(self, sealed: FinalizedManifest) -> None:
-        """Make this disk's part durable, so that nothing is left but to rename it."""
-        assert self._disks is not None
-        if self._disks.is_folder_leader:
-            self._folder.prepare(sealed, self._disks.nodes[dist.get_global_rank()])
-
-    def commit_part(self) -> None:
-        """Give this disk's part its name and its commit record."""
-        assert self._disks is not None
-        if self._disks.is_folder_leader:
-            self._folder.commit_part()
+    def commit_part(self, sealed: SealedIndex) -> None:
+        """Put the deciding file, on the first rank of each disk."""
+        if self._of_run or sealed.manifest.form == "step":
+            self._folder.record = sealed.manifest
+        if self._disks is None:
+            self._writer.commit(sealed.content, sealed.files)
+        elif self._disks.is_folder_leader:
+            self._writer.commit(sealed.content, sealed.files, nodes=self._disks.nodes)
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it is committed, or may be. May be called twice."""
@@ -580,8 +612,6 @@ class ShardWriter:
         self._release()
         if not may_be_committed:
             self._writer.abandon()
-            if self._disks is not None:
-                self._folder.abandon(self._assignment.claim)
         self._folder.close()
 
     def _release(self) -> None:

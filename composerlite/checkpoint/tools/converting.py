@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,8 @@ from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import remove_manifest
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.record.manifest import Manifest, record_path, versions
+from composerlite.checkpoint.record.manifest import Manifest, new_id, versions
 from composerlite.checkpoint.save import plain_file
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.job import PendingSave
@@ -57,11 +55,12 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         ConfigError: the name promises a format that is not written, or what compresses it is not installed.
     """
     format_of(path.name).check()
+    _check_free(path, overwrite=overwrite)
     catalog = Catalog(path.parent)
-    catalog.check_free(path.name, overwrite=overwrite)
     record = _record(manifest, path.name, "weights" if _is_model(contents) else "monolithic")
     images = {STATES: TorchImage(contents)}
-    _save(FileWriter(images, catalog, name=path.name, template=path.name, overwrite=overwrite), record, path)
+    writer = FileWriter(images, catalog, name=path.name, template=path.name, overwrite=overwrite, record=record)
+    _save(writer, record, path)
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
@@ -100,7 +99,8 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
         ConfigError: ``rename`` gives two weights one name, or changes none.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    plain_file.write_safetensors(path, weights, replacing=_replacing(path, overwrite=overwrite))
+    _check_free(path, overwrite=overwrite)
+    plain_file.write_safetensors(path, weights)
 
 
 def write_safetensors_folder(
@@ -117,7 +117,8 @@ def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str,
     :func:`write_safetensors`.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    write_torch(path, weights, replacing=_replacing(path, overwrite=overwrite))
+    _check_free(path, overwrite=overwrite)
+    write_torch(path, weights)
 
 
 def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
@@ -129,16 +130,14 @@ def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, 
     """
     taken = taken_of(contents, source, rename or Rename())
     written = lightning_contents(taken)
-    write_torch(path, written, replacing=_replacing(path, overwrite=overwrite))
+    _check_free(path, overwrite=overwrite)
+    write_torch(path, written)
     if taken.left:
         log.info("%s: not written for Lightning: %s", source, ", ".join(map(str, taken.left)))
 
 
-def _replacing(path: Path, *, overwrite: bool) -> Callable[[], None]:
-    """See that the file ``path`` may be written; return what to call when its bytes are durable.
-
-    That takes away the manifest of what is there, which does not describe what comes. Not earlier: a write that fails
-    leaves the checkpoint as it was.
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    """See that the file ``path`` may be written, and make its folder.
 
     Raises:
         CheckpointExistsError: there is something, and ``overwrite`` is false, or it is a folder.
@@ -148,7 +147,6 @@ def _replacing(path: Path, *, overwrite: bool) -> Callable[[], None]:
     if not overwrite and path.exists():
         raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
     make_folder(path.parent)
-    return lambda: remove_manifest(Folder(path.parent), record_path(path.name))
 
 
 def _is_model(contents: Any) -> bool:
@@ -157,7 +155,7 @@ def _is_model(contents: Any) -> bool:
 
 
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
-    """Return the manifest of a checkpoint under another name, without its files.
+    """Return the record of a checkpoint under another name, without its files.
 
     The name is the user's, of no template: in the folder of a run no retention counts or deletes it.
     """
@@ -166,4 +164,15 @@ def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
             name=name, kind=kind, template=name, run_name="", timestamp={"batch": 0}, files=(), versions=versions()
         )
     kind = "weights" if manifest.kind == "weights" else kind
-    return dataclasses.replace(manifest, name=name, template=name, kind=kind, files=(), node=None, unpacked_bytes=0)
+    return dataclasses.replace(
+        manifest,
+        name=name,
+        template=name,
+        kind=kind,
+        form="file",
+        files=(),
+        node=None,
+        unpacked_bytes=0,
+        also={},
+        id=new_id(),
+    )

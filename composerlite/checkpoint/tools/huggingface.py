@@ -364,7 +364,7 @@ def _as_type(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[s
 def _check_empty(folder: Path, *, overwrite: bool) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if Catalog(folder.parent).record_path(folder.name).exists():  # its manifest would not describe what comes
+    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # its record would not describe what comes
         raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint, which this would damage. Give another folder.")
     if not overwrite:
         raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")

@@ -21,11 +21,10 @@ from composerlite.checkpoint.load.resolve import deepspeed_save, fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MODEL
-from composerlite.checkpoint.record.manifest import MANIFESTS
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError
 
-__all__ = ["Leaf", "contents_of", "directory_in", "leaves_in", "leaves_of_contents", "model_directory", "shortened"]
+__all__ = ["Leaf", "contents_of", "leaves_in", "leaves_of_contents", "model_directory", "shortened"]
 
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
@@ -67,7 +66,7 @@ def contents_of(place: Place, found: Found) -> Any:
     if found.kind == "step":
         files = [path for path in paths if path.startswith(f"{found.name}/train/") and path.endswith(".pt")]
         parts = {path.removeprefix(f"{found.name}/"): _file(place, path, found) for path in files}
-        return {MODEL: _directory(directory_in(place, f"{found.name}/{MODEL}", ())), **parts}
+        return {MODEL: _directory(ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")), **parts}
     if (save := deepspeed_in(place, found)) is not None:
         return deepspeed_contents(place, save)
     directory = model_directory(place, found)
@@ -81,20 +80,14 @@ def deepspeed_in(place: Place, found: Found) -> str | None:
     return deepspeed_save(place, found.name) if found.name not in {file.path for file in found.files} else None
 
 
-def directory_in(place: Place, path: str, commits: tuple[str, ...]) -> ShardedDirectory:
-    """The directory ``path`` of a sharded checkpoint; ``commits`` has its commit record, if that is known."""
-    root = commits[0].partition(f"{MANIFESTS}/")[0] if commits else "".join(path.rpartition("/")[:2])
-    return ShardedDirectory(place.inside(root.rstrip("/")), path.removeprefix(root))
-
-
 def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
     """The directory of the checkpoint, in which its model is; of a step the one in it. ``None``: it is one file."""
     if found.kind == "step":
-        return directory_in(place, f"{found.name}/{MODEL}", ())
+        return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(".safetensors"):
         return ShardedDirectory.of_file(place, found.name)
     if any(file.path.startswith(f"{found.name}/") for file in found.files):
-        return directory_in(place, found.name, found.commits)
+        return ShardedDirectory(place.inside(""), found.name)
     return None
 
 
@@ -132,7 +125,9 @@ def _file(place: Place, path: str, found: Found) -> Any:
                 return _local_file(local)
         headers = _HeaderBytes(unverified, size)
         with readable(Path(place.uri(path))):
-            raw = RawFile(source, size, headers.peek, check_sums=digest is None, expect=headers.expect)
+            body, comment = (size, 0) if verifiable is None else (verifiable.body_bytes, verifiable.tail_bytes)
+            checks_sums = digest is None
+            raw = RawFile(source, body, headers.peek, checks_sums, headers.expect, comment_bytes=comment)
             return raw.torch_file(map_location="meta").contents
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
-from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved, root_of
+from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.place.step import MARKER
-from composerlite.checkpoint.record.manifest import record_path
-from composerlite.checkpoint.tools.surveying import UNLISTED, Found, survey
+from composerlite.checkpoint.tools.surveying import UNLISTED, Found, sealed, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
 
@@ -42,17 +41,19 @@ class Pointed(NamedTuple):
         Raises:
             CheckpointNotFoundError: one is meant, and it is not there.
         """
-        listed = survey(self.place)
         if self.name is None:
-            return listed
+            return survey(self.place)
+        if (one := sealed(self.place, self.name)) is not None:
+            return [one]
+        listed = survey(self.place)
         chosen = [one for one in listed if one.name == self.name]
         file = None if chosen else self.place.files().get(self.name)
         if file is not None:  # by its name no checkpoint; who asks for it knows better
-            return [Found(file.path, "", None, (UNLISTED,), (file,), ())]
+            return [Found(file.path, "", None, (UNLISTED,), (file,))]
         inside = () if chosen else tuple(self.place.files(self.name).values())
         names = [file.path.rpartition("/")[2] for file in inside]
         if holds_weights(names) or holds_model_states(names):
-            return [Found(self.name, "", None, (UNLISTED,), inside, ())]
+            return [Found(self.name, "", None, (UNLISTED,), inside)]
         if not chosen:
             raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
         return chosen
@@ -131,8 +132,6 @@ def _on_disk(path: Path, text: str) -> Pointed:
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
     if is_relative and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())  # as it was asked for
-    if (home := root_of(path)) is not None:
-        return Pointed(Folder(home), str(path.relative_to(home)), text)
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
         return Pointed(Folder(path.parent), path.name, text)
     if path.is_dir():
@@ -148,20 +147,10 @@ def _on_disk(path: Path, text: str) -> Pointed:
 def _in_bucket(whole: Bucket, text: str) -> Pointed:
     """``whole`` itself, or the place and the checkpoint that its root is the name of."""
     name = followed(whole.transfer, whole.root) if whole.root else ""
-    for root, rest in _splits(name):
-        if whole.transfer.exists(f"{root}{record_path(rest)}"):
-            return Pointed(whole.at(root), rest, text)
     folder, _, last = name.rpartition("/")
     if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):
         return Pointed(whole.at(folder), last, text)
     return Pointed(whole.at(name), None, text)
-
-
-def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yield all splits of ``name`` into a root, with its slash, and a name below it; the longest root first."""
-    parts = name.split("/") if name else []
-    for count in reversed(range(len(parts))):
-        yield "".join(f"{part}/" for part in parts[:count]), "/".join(parts[count:])
 
 
 def _what_is_there(listed: list[Found]) -> str:

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint that has no manifest, by what its own files say of themselves."""
+"""Verification of a checkpoint that has no record, by what its own files say of themselves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 def compared_with_itself(place: Place, found: Found, progress: Callable[[int], object] = int) -> str:
-    """Read all of a checkpoint without a manifest, and compare it with the checksums that its files hold.
+    """Read all of a checkpoint without a record, and compare it with the checksums that its files hold.
 
     Args:
         place: has the checkpoint.
@@ -56,7 +56,7 @@ def compared_with_itself(place: Place, found: Found, progress: Callable[[int], o
         if directory is None or (found.kind == "step" and f"{found.name}/{TRAIN}/" in file.path):
             sums += _compare_file(place, file.path, file.size_bytes, progress)
     compared = f"{sums} checksums in its files match" if sums else "sizes are right, and its files have no checksums"
-    return f"{system}; it has no manifest: {compared}"
+    return f"{system}; it has no record: {compared}"
 
 
 def _items(directory: ShardedDirectory) -> Iterator[tuple[str, Window]]:

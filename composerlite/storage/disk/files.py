@@ -12,8 +12,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol, final
 
@@ -29,9 +29,22 @@ _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
 
 
-def temporary_name(name: str) -> str:
-    """Return a name, which nothing has, for what will be called ``name`` when it is written."""
-    return f".{name}.tmp-{secrets.token_hex(8)}"
+def temporary_name(name: str, save_id: str = "") -> str:
+    """Return the temporary name of the file ``name``.
+
+    Args:
+        name: of the file once it is complete.
+        save_id: 16 hexadecimal digits; random ones by default.
+
+    Returns:
+        ``.<name>.tmp-<save_id>``.
+    """
+    return f".{name}.tmp-{save_id or secrets.token_hex(8)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return true if ``name`` is one that :func:`temporary_name` gives."""
+    return TEMPORARY.fullmatch(name) is not None
 
 
 def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
@@ -120,16 +133,33 @@ class StagedFile:
     Used as a context manager. The bytes go to ``.<name>.tmp-<id>`` in the same folder, which is locked as long as this
     process lives. :meth:`flush` makes them durable, :meth:`publish` gives them the name. Leaving the block unpublished
     removes the temporary; after a kill it stays, and :func:`abandoned_temporaries` finds it.
+
+    Args:
+        path: of the file.
+        save_id: the id in the temporary name; empty: a new one. FileExistsError if a temporary file has it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, save_id: str = "") -> None:
         self.path = path
-        self.temporary, self.file = _create_locked(path)
+        self.temporary, self.file = _create_locked(path, save_id)
         self._published = False
         self._stays = False
 
     def __enter__(self) -> StagedFile:
         return self
+
+    @staticmethod
+    def temporary_of(path: Path, save_id: str) -> Path:
+        """Return the temporary path of a file.
+
+        Args:
+            path: of the file once it is published.
+            save_id: of the save that writes it.
+
+        Returns:
+            The path, beside ``path``.
+        """
+        return path.with_name(temporary_name(path.name, save_id))
 
     def flush(self) -> None:
         """Make the bytes durable, under the temporary name."""
@@ -221,10 +251,10 @@ def atomic_write(path: Path) -> Generator[IO[bytes]]:
         staged.publish()
 
 
-def _create_locked(path: Path) -> tuple[Path, IO[bytes]]:
+def _create_locked(path: Path, save_id: str) -> tuple[Path, IO[bytes]]:
     """A new temporary beside ``path``, open and locked. The lock lives as long as this process holds the file open."""
     while True:
-        temporary = path.with_name(temporary_name(path.name))
+        temporary = path.with_name(temporary_name(path.name, save_id))
         file = temporary.open("xb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -344,19 +374,33 @@ def replace_symlink(link: Path, target: str) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Digest of a file, and what each part of it must be.
+    """Digest of a file, and of each chunk of the file.
 
     Attributes:
-        size_bytes: of the file.
-        xxh3_128: of the whole file, in hexadecimal.
-        chunk_bytes: size of a chunk; the last one is what is left. 0: there are no digests of chunks.
+        size_bytes: size of the whole file.
+        xxh3_128: digest of the file without its tail, in hexadecimal.
+        chunk_bytes: size of a chunk; the last chunk is shorter. 0: there are no digests of chunks.
         chunks: XXH3-64 of each chunk, 8 bytes each, big-endian, in base 64.
+        tail_bytes: size of the end of the file, which contains the digest and is not covered by it.
+        tail_xxh3_128: digest of that end, in hexadecimal.
     """
 
     size_bytes: int
     xxh3_128: str
     chunk_bytes: int = 0
     chunks: str = ""
+    tail_bytes: int = 0
+    tail_xxh3_128: str = ""
+
+    @property
+    def body_bytes(self) -> int:
+        """Size of the bytes that the digest covers."""
+        return self.size_bytes - self.tail_bytes
+
+    def with_tail(self, tail: bytes) -> FileDigest:
+        """Return the digest of the file after ``tail`` was appended to its body."""
+        size, digest = self.body_bytes + len(tail), xxhash.xxh3_128_hexdigest(tail) if tail else ""
+        return replace(self, size_bytes=size, tail_bytes=len(tail), tail_xxh3_128=digest)
 
     def chunk_digests(self) -> list[bytes]:
         """The 8 bytes of each chunk.
@@ -367,8 +411,8 @@ class FileDigest:
         if not self.chunk_bytes:
             return []
         digests = base64.b64decode(self.chunks, validate=True)
-        if self.chunk_bytes < 0 or len(digests) != 8 * -(-self.size_bytes // self.chunk_bytes):
-            raise ValueError(f"{len(digests)} bytes of digests for {self.size_bytes} bytes of {self.chunk_bytes} each")
+        if self.chunk_bytes < 0 or len(digests) != 8 * -(-self.body_bytes // self.chunk_bytes):
+            raise ValueError(f"{len(digests)} bytes of digests for {self.body_bytes} bytes of {self.chunk_bytes} each")
         return [digests[at : at + 8] for at in range(0, len(digests), 8)]
 
 
@@ -426,6 +470,10 @@ class Digester:
         self._left = self._chunk_bytes
 
 
+Seal = Callable[[FileDigest, FileDigest | None], bytes]
+"""Makes the tail of a file from the digest of the bytes as stored, and of the bytes inside if they are compressed."""
+
+
 class Sink(Protocol):
     """Takes the bytes of one file in order. Used as a context manager: leaving it without :meth:`finish` gives up.
 
@@ -463,8 +511,11 @@ class Sink(Protocol):
         """
         ...
 
-    def finish(self) -> FileDigest:
-        """Wait until everything is durable; what the file contains. Nothing can be appended any more.
+    def finish(self, seal: Seal | None = None) -> FileDigest:
+        """Wait until everything is durable, and return the digest of the file. Nothing can be appended any more.
+
+        Args:
+            seal: makes the tail of the file from the digest of the bytes before the tail. ``None``: no tail.
 
         Raises:
             OSError: something could not be written.

@@ -60,7 +60,8 @@ class ParallelReader:
         cores: that there are for it; ``None``: those that the process may use.
 
     Attributes:
-        size_bytes: of the file.
+        size_bytes: of the file, without its tail if there is a digest.
+        tail_bytes: size of the tail, 0 if there is no digest.
 
     Raises:
         CorruptCheckpointError: it is no file, or has another size than it was saved with.
@@ -82,6 +83,7 @@ class ParallelReader:
             self.close()
             raise
         self.size_bytes = self._file.size_bytes
+        self.tail_bytes = 0 if digest is None else digest.tail_bytes
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset`` to ``offset + size``.
@@ -154,6 +156,10 @@ class ParallelReader:
             raise CorruptCheckpointError(
                 f"{str(self._path)!r} has {size} bytes and was saved with {digest.size_bytes}."
             )
+        if digest is not None and digest.tail_bytes:
+            tail = os.pread(self._buffered, digest.tail_bytes, digest.body_bytes)
+            if xxhash.xxh3_128_hexdigest(tail) != digest.tail_xxh3_128:
+                raise CorruptCheckpointError(f"the record of {str(self._path)!r} is not the one that was saved.")
         try:
             chunks = [] if digest is None else digest.chunk_digests()
         except ValueError as e:
@@ -161,6 +167,7 @@ class ParallelReader:
         # The same file, whatever has its name by now.
         self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
         chunk_bytes = digest.chunk_bytes if chunks and digest is not None else 0
+        size = size if digest is None else digest.body_bytes
         return OpenFile(self._path, size, self._buffered, self._direct, chunk_bytes, chunks)
 
     def _check_range(self, offset: int, size: int) -> None:
@@ -174,7 +181,7 @@ class ParallelReader:
         if self._unverified is None:
             return
         digest, piece, position = xxhash.xxh3_128(), bytearray(_PIECE_BYTES), 0
-        while count := os.preadv(self._buffered, [piece], position):
+        while count := min(os.preadv(self._buffered, [piece], position), self.size_bytes - position):
             digest.update(memoryview(piece)[:count])
             position += count
             progress(count)

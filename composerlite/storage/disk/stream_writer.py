@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 
 from isal import isal_zlib
 
-from composerlite.storage.disk.files import Digester, FileDigest, chunk_bytes_for, open_direct, write_all
+from composerlite.storage.disk.files import Digester, FileDigest, Seal, chunk_bytes_for, open_direct, write_all
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.threads import start_threads
 
@@ -280,29 +280,35 @@ class StreamWriter:
             size -= length
         return crc or 0
 
-    def finish(self) -> FileDigest:
-        """Wait until everything is written and durable; what the file contains.
+    def finish(self, seal: Seal | None = None) -> FileDigest:
+        """Wait until everything is written and durable, and return the digest of the file.
+
+        Args:
+            seal: as in :meth:`end`.
 
         Raises:
             OSError: something could not be written.
         """
-        digest = self.end().result()
+        digest = self.end(seal).result()
         if self._own_ring:
             self._ring.close()
         return digest
 
-    def end(self) -> Future[FileDigest]:
+    def end(self, seal: Seal | None = None) -> Future[FileDigest]:
         """Finish in the background, where there are threads; nothing can be appended any more.
 
+        Args:
+            seal: makes the tail, which is written behind the body before the file is flushed. Called in the background.
+
         Returns:
-            What the file contains, once everything is durable; or what :meth:`finish` would raise.
+            Digest of the file, once everything is durable; or what :meth:`finish` would raise.
 
         Raises:
             OSError: something could not be written before.
         """
         self._queue_window()
         self._ending = Future()
-        self._run(partial(self._finish, self._ending, self._queued))
+        self._run(partial(self._finish, self._ending, self._queued, seal))
         return self._ending
 
     def __enter__(self) -> StreamWriter:
@@ -391,26 +397,29 @@ class StreamWriter:
                     raise
         write_all(self._plain, view[:size], position)
 
-    def _finish(self, ending: Future[FileDigest], windows: int) -> None:
-        """Flush the file once its ``windows``, which came before, are written."""
+    def _finish(self, ending: Future[FileDigest], windows: int, seal: Seal | None) -> None:
+        """Write the tail and flush the file, once its ``windows`` are written."""
         try:
             for _ in range(windows):
                 self._written.acquire()
             self._raise_if_failed()
+            digest = self._digester.finish()
+            tail = b"" if seal is None else seal(digest, None)
             started = time.perf_counter()
-            self._flush()
+            self._flush(tail)
             self.seconds["flush"] = time.perf_counter() - started
         except BaseException as e:  # noqa: BLE001 - raised where the future is asked
             ending.set_exception(e)
         else:
-            ending.set_result(self._digester.finish())
+            ending.set_result(digest.with_tail(tail))
         finally:
             self._close_file()
 
-    def _flush(self) -> None:
+    def _flush(self, tail: bytes) -> None:
         try:
-            if not self._small:
-                os.ftruncate(self._plain, self.size_bytes)  # the last block was written whole, or too much reserved
+            write_all(self._plain, memoryview(tail), self.size_bytes)
+            if not self._small:  # the last block was written whole, or too much reserved
+                os.ftruncate(self._plain, self.size_bytes + len(tail))
             os.fsync(self._plain)
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(self._path)) from e

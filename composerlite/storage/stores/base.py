@@ -29,6 +29,8 @@ from composerlite.storage.object_store import (
     Progress,
     check_name,
     meaning_of_status,
+    split_level,
+    version_of,
 )
 from composerlite.storage.part_uploads import FileSource, send_once
 
@@ -36,6 +38,8 @@ CONNECTIONS = 64
 """To a service at the same time, for as many threads."""
 PIECE_BYTES = 1 << 20
 """Read or written at once."""
+ABSENT = ""
+"""The version of an object that does not exist."""
 _PART_BYTES, _PART_THREADS = 16 << 20, 4
 
 Meaning = tuple[type[Exception], str]
@@ -75,6 +79,8 @@ class BackendStore(ObjectStore):
     """A larger file is uploaded in parts."""
     _reserved: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Parts of names that are for files which are not written to their end."""
+    _has_versions: ClassVar[bool] = False
+    """True if the service gives each upload of an object a version, and can replace an object only in that version."""
 
     def __init__(self, uri: str, prefix: str = "") -> None:
         self.prefix = f"{check_name(prefix.strip('/'))}/" if prefix.strip("/") else ""
@@ -97,11 +103,24 @@ class BackendStore(ObjectStore):
             callback(size, size)
 
     def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        self._put_over("create" if create_only else "write", name, data, ABSENT if create_only else None)
+
+    def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        try:
+            self._put_over("swap", name, data, version)
+        except (FileExistsError, FileNotFoundError) as e:
+            raise self._not_swapped(name, version) from e
+
+    def _put_over(self, operation: str, name: str, data: bytes, version: str | None) -> None:
         key = self._key(name)
-        with self._translated("create" if create_only else "write", name):
-            if create_only and not self.creates_atomically:
-                self._check_absent(key)
-            self._put(key, memoryview(data), create_only=create_only)
+        with self._translated(operation, name):
+            if not (version is None or (self.creates_atomically if version == ABSENT else self.swaps_atomically)):
+                self._check_version(key, version)
+            self._put(key, memoryview(data), version)
+
+    @property
+    def swaps_atomically(self) -> bool:
+        return self._has_versions and self.creates_atomically
 
     def delete_object(self, name: str) -> None:
         key = self._key(name)
@@ -140,6 +159,22 @@ class BackendStore(ObjectStore):
     def read_range(self, name: str, offset: int, size: int) -> bytes:
         return b"".join(self.read_pieces(name, offset, size))
 
+    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
+        key = self._key(name)
+        with self._translated("read the tail", name):
+            found = self._tail(key, most_bytes) if most_bytes > 0 else None
+        return super().read_tail(name, most_bytes) if found is None else found
+
+    def read_versioned(self, name: str) -> tuple[bytes, str]:
+        key = self._key(name)
+        with self._translated("read", name):
+            return self._versioned(key)
+
+    def _versioned(self, key: str) -> tuple[bytes, str]:
+        versions: list[str] = []
+        data = b"".join(self._read(key, 0, None, versions.append))
+        return data, versions[0] if self._has_versions else version_of(data)
+
     def read_pieces(
         self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
     ) -> Generator[bytes]:
@@ -176,18 +211,29 @@ class BackendStore(ObjectStore):
             ]
         return sorted(found, key=lambda info: info.name)
 
+    def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
+        begin, start = len(self.prefix), self.prefix + prefix
+        with self._translated("list", prefix):
+            found = [
+                ObjectInfo(f"{key[begin:]}/" if size < 0 else key[begin:], size, modified_at)
+                for key, size, modified_at in self._list(start, "", level=True)
+                if key != start or not key.endswith("/")  # the object that a console makes to show an empty folder
+            ]
+        return split_level(prefix, found)
+
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _upload(self, key: str, source: FileSource) -> None:
         """Make a file, of up to ``_whole_bytes``, the content of an object."""
         data = memoryview(bytearray(source.size_bytes))
         source.read_into(data, 0)
-        self._put(key, data, create_only=False)
+        self._put(key, data)
 
     @abstractmethod
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
         """Make ``data`` the content of an object.
 
-        ``create_only``: only where there is none, FileExistsError, if the store creates atomically; else it was looked.
+        ``version``: replace only this version, ``ABSENT``: only create, else FileExistsError. A store that cannot do
+        this atomically ignores ``version``, which the caller has compared.
         """
 
     @abstractmethod
@@ -209,13 +255,20 @@ class BackendStore(ObjectStore):
         ``version`` is called as :meth:`read_pieces` says.
         """
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes] | None:
+        """Size and last bytes of an object by one request; ``None``: ask for the size, then for a range."""
+        return None
+
     @abstractmethod
     def _size(self, key: str) -> int:
         """Bytes of an object."""
 
     @abstractmethod
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
-        """Objects whose keys begin with ``prefix``. Those up to ``start_after`` may be left out."""
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+        """Objects whose keys begin with ``prefix``. Those up to ``start_after`` may be left out.
+
+        ``level``: a folder may be listed in place of the objects whose keys have a slash after ``prefix``.
+        """
 
     @abstractmethod
     def _meaning(self, error: Exception) -> Meaning | None:
@@ -234,8 +287,12 @@ class BackendStore(ObjectStore):
                 raise ConfigError(f"object name {name!r}: {part!r} is a name for what is not written to its end yet.")
         return key
 
-    def _check_absent(self, key: str) -> None:
-        """Raise FileExistsError if there is an object ``key``."""
+    def _check_version(self, key: str, version: str) -> None:
+        """Raise FileExistsError if the object ``key`` has another version, or, for ``ABSENT``, if there is one."""
+        if version != ABSENT:
+            if self._versioned(key)[1] != version:
+                raise FileExistsError
+            return
         try:
             self._size(key)
         except Exception as e:
@@ -482,9 +539,32 @@ class WritesTold:
             self._callback(self.done, self._size)
 
 
+def tail_of(
+    content_range: str | None, content_length: int, pieces: Iterable[bytes], most_bytes: int
+) -> tuple[int, bytes]:
+    """Size and last bytes of an object, from the answer of HTTP to a request for its last ``most_bytes`` bytes.
+
+    Args:
+        content_range: header of the answer, such as ``bytes 5-9/10``; ``None``: the answer is the whole object.
+        content_length: of the answer.
+        pieces: body of the answer.
+        most_bytes: number of bytes that were asked for.
+
+    Returns:
+        Size of the whole object, and its last ``min(size, most_bytes)`` bytes.
+    """
+    size = content_length if content_range is None else int(content_range.rpartition("/")[2])
+    tail = b""
+    for piece in pieces:
+        tail = (tail + piece)[-most_bytes:]
+    if len(tail) != min(size, most_bytes):
+        raise ConnectionError(f"the answer was cut short: {len(tail)} of {min(size, most_bytes)} bytes came")
+    return size, tail
+
+
 # ── objects that are files ───────────────────────────────────────────────────────────────────────────────────────
-def files_below(entries: Callable[[str], Iterable[Entry]], prefix: str) -> Iterator[Entry]:
-    """Files whose keys begin with ``prefix``, in all folders.
+def files_below(entries: Callable[[str], Iterable[Entry]], prefix: str, *, level: bool = False) -> Iterator[Entry]:
+    """Files whose keys begin with ``prefix``, in all folders; with ``level`` the files and folders of one folder.
 
     ``entries`` lists one folder: nothing where there is none.
     """
@@ -494,7 +574,7 @@ def files_below(entries: Callable[[str], Iterable[Entry]], prefix: str) -> Itera
     folders = [folder]
     while folders:
         for entry in entries(folders.pop()):
-            if entry.size_bytes >= 0:
+            if level or entry.size_bytes >= 0:
                 if entry.key.startswith(prefix):
                     yield entry
             elif f"{entry.key}/".startswith(prefix) or prefix.startswith(f"{entry.key}/"):

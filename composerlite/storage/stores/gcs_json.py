@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -11,18 +12,21 @@ from composerlite.errors import ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
+    ABSENT,
     CONNECTIONS,
+    PIECE_BYTES,
     BackendStore,
     Entry,
     Meaning,
     WritesTold,
     meaning_of_answer,
     root_cause,
+    tail_of,
 )
 
 with importing_sdk("google-cloud-storage, which GCS needs,", extra="gcs", packages=("google", "requests", "urllib3")):
     import requests.exceptions
-    from google.api_core.exceptions import GoogleAPICallError, NotFound, RequestRangeNotSatisfiable
+    from google.api_core.exceptions import GoogleAPICallError, NotFound, RequestRangeNotSatisfiable, from_http_response
     from google.auth.exceptions import GoogleAuthError, TransportError
     from google.cloud import storage
     from google.cloud.storage.exceptions import DataCorruption
@@ -51,6 +55,8 @@ class GCSJSONObjectStore(BackendStore):
         timeout: seconds, until there is a connection and without a byte from the service.
     """
 
+    _has_versions = True
+
     def __init__(
         self, bucket: str, prefix: str, *, endpoint_url: str | None, project: str | None, timeout: tuple[float, float]
     ) -> None:
@@ -71,8 +77,8 @@ class GCSJSONObjectStore(BackendStore):
     def _upload(self, key: str, source: FileSource) -> None:
         self._upload_from(key, source, source.size_bytes)
 
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
-        condition = {"if_generation_match": 0} if create_only else {}
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
+        condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
         self._upload_from(key, io.BytesIO(data), data.nbytes, **condition)
 
     def _upload_from(self, key: str, source: Any, size: int, **condition: int) -> None:
@@ -100,7 +106,12 @@ class GCSJSONObjectStore(BackendStore):
             _generation(blob)
 
     def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
-        assert size is not None, "whole objects are downloaded by the SDK, which verifies them"
+        if size is None:
+            blob = self._bucket.blob(key)
+            data: bytes = blob.download_as_bytes(checksum="crc32c", raw_download=True, **self._always)
+            version(str(_generation(blob)))
+            yield data
+            return
         generations: set[object] = set()
         for start in range(offset, offset + size, _RANGE_BYTES):
             asked = min(_RANGE_BYTES, offset + size - start)
@@ -121,17 +132,34 @@ class GCSJSONObjectStore(BackendStore):
             if len(piece) < asked:
                 return
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes] | None:
+        # The SDK can ask for the last bytes, but does not return the size of the whole object, which is in a header.
+        url = self._bucket.blob(key)._get_download_url(self._client)
+        span = {"Range": f"bytes=-{most_bytes}", "Accept-Encoding": "gzip"}
+        with contextlib.closing(
+            self._client._http.get(url, headers=span, timeout=self._always["timeout"], stream=True)
+        ) as answer:
+            if answer.status_code == RequestRangeNotSatisfiable.code:  # the object is empty
+                return None
+            if answer.status_code not in (200, 206):
+                raise from_http_response(answer)
+            if "x-goog-generation" not in answer.headers:
+                raise ConnectionError(f"the answer has no generation: {_NOT_GCS}")
+            pieces = answer.raw.stream(PIECE_BYTES, decode_content=False)
+            length = int(answer.headers.get("content-length", -1))
+            return tail_of(answer.headers.get("content-range"), length, pieces, most_bytes)
+
     def _size(self, key: str) -> int:
         blob = self._bucket.blob(key)
         blob.reload(**self._always)
         return int(blob.size)
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
-        fields = "items(name,size,updated),nextPageToken"
-        blobs = self._client.list_blobs(
-            self._bucket, prefix=prefix, start_offset=start_after or None, fields=fields, **self._always
-        )
-        return (Entry(blob.name, blob.size, blob.updated) for blob in blobs)
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+        wanted: dict[str, Any] = {"prefix": prefix, "start_offset": start_after or None, **self._always}
+        wanted["fields"] = "items(name,size,updated),prefixes,nextPageToken"
+        blobs = self._client.list_blobs(self._bucket, delimiter="/" if level else None, **wanted)
+        yield from (Entry(blob.name, blob.size, blob.updated) for blob in blobs)
+        yield from (Entry(folder.removesuffix("/"), -1, None) for folder in blobs.prefixes)
 
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, GoogleAPICallError):

@@ -57,10 +57,10 @@ class LibcloudObjectStore(BackendStore):
 
     What is promised is what the provider's driver does. Those of services make objects appear as a whole; that of
     provider ``local`` writes files in place, so that a reader may see the beginning of one, and reads a whole file for
-    each range of it: :class:`~composerlite.storage.LocalObjectStore` is for folders. ``create_only`` is a check
-    followed by a write. Uploads report their progress once, at the end. A driver looks at an object before it reads a
-    range of it: one that is replaced by another of its size between the two is noticed at the next range, if there is
-    one.
+    each range of it: :class:`~composerlite.storage.LocalObjectStore` is for folders. ``create_only`` and
+    :meth:`swap_bytes` are a check followed by a write. Uploads report their progress once, at the end. A driver looks
+    at an object before it reads a range of it: one that is replaced by another of its size between the two is noticed
+    at the next range, if there is one.
 
     Args:
         provider: as in ``libcloud.storage.types.Provider``, in upper or lower case.
@@ -114,7 +114,7 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             driver.upload_object(source.path, driver.get_container(self.container), key)
 
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
         # As a file: what drivers send from a stream costs three requests instead of one, and is not verified.
         with tempfile.NamedTemporaryFile() as file, self._driver() as driver:
             file.write(data)
@@ -133,7 +133,7 @@ class LibcloudObjectStore(BackendStore):
                     raise LibcloudError("the driver says that it could not", driver=driver)
 
     def _check_writable(self, key: str) -> None:
-        self._put(key, memoryview(b"check"), create_only=False)
+        self._put(key, memoryview(b"check"))
         self._delete(key)
 
     def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
@@ -152,7 +152,7 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             return int(driver.get_object(self.container, key).size)
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None

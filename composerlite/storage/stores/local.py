@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from typing import IO, final
 from composerlite.errors import ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.disk.files import TEMPORARY, StagedFile, abandoned_temporaries, fsync_folder, make_folder
 from composerlite.storage.part_uploads import FileSource
-from composerlite.storage.stores.base import PIECE_BYTES, Entry, Meaning, MultipartStore, files_below
+from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, Entry, Meaning, MultipartStore, files_below
 
 _PARTS = ".composerlite-parts"
 """Folder of the parts of unfinished uploads; it is beside the objects, so that it is on their file system."""
@@ -50,6 +51,10 @@ class LocalObjectStore(MultipartStore):
     def creates_atomically(self) -> bool:
         return True
 
+    @property
+    def swaps_atomically(self) -> bool:
+        return True
+
     def get_uri(self, name: str) -> str:
         return (self.folder / name).as_uri()
 
@@ -64,12 +69,19 @@ class LocalObjectStore(MultipartStore):
             staged.flush()
             staged.publish()
 
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
         path = self.folder / key
+        if version:
+            # Open for writing: NFS locks nothing else. A lock of another swap is an ObjectStoreTransientError.
+            with self._opened(key), path.open("rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._check_version(key, version)
+                self._put(key, data)
+            return
         with self._staged(path) as staged:
             staged.file.write(data)
             staged.flush()
-            if create_only:
+            if version == ABSENT:
                 os.link(staged.temporary, path)
                 fsync_folder(path.parent)
             else:
@@ -85,13 +97,19 @@ class LocalObjectStore(MultipartStore):
                 left -= len(piece)
                 yield piece
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes]:
+        with self._opened(key) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - most_bytes))
+            return size, file.read(most_bytes)
+
     def _size(self, key: str) -> int:
         with self._opened(key) as file:
             return os.fstat(file.fileno()).st_size
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
         self._check_there()
-        return files_below(self._entries, prefix)
+        return files_below(self._entries, prefix, level=level)
 
     def _delete(self, key: str) -> None:
         path = self.folder / key

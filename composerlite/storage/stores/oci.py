@@ -17,6 +17,7 @@ from typing import Any, final
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
+    ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
     Entry,
@@ -27,6 +28,7 @@ from composerlite.storage.stores.base import (
     checked_url,
     meaning_of_answer,
     root_cause,
+    tail_of,
 )
 
 with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=("oci", "urllib3")):
@@ -74,6 +76,7 @@ class OCIObjectStore(MultipartStore):
     """
 
     _whole_bytes = 64 << 20
+    _has_versions = True
 
     @checked_arguments
     def __init__(
@@ -109,8 +112,10 @@ class OCIObjectStore(MultipartStore):
         self._client.base_client.session.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
-        condition = {"if_none_match": "*"} if create_only else {}
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
+        condition: dict[str, str] = {}
+        if version is not None:
+            condition = {"if_none_match": "*"} if version == ABSENT else {"if_match": version}
         self._call("put_object", key, _body(data), content_md5=base64_md5(data), **condition)
 
     def _delete(self, key: str) -> None:
@@ -135,15 +140,27 @@ class OCIObjectStore(MultipartStore):
             if size is None and expected not in (None, base64.b64encode(digest.digest()).decode()):
                 raise ConnectionError("other bytes than the service has")
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes] | None:
+        with _suppressed("InvalidRange"):  # the object is empty
+            answer = self._call("get_object", key, range=f"bytes=-{most_bytes}")
+            with contextlib.closing(answer.data):
+                pieces = answer.data.raw.stream(PIECE_BYTES, decode_content=False)
+                length = int(answer.headers.get("content-length", -1))
+                return tail_of(answer.headers.get("content-range"), length, pieces, most_bytes)
+        return None
+
     def _size(self, key: str) -> int:
         return int(self._call("head_object", key).headers["content-length"])
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
         start: dict[str, str] = {"start_after": start_after} if start_after else {}
+        wanted = {"prefix": prefix, "fields": "name,size,timeModified"} | ({"delimiter": "/"} if level else {})
         while True:
-            page = self._call("list_objects", prefix=prefix, fields="name,size,timeModified", **start).data
+            page = self._call("list_objects", **wanted, **start).data
             for entry in page.objects:
                 yield Entry(entry.name, entry.size, entry.time_modified)
+            for folder in page.prefixes or ():
+                yield Entry(folder.removesuffix("/"), -1, None)
             if not page.next_start_with:
                 return
             start = {"start": page.next_start_with}

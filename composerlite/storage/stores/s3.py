@@ -20,6 +20,7 @@ from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransi
 from composerlite.storage.object_store import meaning_of_status
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
+    ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
     Entry,
@@ -27,6 +28,7 @@ from composerlite.storage.stores.base import (
     MultipartStore,
     RequestBody,
     base64_md5,
+    tail_of,
 )
 
 with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "botocore", "s3transfer", "urllib3")):
@@ -123,8 +125,8 @@ class S3ObjectStore(MultipartStore):
             ``S3_CANNED_ACL``.
         client_config: further arguments of ``botocore.config.Config``; they win over ours.
         checksum: ``md5`` for services that refuse the headers of the newer ``crc32``, such as GCS.
-        conditional_writes: False for services that ignore ``If-None-Match`` when an object is put: then ``create_only``
-            looks first. Services that say that they cannot are noticed.
+        conditional_writes: False for services that ignore ``If-None-Match`` and ``If-Match`` when an object is put:
+            then ``create_only`` and :meth:`swap_bytes` look first. Services that say that they cannot are noticed.
         scheme: of :meth:`get_uri`.
         connect_timeout_seconds: until a connection must be there.
         read_timeout_seconds: without a byte from the service.
@@ -134,6 +136,7 @@ class S3ObjectStore(MultipartStore):
     """
 
     _whole_bytes = 64 << 20
+    _has_versions = True
 
     @checked_arguments
     def __init__(
@@ -203,20 +206,22 @@ class S3ObjectStore(MultipartStore):
         return {"Bucket": self.bucket, "Key": key} | ({"UploadId": upload_id} if upload_id is not None else {})
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
-        condition = {"IfNoneMatch": "*"} if create_only and self._conditional else {}
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
+        condition: dict[str, str] = {}
+        if version is not None and self._conditional:
+            condition = {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
         try:
             answer = self._client.put_object(
                 **self._at(key), Body=_body(data), **self._digest(data), **self._acl, **condition
             )
             _field(answer, "ETag")  # a proxy answers 200, too, with a page of its own
         except sdk.ClientError as e:
-            if not condition or not _is_not_offered(e):
+            if version is None or not condition or not _is_not_offered(e):
                 raise
-            log.warning("%s: this service cannot create atomically: we look before we write.", self.get_uri(""))
+            log.warning("%s: this service has no conditional writes: we look before we write.", self.get_uri(""))
             self._conditional = False
-            self._check_absent(key)
-            self._put(key, data, create_only=create_only)
+            self._check_version(key, version)
+            self._put(key, data)
 
     def _delete(self, key: str) -> None:
         with _suppressed(*_NO_OBJECT):
@@ -240,17 +245,29 @@ class S3ObjectStore(MultipartStore):
                 while piece := body.read(PIECE_BYTES):
                     yield piece
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes] | None:
+        with _suppressed(*_BEYOND):  # so is an empty object answered, and perhaps any by a service without such ranges
+            answer = self._client.get_object(**self._at(key), Range=f"bytes=-{most_bytes}")
+            with contextlib.closing(answer["Body"]) as body:
+                _field(answer, "ETag")
+                pieces = iter(lambda: body.read(PIECE_BYTES), b"")
+                return tail_of(answer.get("ContentRange"), _field(answer, "ContentLength"), pieces, most_bytes)
+        return None
+
     def _size(self, key: str) -> int:
         answer = self._client.head_object(**self._at(key))
         _field(answer, "ETag")
         return _field(answer, "ContentLength")
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
         # Some services list folder by folder: their StartAfter leaves out some.
-        for page in self._pages("list_objects_v2", Bucket=self.bucket, Prefix=prefix):
+        delimiter = {"Delimiter": "/"} if level else {}
+        for page in self._pages("list_objects_v2", Bucket=self.bucket, Prefix=prefix, **delimiter):
             _field(page, "IsTruncated")  # an empty answer is no empty listing
             for entry in page.get("Contents", ()):
                 yield Entry(entry["Key"], entry["Size"], entry.get("LastModified"))
+            for folder in page.get("CommonPrefixes", ()):
+                yield Entry(folder["Prefix"].removesuffix("/"), -1, None)
 
     def _pages(self, verb: str, **arguments: str) -> Iterable[Mapping[str, Any]]:
         return self._client.get_paginator(verb).paginate(**arguments)

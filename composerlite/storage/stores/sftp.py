@@ -26,7 +26,7 @@ from composerlite.errors import (
 from composerlite.storage.disk.files import TEMPORARY, temporary_name
 from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import BackendStore, Entry, Meaning, files_below, log
+from composerlite.storage.stores.base import ABSENT, BackendStore, Entry, Meaning, files_below, log
 from composerlite.storage.stores.sftp_connection import LOST, Connection, SFTPChannel, connect
 
 with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
@@ -46,7 +46,8 @@ class SFTPObjectStore(BackendStore):
     """Keeps objects as the files below the folder ``cwd`` of the machine ``host``.
 
     Objects appear atomically, by a rename, and are durable if the server offers ``fsync@openssh.com``. ``create_only``
-    takes ``hardlink@openssh.com``, or else the protocol's rename, which must not replace a file. As files and folders
+    takes ``hardlink@openssh.com``, or else the protocol's rename, which must not replace a file. :meth:`swap_bytes` is
+    not atomic. As files and folders
     share their names, ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost connection is
     ObjectStoreTransientError, and the next verb connects anew. What such an upload left behind is removed by the next
     one; what killed processes left, by :meth:`check_writable` after a day.
@@ -153,8 +154,9 @@ class SFTPObjectStore(BackendStore):
     def _upload(self, key: str, source: FileSource) -> None:
         self._write(key, source.read, SFTPChannel.replace)
 
-    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
-        self._write(key, io.BytesIO(data).read, SFTPChannel.create if create_only else SFTPChannel.replace)
+    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
+        publish = SFTPChannel.create if version == ABSENT else SFTPChannel.replace
+        self._write(key, io.BytesIO(data).read, publish)
 
     def _write(
         self, key: str, read: Callable[[int], bytes], publish: Callable[[SFTPChannel, str, str], object]
@@ -171,14 +173,20 @@ class SFTPObjectStore(BackendStore):
             left = _size_of(status) - offset
             yield from channel.read_file(file, offset, max(0, left if size is None else min(size, left)))
 
+    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes]:
+        with self._channel() as channel, channel.opened(self._path(key), "r") as file:
+            size = _size_of(file.stat())
+            length = min(size, most_bytes)
+            return size, b"".join(channel.read_file(file, size - length, length))
+
     def _size(self, key: str) -> int:
         with self._channel() as channel:
             return _size_of(channel.stat(self._path(key)))
 
-    def _list(self, prefix: str, start_after: str) -> Iterable[Entry]:
+    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
         with self._channel() as channel:
             self._check_root(channel)
-            found = list(files_below(partial(self._entries, channel), prefix))
+            found = list(files_below(partial(self._entries, channel), prefix, level=level))
         return (entry for entry in found if not self._is_temporary(entry))
 
     def _delete(self, key: str) -> None:

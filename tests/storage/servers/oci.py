@@ -246,14 +246,22 @@ class _Handler(BaseHTTPRequestHandler):
         start, after = self.query.get("start", ""), self.query.get("startAfter", "")
         objects = self.state.buckets[bucket]
         names = sorted(name for name in objects if name.startswith(prefix) and name >= start and name > after)
-        page = [{"name": name, "size": len(objects[name])} for name in names[:limit]]
-        more = {"nextStartWith": names[limit]} if len(names) > limit else {}
-        return 200, {"objects": page, **more}, {}
+        chosen = names[:limit]
+        more: dict[str, Any] = {"nextStartWith": names[limit]} if len(names) > limit else {}
+        if self.query.get("delimiter") == "/":
+            rests = [name[len(prefix) :].partition("/") for name in chosen]
+            more["prefixes"] = sorted({f"{prefix}{head}/" for head, slash, _ in rests if slash})
+            chosen = [name for name in chosen if "/" not in name[len(prefix) :]]
+        return 200, {"objects": [{"name": name, "size": len(objects[name])} for name in chosen], **more}, {}
 
     def _put_object(self, bucket: str, name: str) -> _Answer:
         objects = self.state.buckets[bucket]
         if self.headers.get("if-none-match") == "*" and name in objects:
             raise _RefusedError(412, "IfNoneMatchFailed", "The If-None-Match header is '*' and the object exists")
+        if (version := self.headers.get("if-match")) is not None:
+            self._object(bucket, name)
+            if version != self.state.etags[bucket, name]:
+                raise _RefusedError(412, "IfMatchFailed", "The If-Match header is not the ETag of the object")
         objects[name] = self.body
         self.state.composed.discard((bucket, name))
         etag = self.state.etags[bucket, name] = secrets.token_hex(8)
@@ -262,10 +270,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _get_object(self, bucket: str, name: str) -> _Answer:
         data = self._object(bucket, name)
         etag = {"etag": self.state.etags[bucket, name]}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        asked = re.fullmatch(r"bytes=(\d*)-(\d+)", self.headers.get("range", ""))
         if asked is None:
             return 200, data, etag | ({} if (bucket, name) in self.state.composed else {"content-md5": _md5(data)})
-        start, end = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        start, end = int(asked[1] or max(0, len(data) - int(asked[2]))), len(data) - 1
+        end = min(int(asked[2]), end) if asked[1] else end
         if start >= len(data):
             raise _RefusedError(416, "InvalidRange", f"{asked[0]} of {len(data)} bytes")
         return 206, data[start : end + 1], etag | {"content-range": f"bytes {start}-{end}/{len(data)}"}

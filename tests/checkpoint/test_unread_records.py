@@ -1,22 +1,20 @@
-"""Manifests that cannot be read here, or are of a newer version: what a run takes them for."""
+"""Files that cannot be read here, or whose record is of a newer version: what a run takes them for."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from parts import save_batch
+from tails import damage, rewrite_record
 from tiny_training import Record, trainer
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
-from composerlite.checkpoint.record.manifest import SCHEMA
 from composerlite.errors import IncompatibleCheckpointError
 
 TEMPLATE = "ba{batch}.pt"
@@ -46,37 +44,23 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         capabilities(lambda effective: effective | _OF_ROOT)
 
 
-def record(folder: Path, name: str) -> Path:
-    """The manifest of the checkpoint ``name``."""
-    return folder / ".manifest" / f"{name}.json"
-
-
 def look(folder: Path) -> dict[str, tuple[int, int]]:
     """What there is, and whether it was written."""
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
-
-
-def make_newer(path: Path, **changes: Any) -> None:
-    """Write the manifest as a newer version does."""
-    fields = {**json.loads(path.read_text()), "schema": SCHEMA + 1, "of_the_future": [1], **changes}
-    del fields["digest"]
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**fields, "digest": xxhash.xxh3_128_hexdigest(text.encode())}))
 
 
 def test_one_that_cannot_be_read_is_skipped_and_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The checkpoint before it is resumed from, in a new attempt; a damaged one is quarantined, it is not."""
     good, unread, damaged = (save_batch(folder, batch) for batch in (1, 2, 3))
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    record(folder, unread.name).chmod(0)
+    unread.chmod(0)
     before = look(folder)
     choice = choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run")
     assert (choice.place, choice.lineage.attempt) == (good, 1)
     assert choice.lineage.ancestors[-1].passed_over
-    assert "ba2.pt.json" in caplog.text
+    assert "ba2.pt" in caplog.text
     after = look(folder)
-    for path in (unread, record(folder, unread.name)):
-        assert after[str(path)] == before[str(path)]
+    assert after[str(unread)] == before[str(unread)]
     assert not damaged.exists()
 
 
@@ -84,18 +68,18 @@ def test_one_that_cannot_be_read_is_skipped_and_left_alone(folder: Path, caplog:
 def test_one_that_cannot_be_read_is_no_reason_to_start_over(folder: Path, other: str) -> None:
     """Where nothing is good the run ends with the error of the system, and nothing is changed."""
     if other == "a damaged one":
-        record(folder, save_batch(folder, 1).name).write_text("{")
-    record(folder, save_batch(folder, 2).name).chmod(0)
+        damage(save_batch(folder, 1), "tail")
+    save_batch(folder, 2).chmod(0)
     before = look(folder)
     for _ in range(2):
-        with pytest.raises(PermissionError, match=r"ba2\.pt\.json"):
+        with pytest.raises(PermissionError, match=r"ba2\.pt"):
             choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run")
     assert look(folder) == before
 
 
 def test_one_of_a_name_that_the_run_does_not_give_keeps_no_run_from_its_beginning(folder: Path) -> None:
     """It is somebody else's, who does not let this user read it."""
-    record(folder, save_batch(folder, 1, template="other{batch}.pt").name).chmod(0)
+    save_batch(folder, 1, template="other{batch}.pt").chmod(0)
     assert choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run").place is None
 
 
@@ -113,7 +97,7 @@ def test_a_run_beside_one_that_cannot_be_read_trains_to_its_end(folder: Path, un
         first.fit()
     if unread == "other3.pt":
         save_batch(folder, 3, template="other{batch}.pt", latest=None)
-    record(folder, unread).chmod(0)
+    (folder / unread).chmod(0)
     batches = Record()
     with trainer(max_duration="3ep", callbacks=[batches], **arguments) as second:
         second.fit()
@@ -126,7 +110,7 @@ def test_a_run_beside_one_that_cannot_be_read_trains_to_its_end(folder: Path, un
 def test_a_newer_one_of_the_run_ends_it(folder: Path) -> None:
     """It may be the newest, and this version cannot read it."""
     save_batch(folder, 1)
-    make_newer(record(folder, save_batch(folder, 2).name))
+    rewrite_record(save_batch(folder, 2), version=2)
     with pytest.raises(IncompatibleCheckpointError, match=r"ba2\.pt.*update"):
         choose([RunPlace(Catalog(folder), TEMPLATE)], "run")
 
@@ -139,7 +123,7 @@ def test_a_newer_one_of_the_run_ends_it(folder: Path) -> None:
 def test_a_newer_one_that_is_not_of_the_run_is_left_alone(folder: Path, changes: dict[str, Any]) -> None:
     """Another run's, or one that was copied by hand, stops nobody."""
     good = save_batch(folder, 1)
-    make_newer(record(folder, save_batch(folder, 2, template="copy{batch}.pt", latest=None).name), **changes)
+    rewrite_record(save_batch(folder, 2, template="copy{batch}.pt", latest=None), version=2, **changes)
     before = look(folder)
     assert choose([RunPlace(Catalog(folder), TEMPLATE)], "run").place == good
     assert look(folder) == before
@@ -147,8 +131,7 @@ def test_a_newer_one_that_is_not_of_the_run_is_left_alone(folder: Path, changes:
 
 def test_a_run_beside_one_of_a_newer_version_trains_to_its_end(folder: Path) -> None:
     """Two runs share a folder, and only the other's script was updated."""
-    save_batch(folder, 3, run_name="other", template="other{batch}.pt", latest=None)
-    make_newer(record(folder, "other3.pt"))
+    rewrite_record(save_batch(folder, 3, run_name="other", template="other{batch}.pt", latest=None), version=2)
     with trainer(
         save_folder=str(folder),
         save_filename=TEMPLATE,
