@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Protocol, TypeAlias, TypeVar, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHTS_INDEX
 from composerlite.checkpoint.place.bucket import exists_error
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError, bytes_text
@@ -74,6 +75,11 @@ def record_in(place: Place, path: str) -> Manifest | None:
     except FileNotFoundError:
         return None
     found = unseal(path, size_bytes, end, place.uri(path))
+    folder, _, last = path.rpartition("/")
+    # An index that another program wrote in place of ours is a whole pickle. Beside our data, anything else was cut.
+    is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
+    if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
+        raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
     return None if found is None else with_node(place, found)
 
 

@@ -137,9 +137,12 @@ def garbage(
     for folder, paths in found.items():
         alive = {name.rpartition("-")[2] for name in place.names(folder) if ".tmp-" in name}
         try:
-            records = [record_of(f"{folder}/{index}".lstrip("/")) for index in (INDEX, WEIGHTS_INDEX)]
+            indexes = [f"{folder}/{index}".lstrip("/") for index in (INDEX, WEIGHTS_INDEX)]
+            records = [record_of(path) for path in indexes]
         except CorruptCheckpointError:
             continue  # it is unknown which files it names
+        if any(record is None and place.exists(path) for record, path in zip(records, indexes, strict=True)):
+            continue  # an index that was cut off, or that another program wrote, may need them
         named = {file.path for record in records if record is not None for file in record.files}
         gone += [path for path in paths if path not in named and data_file_id(path) not in alive]
     return gone
