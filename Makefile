@@ -93,7 +93,7 @@ gpu: $(if $(GPU_WHEELS),,$(VENV)/.installed) ## checkpoints on a GPU: correct, a
 gpu-wheels: $(VENV)/.installed ## get what a machine with a GPU, python 3.12 and torch needs besides, into .gpu-wheels
 	rm -rf .gpu-wheels
 	$(BIN)/pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux2014_x86_64 \
-	    --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d .gpu-wheels isal omegaconf pyyaml \
+	    --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d .gpu-wheels isal msgspec omegaconf pyyaml \
 	    "$$(grep ^torch_checkpointing benchmarks/requirements.txt)"
 	$(BIN)/pip wheel --quiet --no-deps -w .gpu-wheels antlr4-python3-runtime==4.9.3
 

@@ -143,11 +143,12 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
     for number in range(4):
         image = TorchImage(dict(zip(state, parameters, strict=True)))
         copies = image.storages()
-        if not staging.reserve(image.size_bytes):
+        memory = staging.reserve(image.size_bytes)
+        if memory is None:
             raise RuntimeError("no memory for the copy")
         synchronize(device)
         started = time.perf_counter()
-        snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
         found[f"host_ms_{number}"] = (time.perf_counter() - started) * 1000
         if number == 3 and device == "cuda":  # forward and backward take longer than the copy
             torch.cuda._sleep(int(2 * found["copied_s_2"] * 2e9))
@@ -209,10 +210,11 @@ def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
         for _ in range(6):
             alone.append(seconds_of(step, count))
             image = TorchImage(state)
-            if not staging.reserve(image.size_bytes):
+            memory = staging.reserve(image.size_bytes)
+            if memory is None:
                 raise RuntimeError("no memory for the copy")
             synchronize(device)
-            snapshot = staging.take(image.storages(), image.size_bytes, [optimizer])
+            snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
             beside.append(seconds_of(step, count))
             optimizer.step()
             snapshot.wait()
@@ -346,7 +348,7 @@ def load(gb: float, device: str, folder: Path) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(2):
         started = time.perf_counter()
-        with opened(folder / "state.pt") as (file, _):
+        with opened(folder / "state.pt") as (file, _, _):
             file.contents, targets = placed(file.contents, live, file.unread())
             file.read(places=targets.addresses, sieves=targets.sieves)
         synchronize(device)

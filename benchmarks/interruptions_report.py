@@ -41,8 +41,8 @@ def show() -> Figure:
     sizes = [f"{row['size_bytes'] / 1e6:.0f} MB" for row in found["resume"]]
     discovery = [row["discovery"] for row in found["resume"]]
     rest = [max(0.0, row["whole"] - row["discovery"] - row["model"]) for row in found["resume"]]
-    right.barh(sizes, discovery, color=PEER, label="find and verify")
-    right.barh(sizes, rest, left=discovery, color=OURS, label="read, restore, build")
+    right.barh(sizes, discovery, color=PEER, label="find")
+    right.barh(sizes, rest, left=discovery, color=OURS, label="read and verify, restore, build")
     right.invert_yaxis()
     right.set_title("Resume, warm", loc="left", fontsize=11)
     right.set_xlabel("seconds, with what is imported late, without the model itself")

@@ -181,7 +181,7 @@ def finding(checkpoints: int) -> None:
 def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     """Put so many small checkpoints into the bucket, and point the link to the newest."""
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.place.catalog import Catalog
+    from composerlite.checkpoint.place.sending import commit_sent
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
     from composerlite.checkpoint.record.tail import seal
     from composerlite.storage import Digester, Transfer, chunk_bytes_for, open_store
@@ -220,7 +220,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
             newest, file = sealed(checkpoints)
             data.write(file)
             data.flush()
-            Catalog(Bucket(transfer, "run")).publish(newest, [Path(data.name)], link=link)
+            commit_sent(Bucket(transfer, "run"), newest, Path(data.name), None, {link: newest.name})
 
 
 def timed(do: Callable[[], object]) -> float:
@@ -232,9 +232,8 @@ def timed(do: Callable[[], object]) -> float:
 
 # ── the training thread ──────────────────────────────────────────────────────────────────────────────────────────
 UPLOADS = {
-    *("publishing.py", "remote.py", "transfer.py", "part_uploads.py", "workers.py", "base.py", "s3.py", "retry.py"),
+    *("publish.py", "bucket.py", "background.py", "transfer.py", "part_uploads.py", "workers.py", "s3.py", "retry.py"),
 }
-NOTES = {"_note_uploads", "_publish_all", "_publish", "_delete_local"}
 
 
 def training() -> None:
@@ -297,7 +296,7 @@ def seconds_in_uploads(profile: cProfile.Profile) -> float:
     stats: Any = pstats.Stats(profile)
 
     def is_upload(function: tuple[str, int, str]) -> bool:
-        return Path(function[0]).name in UPLOADS or function[2] in NOTES
+        return Path(function[0]).name in UPLOADS
 
     return sum(
         edge[3]
@@ -328,9 +327,9 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     """A Pipeline and a Publisher, as Trainer uses them."""
     from checkpoint_systems import Composerlite
 
+    from composerlite import dist
     from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.record.retention import KeepAll
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
@@ -341,17 +340,18 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
         for number in range(SAVES + 1):
             catalog, root = Catalog(folder / f"{number}"), f"run{number}"
             publisher = Publisher(
-                uploader,
-                Bucket(uploader.transfer, root),
+                uploader=uploader,
+                bucket=Bucket(uploader.transfer, root),
                 template=TEMPLATE,
-                link=f"{root}/latest-rank0.pt",
+                links=[f"{root}/latest-rank0.pt"],
                 timeout=TIMEOUT,
-                retention=KeepAll(),
-                keeps_all=True,
+                keep=-1,
+                check=lambda: None,
             )
 
-            def publish(manifest: Any, publisher: Any = publisher, catalog: Any = catalog) -> None:
-                publisher.publish(manifest, catalog, "run")
+            def publish(publisher: Publisher = publisher, catalog: Catalog = catalog) -> None:
+                (manifest,) = catalog.manifests()
+                publisher.submit(manifest, catalog, dist.SingleProcess().vote("publishing"))
 
             start = time.perf_counter()
             pending = system.pipeline.save(system.state, catalog=catalog, template=TEMPLATE, publish=publish)
@@ -360,7 +360,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
             assert uploader.wait(TIMEOUT)
             published = time.perf_counter() - start
             uploader.raise_failures()
-            assert publisher.remote.latest(f"{root}/latest-rank0.pt") is not None
+            assert publisher.remote.latest(f"{root}/latest-rank0.pt", "run") is not None
             if number:
                 yield "async", stall, published
         uploader.close()

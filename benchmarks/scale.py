@@ -61,7 +61,7 @@ from composerlite.checkpoint.format.sharded_layout import file_name, narrowed
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.load.sharded import _LoadPlanner
 from composerlite.checkpoint.load.sharing import ReadRequests
-from composerlite.checkpoint.place.directory import MOST_CHUNKS, SaveHandle, chunk_bytes_of
+from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle
 from composerlite.checkpoint.record.tail import seal_index
 from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import KnownPlan, Planner, _Proposal, _Table, plan_together
@@ -74,7 +74,7 @@ from composerlite.checkpoint.save.sharded_writer import (
 from composerlite.devices import rng
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.dist.group import Group, _Several
-from composerlite.storage import FileDigest
+from composerlite.storage import FileDigest, chunk_bytes_for
 
 A = TypeVar("A")
 RANKS = (8, 64, 512, 4096, 16384)
@@ -426,7 +426,7 @@ def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
             size = _size(item, planner)
             results.append(WriteResult(item.index, size, StorageInfo(name, at, size)))
             at += size
-        chunk = chunk_bytes_of(at, MOST_CHUNKS if layout is None else layout.most_chunks)
+        chunk = chunk_bytes_for(at, LEAST_CHUNK_BYTES, MOST_CHUNKS if layout is None else layout.most_chunks)
         digest = FileDigest(at, "0" * 32, chunk, base64.b64encode(os.urandom(8 * -(-at // chunk))).decode())
         results.append(WriteResult(MetadataIndex(f"file {name}"), at, _FileWritten(name, digest, None)))
     if layout is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,11 @@ from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.record.tail import seal
 from composerlite.storage import FileDigest
 
-__all__ = ["add_record", "record_in", "remove_record", "reseal"]
+__all__ = ["DAMAGES", "add_record", "damage", "record_in", "remove_record", "rewrite_record"]
+
+_START = b'\n{"composerlite": '
+_FOOTER_BYTES = 50
+DAMAGES = ("cut", "extended", "tail", "body", "zeros", "no record")
 
 
 def record_in(path: Path) -> Manifest:
@@ -23,14 +29,16 @@ def record_in(path: Path) -> Manifest:
     return manifest
 
 
-def reseal(path: Path, **changes: Any) -> None:
-    """Change fields of the record in the file ``path``. Its digest and that of the body are right afterwards."""
-    manifest = record_in(path)
-    digest = manifest.files[0].digest
+def rewrite_record(path: Path, version: int = 1, **changes: Any) -> None:
+    """Change fields of the record in a file, and its version. The digest of the tail agrees with it."""
     data = path.read_bytes()
-    changed = dataclasses.replace(manifest, **{"files": manifest.files[1:], **changes})
-    tail = seal(changed, digest.with_tail(b""), room=digest.tail_bytes)
-    path.write_bytes(data[: digest.body_bytes] + tail)
+    start = data.rindex(_START)
+    fields = json.loads(data[start:-_FOOTER_BYTES])
+    fields = {**fields, "composerlite": version, "record": {**fields["record"], **changes}}
+    text = (b"\n" + json.dumps(fields).encode()).ljust(len(data) - start - _FOOTER_BYTES)
+    footer = f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
+    assert len(data) == start + len(text) + len(footer), "there is no room for the changes"
+    path.write_bytes(data[:start] + text + footer)
 
 
 def add_record(path: Path, manifest: Manifest) -> None:
@@ -46,6 +54,20 @@ def _digest_of(data: bytes | bytearray) -> FileDigest:
     return FileDigest(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def remove_record(path: Path) -> None:
+def remove_record(path: Path) -> Path:
     """Replace the file ``path`` by one with the same contents as another program saves it: without a record."""
     torch.save(torch.load(path, weights_only=True), path)
+    return path
+
+
+def damage(path: Path, how: str) -> None:
+    """Damage a checkpoint file; with ``"body"`` one that ``parts.save_batch`` saved, whose weights have one value."""
+    if how == "no record":
+        remove_record(path)
+        return
+    data = bytearray(path.read_bytes())
+    if how == "tail":
+        data[-100] ^= 1
+    elif how == "body":
+        data[data.index(struct.pack("<f", float(path.stem[2:])))] ^= 1  # a weight
+    path.write_bytes({"cut": data[:-1], "extended": data + b"\0", "zeros": bytes(len(data))}.get(how, data))

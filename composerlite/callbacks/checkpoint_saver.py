@@ -199,10 +199,6 @@ class CheckpointSaver(Callback):
         if is_first:
             self.saver.prepare(state)
 
-    def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Renew the leases of the run that no thread renews."""
-        self.saver.renew_leases()
-
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep the metrics for the record."""
         self._measured.after_evaluation(state)

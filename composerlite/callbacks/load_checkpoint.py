@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, final
 
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
-from composerlite.checkpoint.record.contents import check_ignore_keys
+from composerlite.checkpoint.contents import check_ignore_keys
 from composerlite.core import Callback, Event, Logger, State
 from composerlite.errors import checked_arguments
 

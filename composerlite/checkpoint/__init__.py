@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         save_state_dict,
     )
     from composerlite.checkpoint.api.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
+    from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.deepspeed.weights import unshard_zero
     from composerlite.checkpoint.load.reader import safe_torch_load
     from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
     from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
     from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.place.catalog import Catalog
-    from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
     from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -22,13 +22,16 @@ _names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' na
 _everything = click.option("--all", "everything", is_flag=True, help="All that are committed.")
 
 
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of every command that copies: see :func:`_copy`."""
+    return options.overwrite(options.link(options.as_json(command)))
+
+
 @click.command()
 @options.checkpoint
 @click.argument("target", metavar="PLACE", help="The folder, or the URI, that gets it.")
-@options.overwrite
-@options.link
-@options.as_json
-def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json: bool) -> None:
+@_options
+def cp(checkpoint: str, target: str, **how: Any) -> None:
     """Copy CHECKPOINT to PLACE under its name, between folders and buckets, every byte verified.
 
     It exists in PLACE when all of it is there. A copy of a directory that was interrupted resumes where it was.
@@ -38,7 +41,7 @@ def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json:
             raise ConfigError(
                 f"{checkpoint!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
             )
-        _copy(source.place, source.found(), place, overwrite=overwrite, link=link, as_json=as_json)
+        _copy(source.place, source.found(), place, **how)
 
 
 @click.command()
@@ -46,23 +49,12 @@ def cp(checkpoint: str, target: str, overwrite: bool, link: str | None, as_json:
 @click.argument("target", metavar="URI", help="Where to: s3://bucket/run.")
 @_names
 @_everything
-@options.overwrite
-@options.link
-@options.as_json
-def push(
-    folder: str,
-    target: str,
-    names: Sequence[str],
-    everything: bool,
-    overwrite: bool,
-    link: str | None,
-    as_json: bool,
-) -> None:
+@_options
+def push(folder: str, target: str, names: Sequence[str], everything: bool, **how: Any) -> None:
     """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("push", folder, target)
     with place_at(folder) as source, target_at(target) as place:
-        chosen = _chosen(source, names, everything=everything)
-        _copy(source, chosen, place, overwrite=overwrite, link=link, as_json=as_json)
+        _copy(source, _chosen(source, names, everything=everything), place, **how)
 
 
 @click.command()
@@ -70,23 +62,12 @@ def push(
 @click.argument("folder", metavar="FOLDER", help="The folder that gets them.")
 @_names
 @_everything
-@options.overwrite
-@options.link
-@options.as_json
-def pull(
-    source: str,
-    folder: str,
-    names: Sequence[str],
-    everything: bool,
-    overwrite: bool,
-    link: str | None,
-    as_json: bool,
-) -> None:
+@_options
+def pull(source: str, folder: str, names: Sequence[str], everything: bool, **how: Any) -> None:
     """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("pull", folder, source)
     with place_at(source) as bucket, target_at(folder) as place:
-        chosen = _chosen(bucket, names, everything=everything)
-        _copy(bucket, chosen, place, overwrite=overwrite, link=link, as_json=as_json)
+        _copy(bucket, _chosen(bucket, names, everything=everything), place, **how)
 
 
 def _check_kinds(verb: str, folder: str, uri: str) -> None:

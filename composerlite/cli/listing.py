@@ -190,7 +190,7 @@ def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
                 )
             size = sum(sum(r.size_bytes for r in one.records) if one.manifest else one.size_bytes for one in chosen)
             with progress_of(f"verifying {text}", size, wanted=True) as progress:
-                verdicts += [_verdict(target.place, one, progress) for one in chosen]
+                verdicts += [_verdict(target.place, one, progress, is_named=target.name is not None) for one in chosen]
     if as_json:
         print_json({"checkpoints": verdicts})
     else:
@@ -208,9 +208,10 @@ def _told(verdict: dict[str, Any]) -> str:
     return ": ".join(filter(None, (verdict["state"], copy, "; ".join(verdict["faults"]))))
 
 
-def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> dict[str, Any]:
+def _verdict(place: Place, found: Found, progress: Callable[[int], object], *, is_named: bool = True) -> dict[str, Any]:
     """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'``, ``'refused'`` or ``'unverified'``, with the
-    reason.
+    reason. An incomplete one without a record is unverified in a listing, since its save may continue; it is damaged if
+    it is named.
     """
     differ: dict[str, str] = {}
     for record in found.records:
@@ -226,7 +227,7 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object]) -> d
         state, faults = _by_itself(place, found, progress)
     elif found.manifest is None:  # the record is damaged, or the save did not end
         faults = list(found.faults)
-        state = "damaged" if found.decider and faults else "unverified"
+        state = "damaged" if (found.decider or is_named) and faults else "unverified"
     return {
         "name": found.name,
         "uri": place.uri(found.name),

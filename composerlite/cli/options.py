@@ -17,7 +17,5 @@ checkpoint = click.argument(
 run = click.option("--run", metavar="NAME", help="Only checkpoints of the run of this name.")
 dry_run = click.option("--dry-run", is_flag=True, help="Tell what would be done, and do nothing.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-overwrite = click.option(
-    "--overwrite", is_flag=True, help="Replace another checkpoint of the same name, which goes first."
-)
+overwrite = click.option("--overwrite", is_flag=True, help="Replace another checkpoint of the same name.")
 link = click.option("--link", metavar="NAME", help="Have this link lead to it then, as latest-rank0.pt.")

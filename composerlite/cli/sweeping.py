@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import garbage
-from composerlite.checkpoint.place.place import Leftover, Place, StoredFile
+from composerlite.checkpoint.place.catalog import Catalog, garbage
+from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
@@ -94,7 +93,7 @@ def prune(
             _check_metric(best_metric, groups)
         seen: set[str] = set()
         for place, chosen, gone in plans:
-            used = _with_folders(place.in_use()) if gone else set[str]()
+            used = _with_folders(Catalog(place).in_use()) if gone else set[str]()
             for found in chosen:
                 if _is_known(place.uri(found.name), seen):
                     continue
@@ -127,11 +126,10 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
     seen: set[str] = set()
     for text in places:
         with place_at(text) as place:
-            for one in place.leftovers(age):
-                if not _is_known(one.uri, seen):
-                    removed.append(_leftover(one))
-            if not dry_run:
-                place.sweep(age)
+            for one in place.sweep(age, dry_run=dry_run):
+                uri = place.uri(one.path)
+                if not _is_known(uri, seen):
+                    removed.append({"uri": uri, "size_bytes": one.size_bytes, "why": _why(one)})
             garbage_files = _garbage(place, age)
             for file in garbage_files:
                 if not _is_known(place.uri(file.path), seen):
@@ -139,7 +137,7 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                         {"uri": place.uri(file.path), "size_bytes": file.size_bytes, "why": "a file of a killed save"}
                     )
                     if not dry_run:
-                        place.delete_all([file.path])
+                        place.delete([file.path], folders=True)
             for found in _orphans(place, age, {file.path for file in garbage_files}) if orphans else ():
                 if not _is_known(place.uri(found.name), seen) and remove(place, found, dry_run=dry_run):
                     removed.append(_removed(place, found, "data without a record"))
@@ -150,7 +148,7 @@ def _garbage(place: Place, age: timedelta) -> list[StoredFile]:
     """Data files of killed saves that are as old as ``age``."""
     files = place.files()
     old = [path for path, file in files.items() if _is_old([file], age)]
-    return [files[path] for path in garbage(place, old, re.compile(".*"), lambda path: record_in(place, path))]
+    return [files[path] for path in garbage(place, old, re.compile(".*"))]
 
 
 def _orphans(place: Place, age: timedelta, removed: set[str]) -> list[Found]:
@@ -240,8 +238,11 @@ def _removed(place: Place, found: Found, why: str | None) -> dict[str, Any]:
     return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
 
 
-def _leftover(one: Leftover) -> dict[str, Any]:
-    return {"uri": one.uri, "size_bytes": one.size_bytes, "why": one.what}
+def _why(one: StoredFile) -> str:
+    """Description of a leftover of a killed process: an upload has the time at which it was started."""
+    if one.modified_at is None:
+        return "a file that was not written to its end"
+    return f"the parts of an upload that was started {one.modified_at}"
 
 
 def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:

@@ -109,7 +109,7 @@ def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer
 
 def _for_evaluation(config: RunConfig, checkpoint: str) -> RunConfig:
     """``config`` with what trains and saves taken out, and the weights of ``checkpoint``."""
-    from composerlite.checkpoint.record.contents import WEIGHTS_ONLY
+    from composerlite.checkpoint.contents import WEIGHTS_ONLY
 
     def leave_out_training(contents: dict[str, Any]) -> None:
         for key in contents["state"].keys() - {*WEIGHTS_ONLY, "timestamp"}:

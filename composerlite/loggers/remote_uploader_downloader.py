@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from composerlite.checkpoint.load.resolve import download_bar
-from composerlite.checkpoint.record.naming import format_name_with_dist
+from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.storage import (
@@ -109,7 +109,8 @@ class RemoteUploaderDownloader(LoggerDestination):
                 f"file_path_format_string={self.file_path_format_string!r}: with checkpoints it must end with {_NAME}: "
                 "what belongs to one is found by its name."
             )
-        return format_name_with_dist(self.file_path_format_string.removesuffix(_NAME), self._run_name)
+        template = self.file_path_format_string.removesuffix(_NAME)
+        return format_name_with_dist(template, self._run_name, **FIRST_RANK)  # all ranks upload to one place
 
     def can_upload_files(self) -> bool:
         """Return true if :meth:`upload_file` does anything: always."""

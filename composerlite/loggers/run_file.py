@@ -218,7 +218,7 @@ class RunFileLogger(LoggerDestination):
             with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
                 copied = Path(folder) / self._name
                 shutil.copyfile(self.path, copied)
-                bucket.send(copied, self._name)
+                bucket.put(self._name, copied)
         except (OSError, ObjectStoreError) as e:
             self._uploaded = False
             log.warning("%s is not uploaded, and will be with the next checkpoint: %s", bucket.uri(self._name), e)

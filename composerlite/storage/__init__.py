@@ -24,7 +24,6 @@ from composerlite.storage.disk.files import (
     is_abandoned,
     is_temporary,
     make_folder,
-    read_small_file,
     replace_symlink,
     temporary_name,
 )
@@ -112,7 +111,6 @@ __all__ = [
     "number_of",
     "open_store",
     "parse_uri",
-    "read_small_file",
     "replace_symlink",
     "reserve",
     "retry",

@@ -81,10 +81,15 @@ class PartUpload(ABC):
         """
 
     @abstractmethod
-    def complete(self, *, count: int) -> None:
+    def complete(self, *, count: int, create_only: bool = False) -> None:
         """Make the object exist, of the parts 1 to ``count``, in place of what had its name.
 
-        Raises as :meth:`send`, and FileNotFoundError where the store has forgotten the upload.
+        Args:
+            count: of the parts.
+            create_only: fail with FileExistsError if something has its name, as :meth:`ObjectStore.put_bytes`.
+
+        Raises:
+            FileNotFoundError: the store has forgotten the upload. Other errors are those of :meth:`send`.
         """
 
     @abstractmethod
@@ -115,20 +120,28 @@ class ObjectStore(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         listing = cls.__dict__.get("list_objects")
-        if listing is not None and "start_after" not in inspect.signature(listing).parameters:
+        if listing is not None:
             cls.list_objects = _listing_of_names(listing)  # pyright: ignore[reportAttributeAccessIssue]
+        uploading = cls.__dict__.get("upload_object")
+        if uploading is not None and "create_only" not in inspect.signature(uploading).parameters:
+            cls.upload_object = _uploading_with_a_look(uploading)  # pyright: ignore[reportAttributeAccessIssue]
         reading = cls.__dict__.get("read_pieces")
         if reading is not None and "version" not in inspect.signature(reading).parameters:
             cls.read_pieces = _reading_of_any_version(reading)  # pyright: ignore[reportAttributeAccessIssue]
 
     @abstractmethod
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
+    def upload_object(
+        self, name: str, filename: str | Path, callback: Progress | None = None, *, create_only: bool = False
+    ) -> None:
         """Make the file ``filename`` the content of the object ``name``, in place of what is there.
+
+        A subclass may leave ``create_only`` out, as stores of Composer do.
 
         Args:
             name: of the object.
             filename: local file.
             callback: called with (bytes sent, total).
+            create_only: fail if the object exists, as in :meth:`put_bytes`.
         """
 
     @abstractmethod
@@ -151,15 +164,14 @@ class ObjectStore(ABC):
         """Bytes of the object ``name``."""
 
     @abstractmethod
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name.
+    def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List the objects whose names begin with ``prefix``, sorted by name.
 
-        An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may leave
-        ``start_after`` out and return the names alone, as stores of Composer do.
+        An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may return the names
+        alone, as stores of Composer do.
 
         Args:
             prefix: beginning of the names; empty for all.
-            start_after: list names after this one only.
 
         Returns:
             Name, size and time of each object.
@@ -181,12 +193,10 @@ class ObjectStore(ABC):
             data: its content.
             create_only: fail if the object exists.
         """
-        if create_only and self._has(name):
-            raise FileExistsError(f"{self.get_uri(name)}: create: there is one already.")
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             file = Path(folder) / "object"
             file.write_bytes(data)
-            self.upload_object(name, file)
+            self.upload_object(name, file, create_only=create_only)
 
     def read_range(self, name: str, offset: int, size: int) -> bytes:
         """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before.
@@ -355,7 +365,7 @@ class ObjectStore(ABC):
     # ── what not every store has ─────────────────────────────────────────────────────────────────────────────────
     @property
     def creates_atomically(self) -> bool:
-        """True if ``put_bytes(create_only=True)`` lets exactly one of several processes succeed."""
+        """True if ``create_only`` lets exactly one of several processes succeed."""
         return False
 
     @property
@@ -389,17 +399,29 @@ class ObjectStore(ABC):
 
 
 def _listing_of_names(listing: Callable[..., Iterable[str | ObjectInfo]]) -> Callable[..., list[ObjectInfo]]:
-    """Return ``listing``, which gives names, as :meth:`ObjectStore.list_objects`."""
+    """Return ``listing``, which may give names alone, as :meth:`ObjectStore.list_objects`."""
 
     @functools.wraps(listing)
-    def list_objects(self: ObjectStore, prefix: str = "", *, start_after: str = "") -> list[ObjectInfo]:
+    def list_objects(self: ObjectStore, prefix: str = "") -> list[ObjectInfo]:
         found = [
             entry if isinstance(entry, ObjectInfo) else ObjectInfo(entry, self.get_object_size(entry))
             for entry in listing(self, prefix)
         ]
-        return sorted((one for one in found if one.name > start_after), key=lambda one: one.name)
+        return sorted(found, key=lambda one: one.name)
 
     return list_objects
+
+
+def _uploading_with_a_look(uploading: Callable[..., None]) -> Callable[..., None]:
+    """Return ``uploading``, which always replaces, as :meth:`ObjectStore.upload_object`."""
+
+    @functools.wraps(uploading)
+    def upload_object(self: ObjectStore, name: str, *arguments: Any, create_only: bool = False, **more: Any) -> None:
+        if create_only and self._has(name):  # pyright: ignore[reportPrivateUsage] - of its class
+            raise FileExistsError(f"{self.get_uri(name)}: create: there is one already.")
+        uploading(self, name, *arguments, **more)
+
+    return upload_object
 
 
 def _reading_of_any_version(reading: Callable[[Any, str, int, int], Generator[bytes]]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from composerlite.storage.workers import Batch, WorkerPool
 _MiB = 1 << 20
 _LEAST_PART_BYTES, _MOST_PART_BYTES = 8 * _MiB, 16 * _MiB
 _USUAL_PARTS = 128
+_THREADS = 4
 _DRAIN_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 
@@ -193,8 +194,9 @@ class PartSender:
         self._buffers = buffers
         self._retry = retry
         self._resumable = resumable
+        self._create_only = False
 
-    def run(self, callback: Progress | None) -> bool:
+    def run(self, callback: Progress | None, *, create_only: bool = False) -> bool:
         """Send all parts and complete the object; ``False``, and nothing done, if the store takes no parts.
 
         An unfinished upload of this name is continued, others of this name are aborted. What fails for good is
@@ -202,16 +204,20 @@ class PartSender:
 
         Args:
             callback: is called in this thread with the number of bytes in the store.
+            create_only: fail if the object exists. Another process may upload other bytes under this name, so an
+                unfinished upload with another first part is left alone.
 
         Raises:
+            FileExistsError: the object exists, and ``create_only`` is true.
             ObjectStoreTransientError: an operation failed too often.
             ObjectStoreError, PermissionError, OSError: as the verbs raise them.
         """
+        self._create_only = create_only
         found = self._unfinished() if self._resumable else []
         self._abort(*found[:-1])
         if found:
             try:
-                self._send(found[-1], callback, resumed=True)
+                self._send(found[-1], callback, resumed=True, create_only=create_only)
                 return True
             except ObjectStoreTransientError:
                 raise
@@ -220,7 +226,7 @@ class PartSender:
         if (upload := self._start()) is None:
             return False
         try:
-            self._send(upload, callback, resumed=False)
+            self._send(upload, callback, resumed=False, create_only=create_only)
         except FileNotFoundError as e:
             raise ObjectStoreError(
                 f"upload of {self._name!r}: the store has forgotten it before it was complete: {e} "
@@ -230,7 +236,7 @@ class PartSender:
 
     # ── beginning ────────────────────────────────────────────────────────────────────────────────────────────────
     def _unfinished(self) -> list[PartUpload]:
-        """Uploads of this name that were not ended, oldest first; none where it is not allowed or offered to look."""
+        """Uploads of this name to continue or abort, oldest first; none where it is not allowed or offered to look."""
         try:
             found = self._retry.run(lambda: self._store.unfinished_parts(self._name), self._what("look for parts"))
         except ObjectStoreTransientError:
@@ -238,7 +244,14 @@ class PartSender:
         except (PermissionError, ObjectStoreError) as e:
             _log.info("upload of %r: not looking for an unfinished one: %s", self._name, e)
             return []
-        return [upload for upload in found if upload.name == self._name]
+        found = [upload for upload in found if upload.name == self._name]
+        return [upload for upload in found if not self._create_only or self._begins(upload)]
+
+    def _begins(self, upload: PartUpload) -> bool:
+        """Return true if the first part of an unfinished upload is there, and the same as that of the source."""
+        with self._buffers.borrow(min(self._part_bytes, self._source.size_bytes)) as view:
+            self._source.read_into(view, 0)
+            return self._retry.run(lambda: self._has(upload, 1, view), self._what("look for parts"))
 
     def _start(self) -> PartUpload | None:
         tries: list[int] = []
@@ -256,13 +269,13 @@ class PartSender:
         return upload
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _send(self, upload: PartUpload, callback: Progress | None, *, resumed: bool) -> None:
+    def _send(self, upload: PartUpload, callback: Progress | None, *, resumed: bool, create_only: bool) -> None:
         progress = summed(callback, self._source.size_bytes)
         numbers = range(1, self._count + 1)
         batch = Batch(partial(self._send_part, upload, number, resumed=resumed) for number in numbers)
         try:
             self._pool.run(batch, progress)
-            self._complete(upload)
+            self._complete(upload, create_only=create_only)
         except BaseException as e:
             passing = isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception)
             if self._resumable and passing:
@@ -303,14 +316,14 @@ class PartSender:
             return False
 
     # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def _complete(self, upload: PartUpload) -> None:
+    def _complete(self, upload: PartUpload, *, create_only: bool) -> None:
         tries: list[int] = []
 
         def complete() -> None:
             tries.append(1)
             try:
-                upload.complete(count=self._count)
-            except FileNotFoundError:
+                upload.complete(count=self._count, create_only=self._create_only)
+            except (FileNotFoundError, FileExistsError):
                 if len(tries) == 1 or not self._is_there():
                     raise  # else it was completed by an earlier try, whose answer was lost
 
@@ -361,15 +374,14 @@ class PartSender:
         return f"upload of {self._name!r}, {step}"
 
 
-def send_once(
-    store: ObjectStore, name: str, source: Source, callback: Progress | None, *, part_bytes: int, threads: int
-) -> None:
+def send_once(store: ObjectStore, name: str, source: Source, callback: Progress | None, *, create_only: bool) -> None:
     """Send one object in parts, several at once and none a second time: a store's own upload of a large file."""
-    pool, buffers = WorkerPool(threads, name="upload"), Buffers()
-    size = part_bytes_for(source.size_bytes, store, part_bytes)
+    pool, buffers = WorkerPool(_THREADS, name="upload"), Buffers()
+    size = part_bytes_for(source.size_bytes, store, _MOST_PART_BYTES)
     retry = RetryPolicy(attempts=1)
+    sender = PartSender(store, name, source, size, pool=pool, buffers=buffers, retry=retry, resumable=False)
     try:
-        PartSender(store, name, source, size, pool=pool, buffers=buffers, retry=retry, resumable=False).run(callback)
+        sender.run(callback, create_only=create_only)
     finally:
         pool.close(_CLOSE_SECONDS)
         buffers.clear()

@@ -112,7 +112,9 @@ class Transfer:
         self._buffers = Buffers()
 
     # ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def upload(self, name: str, path: str | Path, callback: Progress | None = None) -> None:
+    def upload(
+        self, name: str, path: str | Path, callback: Progress | None = None, *, create_only: bool = False
+    ) -> None:
         """Make the file ``path`` the content of the object ``name``, in place of what is there.
 
         A large file goes in parts, and those that an upload before this one has sent, with the same bytes, are not
@@ -123,14 +125,22 @@ class Transfer:
             name: of the object.
             path: must not be changed meanwhile.
             callback: is called with (bytes in the store, total); of parts, in this thread.
+            create_only: fail if the object exists.
 
         Raises:
             FileNotFoundError: there is no such file, or no such bucket.
+            FileExistsError: the object exists, and ``create_only`` is true. In a store that takes no parts, a large
+                object may be that of this upload, where an answer was lost.
         """
         with FileSource(path) as source:
-            if self._sent_in_parts(name, source, callback):
+            if self._sent_in_parts(name, source, callback, create_only=create_only):
                 return
-        self._retry.run(lambda: self.store.upload_object(name, path, callback), f"upload of {name!r}")
+            size = source.size_bytes
+        upload = partial(self.store.upload_object, name, path, callback, create_only=create_only)
+        if create_only and size <= _WHOLE_BYTES:
+            self._put_once(f"upload of {name!r}", lambda *_: upload(), name, Path(path).read_bytes())
+        else:
+            self._retry.run(upload, f"upload of {name!r}")
 
     def put_bytes(self, name: str, data: bytes | bytearray | memoryview, *, create_only: bool = False) -> None:
         """Make ``data`` the content of the object ``name``, in place of what is there.
@@ -185,8 +195,8 @@ class Transfer:
         except FileNotFoundError:
             return False
 
-    def abort_stale(self, prefix: str, older_than: timedelta) -> int:
-        """Remove the parts of uploads that dead processes have left below ``prefix``; returns how many uploads it were.
+    def abort_stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
+        """Remove the parts of uploads that dead processes have left below ``prefix``; return the uploads.
 
         Only those are removed that were started ``older_than`` ago, by the clock of the store. Those of a store that
         does not tell stay.
@@ -196,13 +206,13 @@ class Transfer:
             older_than: age from which an upload counts as abandoned.
 
         Returns:
-            Number of uploads aborted.
+            The uploads that were aborted.
         """
         stale = self.stale(prefix, older_than)
         for upload in stale:
             self._retry.run(upload.abort, f"abort of the upload of {upload.name!r}")
             _log.info("removed the parts of the upload of %r that was started %s", upload.name, upload.started_at)
-        return len(stale)
+        return stale
 
     def stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
         """The uploads that :meth:`abort_stale` would remove.
@@ -218,14 +228,16 @@ class Transfer:
         latest = datetime.now(UTC) - older_than
         return [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
 
-    def _sent_in_parts(self, name: str, source: Source, callback: Progress | None) -> bool:
+    def _sent_in_parts(
+        self, name: str, source: Source, callback: Progress | None, *, create_only: bool = False
+    ) -> bool:
         part_bytes = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
         if source.size_bytes <= (_WHOLE_BYTES if self._part_bytes is None else part_bytes):
             return False
         sender = PartSender(
             self.store, name, source, part_bytes, pool=self._pool, buffers=self._buffers, retry=self._retry
         )
-        return sender.run(callback)
+        return sender.run(callback, create_only=create_only)
 
     # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────
     def download(
@@ -263,8 +275,7 @@ class Transfer:
             if check is not None:
                 check(staged.temporary)
             staged.flush()
-            check_free(target, overwrite)
-            staged.publish()
+            staged.publish(overwrite=overwrite)
 
     def read_into(
         self,
@@ -361,19 +372,16 @@ class Transfer:
             return False
         return True
 
-    def list(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
-        """List the objects whose names begin with ``prefix`` and come after ``start_after``, sorted by name.
+    def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
+        """List the objects whose names begin with ``prefix``, sorted by name.
 
         Args:
             prefix: beginning of the names; empty for all.
-            start_after: list names after this one only.
 
         Returns:
             Name, size and time of each object.
         """
-        return self._retry.run(
-            lambda: self.store.list_objects(prefix, start_after=start_after), f"listing of {prefix!r}"
-        )
+        return self._retry.run(lambda: self.store.list_objects(prefix), f"listing of {prefix!r}")
 
     def list_level(self, prefix: str = "") -> tuple[Sequence[ObjectInfo], Sequence[str]]:
         """List the objects and folders directly below ``prefix``.

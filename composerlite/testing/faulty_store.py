@@ -75,9 +75,11 @@ class FaultyStore(ObjectStore):
     def get_uri(self, name: str) -> str:
         return self._store.get_uri(name)
 
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
+    def upload_object(
+        self, name: str, filename: str | Path, callback: Progress | None = None, *, create_only: bool = False
+    ) -> None:
         with self.call("upload_object", name, Path(filename).stat().st_size):
-            self._store.upload_object(name, filename, callback)
+            self._store.upload_object(name, filename, callback, create_only=create_only)
 
     def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         with self.call("put_bytes", name, len(data)):
@@ -104,9 +106,9 @@ class FaultyStore(ObjectStore):
         with self.call("get_object_size", name):
             return self._store.get_object_size(name)
 
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
+    def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
         with self.call("list_objects", prefix):
-            return self._store.list_objects(prefix, start_after=start_after)
+            return self._store.list_objects(prefix)
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
         with self.call("read_tail", name):
@@ -207,9 +209,9 @@ class _FaultyParts(PartUpload):
         with self._store.call("send", self.name, data.nbytes):
             self._upload.send(number, data)
 
-    def complete(self, *, count: int) -> None:
+    def complete(self, *, count: int, create_only: bool = False) -> None:
         with self._store.call("complete", self.name):
-            self._upload.complete(count=count)
+            self._upload.complete(count=count, create_only=create_only)
 
     def abort(self) -> None:
         with self._store.call("abort", self.name):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -11,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
-from composerlite.checkpoint.load.resolve import download_bar
+from composerlite.checkpoint.contents import Loaded, RestorePlan, check_ignore_keys
+from composerlite.checkpoint.load.resolve import source_of
+from composerlite.checkpoint.load.restore import FileOptions, read_in_place
 from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
-from composerlite.checkpoint.record.contents import check_ignore_keys
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, naming
@@ -88,12 +91,16 @@ def load_or_resume(
     if settings.load_path is not None and settings.load_object_store is None:
         with naming("load_path", settings.load_path):
             parse_uri(str(settings.load_path))
-    choice = _newest_checkpoint(state, settings, savers) if settings.autoresume else None
+    choice = _newest_checkpoint(state, settings, savers, loggers) if settings.autoresume else None
+    path = settings.load_path if choice is None or choice.place is None else choice.place
     resumed = choice is not None and choice.place is not None
-    path = choice.place if choice is not None and choice.place is not None else settings.load_path
     if path is not None:
         state.load_path = without_secrets(str(path))  # it is logged, and recorded in checkpoints
-        _load(state, str(path), settings, loggers, resumed=resumed)
+        if choice is not None and resumed:
+            generators = _restored(state, choice, settings, loggers)
+        else:
+            generators = _load(state, str(path), settings)
+        state.loaded_generators = state.loaded_generators if generators is None else generators
         began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
     differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
     if choice is not None:
@@ -106,44 +113,84 @@ def load_or_resume(
     return Start(resumed, differences)
 
 
-def _load(
-    state: State, name: str, settings: LoadSettings, loggers: Iterable[LoggerDestination], *, resumed: bool
-) -> None:
+def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any]] | None:
+    """Load the checkpoint that ``load_path`` names; return the states of its random generators."""
     store = settings.load_object_store
-    if resumed:
-        name, store = _in_a_store(name, loggers)
-    elif store is not None and not isinstance(store, ObjectStore):
+    if store is not None and not isinstance(store, ObjectStore):
         name, store = store.object_name(name, state.run_name), store.object_store
-    filters: dict[str, Any] = {  # of load_path; a run that resumes takes back all that it has saved
-        "load_weights_only": settings.load_weights_only,
-        "strict_model_weights": settings.load_strict_model_weights,
-        "ignore_keys": settings.load_ignore_keys,
-        "exclude_algorithms": settings.load_exclude_algorithms,
-        "key_map": settings.load_key_map,
-    }
+    options = _file_options(state, settings)
+    return load_checkpoint(
+        name,
+        state,
+        object_store=store,
+        load_weights_only=settings.load_weights_only,
+        strict_model_weights=settings.load_strict_model_weights,
+        progress_bar=options.progress_bar,
+        ignore_keys=settings.load_ignore_keys,
+        exclude_algorithms=settings.load_exclude_algorithms,
+        trust_checkpoint=options.trust,
+        monolith_rank0_only=options.rank0_only,
+        key_map=settings.load_key_map,
+    )
+
+
+def _file_options(state: State, settings: LoadSettings) -> FileOptions:
     fsdp = None if state.parallelism is None else state.parallelism.fsdp
-    try:
-        loaded = load_checkpoint(
-            name,
-            state,
-            **({} if resumed else filters),
-            object_store=store,
-            progress_bar=settings.load_progress_bar,
-            trust_checkpoint=settings.trust_checkpoint,
-            monolith_rank0_only=fsdp is not None and fsdp.load_monolith_rank0_only,
+    rank0_only = fsdp is not None and fsdp.load_monolith_rank0_only
+    return FileOptions(settings.load_progress_bar, settings.trust_checkpoint, rank0_only)
+
+
+def _read(
+    state: State,
+    settings: LoadSettings,
+    loggers: Iterable[LoggerDestination],
+    algorithms: Sequence[object],
+    path: Path | str,
+) -> Loaded:
+    """Read a checkpoint of the run into ``state``, which had these ``algorithms`` before any was read.
+
+    The load_… arguments do not apply: a run that resumes takes back all of it.
+
+    Raises:
+        IncompatibleCheckpointError: it does not fit, or the model was changed for one that proved to be damaged.
+    """
+    if added := [one for one in state.algorithms if one not in algorithms]:
+        raise IncompatibleCheckpointError(
+            f"the newest checkpoint is damaged, and {', '.join(map(repr, added))} changed the model to load it: no "
+            f"other can be restored now. Pass the same in algorithms=[…] to resume from {str(path)!r}."
         )
+    name, store = _in_a_store(str(path), loggers)
+    with _advising(path):
+        return read_in_place(name, RestorePlan(state, source_of(name)), store, _file_options(state, settings))
+
+
+def _restored(
+    state: State, choice: Choice, settings: LoadSettings, loggers: Iterable[LoggerDestination]
+) -> list[dict[str, Any]] | None:
+    """Restore the chosen checkpoint of the run; return the states of its random generators."""
+    with _advising(str(choice.place)):
+        if choice.loaded is not None:
+            return choice.loaded.restore()
+        name, store = _in_a_store(str(choice.place), loggers)  # DeepSpeed reads and restores at once
+        return load_checkpoint(name, state, object_store=store, trust_checkpoint=settings.trust_checkpoint)
+
+
+@contextlib.contextmanager
+def _advising(path: Path | str) -> Generator[None]:
+    """Add to the error of a checkpoint that does not fit what to do about a run that resumes from it."""
+    try:
+        yield
     except IncompatibleCheckpointError as e:
-        if not resumed:
-            raise
         raise IncompatibleCheckpointError(
             f"{e}\nautoresume takes back all of a run: the load_… arguments apply to load_path alone. To leave parts "
-            f"of this checkpoint out, begin a run of another run_name with load_path={state.load_path!r}."
+            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(str(path))!r}."
         ) from e
-    state.loaded_generators = state.loaded_generators if loaded is None else loaded
 
 
-def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver]) -> Choice:
-    """Choose the newest good checkpoint of this run that any of its ``savers`` wrote.
+def _newest_checkpoint(
+    state: State, settings: LoadSettings, savers: Sequence[CheckpointSaver], loggers: Sequence[LoggerDestination]
+) -> Choice:
+    """Choose the newest good checkpoint of this run that any of its ``savers`` wrote, and read it into ``state``.
 
     From now on no other process can be given the run: see :mod:`composerlite.checkpoint.place.lease`.
 
@@ -162,11 +209,13 @@ def _newest_checkpoint(state: State, settings: LoadSettings, savers: Sequence[Ch
         if state.rank == 0:
             for saver in savers:
                 saver.saver.take_leases(state.run_name, settings.autoresume_timeout)
-    with download_bar(settings.load_progress_bar) as tell:
-        choice = choose([_place_of(saver) for saver in savers], state.run_name, progress=tell)
+    places = [_place_of(saver) for saver in savers]
+    read = functools.partial(_read, state, settings, loggers, list(state.algorithms))
+    read = None if state.deepspeed is not None else read
+    choice = choose(places, state.run_name, read, progress_bar=settings.load_progress_bar)
     if choice.place is None:
-        places = ", ".join(saver.options.folder.replace("{run_name}", state.run_name) for saver in savers)
-        log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, places)
+        folders = ", ".join(saver.options.folder.replace("{run_name}", state.run_name) for saver in savers)
+        log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, folders)
     return choice
 
 

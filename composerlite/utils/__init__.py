@@ -9,10 +9,10 @@ from composerlite.on_demand import lazy_names
 if TYPE_CHECKING:
     from composerlite.callbacks.export_for_inference import ExportFormat, export_for_inference, export_with_logger
     from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
+    from composerlite.checkpoint.contents import glob_filter
     from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, is_compressed_pt
     from composerlite.checkpoint.format.packing import is_tar
     from composerlite.checkpoint.load.resolve import download_checkpoint, get_file
-    from composerlite.checkpoint.record.contents import glob_filter
     from composerlite.checkpoint.record.naming import (
         PartialFilePath,
         format_name_with_dist,

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from composerlite.checkpoint import load_checkpoint, safe_torch_load, save_checkpoint
+from composerlite.checkpoint.contents import glob_filter
 from composerlite.checkpoint.load.resolve import download_checkpoint
-from composerlite.checkpoint.record.contents import glob_filter
 from composerlite.checkpoint.record.naming import PartialFilePath, get_save_filename
 from composerlite.on_demand import lazy_names
 

@@ -17,9 +17,9 @@ from tiny_training import trainer
 from torch import nn
 
 from composerlite import dist
+from composerlite.checkpoint.contents import gather
 from composerlite.checkpoint.place import node_disks
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.contents import gather
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, expected_bytes
 from composerlite.core import Event, State
 from composerlite.errors import ConfigError, RankError
@@ -96,7 +96,7 @@ def expects(folder: Path) -> tuple[int, int]:
     state = sharded_state(width=256)
     step(state)
     contents = gather(state.state_dict(), weights_only=False, ignore_keys=None)
-    body = ShardWriter(lambda: contents, ShardedDirectory.on_disk(folder / "ba1"), overwrite=False, of_run=True)
+    body = ShardWriter(lambda: contents, ShardedDirectory.of(folder / "ba1"), overwrite=False, of_run=True)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes
 

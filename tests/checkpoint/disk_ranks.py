@@ -24,6 +24,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint, rng, save_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import Logger, State
 from composerlite.errors import RankError
@@ -182,7 +183,7 @@ def lose_parts(folder: Path) -> dict[str, Any]:
     cases: dict[str, Callable[[], object]] = {
         "whole": lambda: None,
         "damaged": lambda: next((here / "ba3").glob("__1_0_*.distcp")).write_bytes(b"x"),
-        "gone": lambda: Catalog(here).delete(Catalog(here).manifests()[-1]),
+        "gone": lambda: delete_checkpoint(Catalog(here).place, Catalog(here).manifests()[-1]),
         "all gone": lambda: shutil.rmtree(here),
     }
     for name, lose in cases.items():

@@ -27,7 +27,7 @@ __all__ = [
     "die_at_size",
     "die_at_step",
     "kill_at_every_step",
-    "refuse_exchange",
+    "refuse_new_names",
 ]
 
 _CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
@@ -125,10 +125,9 @@ def kill_at_every_step(
     raise SystemExit(f"{root}: not over after {_MOST} steps")
 
 
-def refuse_exchange(*, and_new_names: bool = False) -> None:
-    """Have the kernel refuse to swap two names in this process from now on, as it does on NFS (seccomp).
-
-    ``and_new_names``: it refuses renames to free names alone (``RENAME_NOREPLACE``), too.
+def refuse_new_names() -> None:
+    """Have the kernel refuse renames to free names alone (``RENAME_NOREPLACE``) in this process from now on, as it does
+    on NFS (seccomp).
     """
     number = {"x86_64": 316, "aarch64": 276}[platform.machine()]  # of renameat2
     refused = 0x00050000 | 22  # EINVAL
@@ -136,7 +135,7 @@ def refuse_exchange(*, and_new_names: bool = False) -> None:
         (32, 0, 0, 0),
         (21, 0, 3, number),
         (32, 0, 0, 48),
-        (69, 0, 1, 3 if and_new_names else 2),
+        (69, 0, 1, 1),
         (6, 0, 0, refused),
         (6, 0, 0, 0x7FFF0000),
     ]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from composerlite.checkpoint import Catalog, Manifest, rng, save_state_dict
+from composerlite.checkpoint import Catalog, Manifest, rng
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.form import FileWriter
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.job import PendingSave, save
+from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.core import Callback, State
+from composerlite.dist import SingleProcess
 
 
 class Remember(Callback):
@@ -62,25 +65,26 @@ def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
 def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
     """A directory ``ba<batch>`` of the run ``run``, as a run with many ranks leaves it."""
     path = folder / f"ba{batch}"
-    state = new_state(batch, value=float(batch), **arguments)
-    with ShardedDirectory.on_disk(path) as directory:
-        directory.record = Manifest(
-            name=path.name,
-            kind="sharded",
-            template=path.name,
-            run_name="run",
-            timestamp={"batch": batch},
-            files=(),
-        )
-        save_state_dict(directory, {"state": state.state_dict(), "rng": [rng.capture()]})
+    save_run_directory(path, new_state(batch, value=float(batch), **arguments), batch)
     return path
 
 
-def save_archives(folder: Path, value: int, *, overwrite: bool = True, name: str = "c", batch: int = 1) -> Manifest:
+def save_run_directory(path: Path, state: State, batch: int) -> None:
+    """Save ``state`` to the directory ``path`` as a checkpoint of the run ``run``."""
+    contents = {"state": state.state_dict(), "rng": [rng.capture()]}
+    record = replace(record_of_directory(path.name, 1), run_name="run", timestamp={"batch": batch})
+    group = SingleProcess()
+    writer = ShardWriter(lambda: contents, ShardedDirectory.of(path), overwrite=False)
+    votes = [group.vote(f"saving {path.name}")]
+    PendingSave(manifest=record, path=path, writer=writer, votes=votes, group=group).run()
+
+
+def save_archives(
+    folder: Path, value: int, *, overwrite: bool = True, template: str = "c-rank{rank}.tar", batch: int = 1
+) -> Manifest:
     """Two files, as two ranks of DeepSpeed write them."""
-    template = f"{name}-rank{{rank}}.tar"
     record = Manifest(
-        name=f"{name}-rank0.tar",
+        name=template.format(rank=0),
         kind="deepspeed",
         form="archives",
         template=template,
@@ -93,7 +97,7 @@ def save_archives(folder: Path, value: int, *, overwrite: bool = True, name: str
         FileWriter(
             {STATES: TorchImage({"x": torch.full((10,), value)}), f"{DEEPSPEED}/zero.pt": TorchImage({"rank": rank})},
             Catalog(folder),
-            name=f"{name}-rank{rank}.tar",
+            name=template.format(rank=rank),
             template=template,
             overwrite=overwrite,
             record=record,
@@ -113,17 +117,6 @@ def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-
-
-def damage_record(path: Path) -> None:
-    """Flip a bit in the record that a checkpoint file contains; the bytes that torch reads stay as they are."""
-    flip(path, -100)
-
-
-def drop_record(path: Path) -> Path:
-    """Write the contents of a checkpoint file with ``torch.save``, as another program would: without a record."""
-    torch.save(torch.load(path, weights_only=True), path)
-    return path
 
 
 def value_in(contents: dict[str, Any]) -> float:

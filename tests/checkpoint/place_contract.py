@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.catalog import Catalog, record_in
-from composerlite.checkpoint.place.commit import garbage
+from composerlite.checkpoint.place.catalog import Catalog, garbage
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, Sink
+from composerlite.storage import Digester, FileDigest, Sink, parse_uri
 
 __all__ = ["PlaceContract"]
 
@@ -55,12 +56,6 @@ class PlaceContract(ABC):
     def place(self) -> Generator[Place]:
         """An empty place."""
 
-    def test_a_check_for_writing_leaves_nothing(self, place: Place) -> None:
-        """Twice is fine."""
-        for _ in range(2):
-            place.check_writable()
-        assert list(place.files()) == []
-
     # ── bytes in, bytes out ──────────────────────────────────────────────────────────────────────────────────────
     def test_what_was_put_is_read(self, place: Place) -> None:
         """At any depth; the second bytes replace the first, also where they are fewer."""
@@ -78,7 +73,7 @@ class PlaceContract(ABC):
         def new(path: str, content: bytes) -> NewFile:
             return NewFile(path, len(content) + (5 << 20), lambda sink: sink.write(content), 64 << 10)
 
-        digests = place.write_all(new(path, content) for path, content in contents.items())
+        digests = place.write(new(path, content) for path, content in contents.items())
         for (path, content), digest in zip(contents.items(), digests, strict=True):
             assert place.read(path) == content
             assert digest == digest_of(content)
@@ -93,11 +88,11 @@ class PlaceContract(ABC):
 
         files = [NewFile("first", 3, lambda sink: sink.write(b"abc"), 64 << 10), NewFile("second", 9, fail, 64 << 10)]
         with pytest.raises(ZeroDivisionError):
-            place.write_all(files)
+            place.write(files)
         assert place.read("first") == b"abc"
 
     def test_nothing_is_not_found(self, place: Place) -> None:
-        """What is not there is FileNotFoundError, or ``None`` among others, and nothing to delete."""
+        """What is not there is FileNotFoundError, and nothing to delete."""
         place.put("there", b"x")
         for verb in (place.read, place.size):
             with pytest.raises(FileNotFoundError):
@@ -106,8 +101,10 @@ class PlaceContract(ABC):
             place.verify(record_of("not/there", b""))
         with pytest.raises(FileNotFoundError), place.lent("not/there"):
             pass
-        assert place.read_all(["there", "not/there", "there"]) == [b"x", None, b"x"]
-        place.delete("not/there")
+        assert not place.exists("not/there")
+        assert not place.exists("there/not")
+        place.delete(["not/there", "there/not"], durable=True, folders=True)
+        assert place.exists("there")
 
     def test_one_of_many_creates(self, place: Place) -> None:
         """Of eight threads that create one file exactly one succeeds, and its bytes are there."""
@@ -129,10 +126,11 @@ class PlaceContract(ABC):
         """Others stay."""
         place.put("a/b", b"1")
         place.put("a/c", b"2")
-        place.delete("a/b")
+        place.delete(["a/b"])
         assert list(place.files()) == ["a/c"]
-        place.delete("a/c")
+        place.delete(["a/c"], folders=True)
         assert dict(place.files()) == {}
+        assert place.names("a") == []
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
     def test_files_are_listed_with_their_sizes(self, place: Place) -> None:
@@ -145,21 +143,22 @@ class PlaceContract(ABC):
         assert dict(place.files("none")) == {}
 
     def test_places_lie_in_places(self, place: Place) -> None:
-        """What is inside is the same files by shorter names, and knows what it lies in."""
+        """What is inside is the same files by shorter names; and a place is reached from its top."""
         place.put("run/sub/c", b"x")
         inner = place.inside("run/sub")
         assert inner.read("c") == b"x"
         assert inner.uri("c") == place.uri("run/sub/c")
-        up, prefix = next(iter(inner.above()))
-        assert up.exists(f"{prefix}c")
-        assert prefix == "sub/"
+        top = f"/{parse_uri(place.uri())[2].strip('/')}"
+        assert inner.exists(f"{top}/run/sub/c")
+        assert inner.inside(top).uri("run/sub/c") == place.uri("run/sub/c")
 
     def test_links_lead_to_names(self, place: Place) -> None:
         """And are moved; what one leads to is in use."""
         for name in ("ba1.pt", "sub/ba2.pt"):
             place.put(name, name.encode())
             place.point("sub/latest.pt", name)
-            assert place.in_use() == {name}
+            assert place.links() == {"sub/latest.pt": name}
+            assert place.target_of("sub/latest.pt") == name
 
     # ── verified ─────────────────────────────────────────────────────────────────────────────────────────────────
     @pytest.mark.parametrize("size", _SIZES)
@@ -200,10 +199,10 @@ class PlaceContract(ABC):
         data = os.urandom(size)
         place.put("file", data)
         target = tmp_path / "brought" / "copy"
-        place.write_to(target, "file", digest_of(data))
+        place.fetch("file", target, digest_of(data))
         assert target.read_bytes() == data
         with pytest.raises(CorruptCheckpointError):
-            place.write_to(target, "file", digest_of(data + b"x"))
+            place.fetch("file", target, digest_of(data + b"x"))
         assert target.read_bytes() == data
         assert [path.name for path in target.parent.iterdir()] == ["copy"]
         with place.lent("file", digest_of(data)) as lent:
@@ -230,12 +229,13 @@ class PlaceContract(ABC):
         handle = directory.claim(overwrite=overwrite)
         name = f"__0_0{handle.suffix}.distcp"
         try:
-            digest = directory.write(handle, name, len(value), lambda sink: sink.write(value))
+            (digest,) = directory.write(handle, [NewFile(name, len(value), lambda sink: sink.write(value), 64 << 10)])
             if until == "commit":
                 raise InterruptedError
-            directory.commit(handle, b"index of " + value, {name: digest}, {})
+            record = record_of_directory("run/c", 1)
+            directory.commit(b"index of " + value, {name: (digest, None)}, record)
         except BaseException:
-            directory.abandon(handle)
+            directory.abandon()
             raise
 
     @staticmethod
@@ -277,7 +277,7 @@ class PlaceContract(ABC):
         self.save(place, b"first", overwrite=False)
         place.put("run/c/config.json", b"{}")
         (manifest,) = Catalog(place).manifests()
-        Catalog(place).delete(manifest)
+        delete_checkpoint(place, manifest)
         assert list(place.files()) == ["run/c/config.json"]
         assert Catalog(place).manifests() == []
 
@@ -287,7 +287,6 @@ class PlaceContract(ABC):
         lock, other = place.lock("run"), place.lock("other/run")
         assert lock.try_to_take() is None
         assert other.try_to_take() is None
-        assert lock.keep()
         assert lock.lost_to is None
         for one in (lock, other, lock):
             one.release()
@@ -326,7 +325,7 @@ class PlaceContract(ABC):
             place.put(path, b"x")
 
         def found() -> list[str]:
-            return garbage(place, place.files(), re.compile("run/c"), lambda path: record_in(place, path))
+            return garbage(place, place.files(), re.compile("run/c"))
 
         assert found() == [left]
         data = bytearray(place.read("run/c/.metadata"))
@@ -337,6 +336,6 @@ class PlaceContract(ABC):
     def test_there_is_nothing_to_sweep(self, place: Place) -> None:
         """Where every write has ended; what is there stays."""
         place.put("a", b"x")
-        assert place.leftovers(timedelta(0)) == []
-        place.sweep(timedelta(0))
+        assert place.sweep(timedelta(0), dry_run=True) == []
+        assert place.sweep(timedelta(0)) == []
         assert list(place.files()) == ["a"]

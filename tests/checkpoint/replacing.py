@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from click.testing import CliRunner
 from clocks import set_clock
-from kill_points import at_event, changes_something, refuse_exchange
+from kill_points import at_event, changes_something, refuse_new_names
 from parts import new_state, save_archives, value_in
+from sent_files import publish_files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,12 +38,13 @@ from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place import directory
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import data_file_id, garbage
+from composerlite.checkpoint.place.catalog import garbage
+from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory, directory_at
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.job import save as save_of_run
+from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, target_at
 from composerlite.checkpoint.tools.surveying import remove, survey
@@ -53,7 +55,7 @@ from composerlite.storage import FileDigest
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
-__all__ = ["KINDS", "Kind", "killed", "overtaken", "save_on_disks"]
+__all__ = ["KINDS", "Kind", "killed", "overtaken"]
 
 _URI = "s3://bucket/run"
 _READS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
@@ -109,7 +111,7 @@ def _delete(place: str) -> None:
     """Delete the only checkpoint, as retention does."""
     with place_at(place) as here:
         for manifest in Catalog(here).manifests():
-            Catalog(here).delete(manifest)
+            delete_checkpoint(here, manifest)
 
 
 def _catalogued(place: str, read: Callable[[Place, Manifest], int]) -> int | None:
@@ -140,7 +142,7 @@ def _save_file(place: str, value: int, overwrite: bool, template: str = "c.pt") 
             (manifest,) = Catalog(folder).manifests()
             with place_at(place) as there:
                 files = {manifest.name: folder / manifest.name}
-                Catalog(there).publish(manifest, files, link="run/latest", overwrite=overwrite)
+                publish_files(Catalog(there), manifest, files, link="run/latest", overwrite=overwrite)
 
 
 def _value_of_file(place: str, name: str = "c.pt") -> int | None:
@@ -172,8 +174,8 @@ def _save_archives(place: str, value: int, overwrite: bool) -> None:
         return
     with tempfile.TemporaryDirectory() as staging, place_at(place) as there:
         manifest = save_archives(Path(staging), value)
-        files: dict[str, Path | bytes] = {file.path: Path(staging, file.path) for file in manifest.files}
-        Catalog(there).publish(manifest, files, link="run/latest", overwrite=overwrite)
+        files = {file.path: Path(staging, file.path) for file in manifest.files}
+        publish_files(Catalog(there), manifest, files, link="run/latest", overwrite=overwrite)
 
 
 def _value_of_archives(place: str) -> int | None:
@@ -201,7 +203,7 @@ def _value_of_function(place: str) -> int | None:
             (x,) = load_keys(folder, ["x"])
         except CheckpointNotFoundError:
             return None
-        assert folder.manifest() is not None, "it could not be verified"
+        assert folder.record() is not None, "it could not be verified"
         return _one(x)
 
 
@@ -295,17 +297,18 @@ def _value_of_run(place: str) -> int | None:
 
 
 # ── disks of nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
-def save_on_disks(place: str, value: int, overwrite: bool) -> None:
+def _save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
-    nodes = [ShardedDirectory.on_disk(Path(place, f"node{number}", "c")) for number in (0, 1)]
+    nodes = [ShardedDirectory.of(Path(place, f"node{number}", "c")) for number in (0, 1)]
     handle = nodes[0].claim(overwrite=overwrite)
-    nodes[1].join(handle, overwrite=overwrite)
-    files: dict[str, FileDigest] = {}
+    nodes[1].join(handle)
+    files: dict[str, tuple[FileDigest, int | None]] = {}
     for number, node in enumerate(nodes):
         name = f"__{number}_0{handle.suffix}.distcp"
-        files[name] = node.write(handle, name, 100, lambda sink: sink.write(bytes([value]) * 100))
+        (digest,) = node.write(handle, [NewFile(name, 100, lambda sink: sink.write(bytes([value]) * 100), 64 << 10)])
+        files[name] = digest, number
     for node in nodes:
-        node.commit(handle, b"index", files, {}, nodes={name: number for number, name in enumerate(files)})
+        node.commit(b"index", files, record_of_directory("c", 2))
 
 
 def _value_on_disks(place: str) -> int | None:
@@ -335,13 +338,13 @@ def _start_on_disks(place: str) -> None:
     for catalog in catalogs:
         here = catalog.place
         here.sweep(timedelta())
-        unnamed.append(garbage(here, here.files(), re.compile("c"), lambda path, here=here: record_in(here, path)))
+        unnamed.append(garbage(here, here.files(), re.compile("c")))
     partial = {data_file_id(path) for paths in unnamed for path in paths}
     for catalog, paths in zip(catalogs, unnamed, strict=True):
         for manifest in catalog.manifests():
             if manifest.id in partial:
-                catalog.delete(manifest)
-        catalog.place.delete_all(paths)
+                delete_checkpoint(catalog.place, manifest)
+        catalog.place.delete(paths, folders=True)
 
 
 KINDS: dict[str, Kind] = {
@@ -357,7 +360,7 @@ KINDS: dict[str, Kind] = {
     "step": Kind(_save_step, _value_of_step, _delete_step, _collect_garbage, "step1", may_be_lost=True),
     "archives": Kind(_save_archives, _value_of_archives, _delete, _collect_garbage, may_be_lost=True),
     "disks": Kind(
-        save_on_disks,
+        _save_on_disks,
         _value_on_disks,
         _delete_on_disks,
         _start_on_disks,
@@ -441,7 +444,7 @@ class Cell:
         def act() -> Any:
             faults: list[Fault] = []
             if self.where == "NFS":
-                refuse_exchange(and_new_names=True)
+                refuse_new_names()
             if kill_at is not None and self.where != "bucket":
                 at_event(str(folder), kill_at, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
             elif kill_at is not None:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from checkpoint.saving_ranks import die_in
 
 from composerlite import dist
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
-from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
+from composerlite.checkpoint.memory.replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.tail import seal, seal_index
@@ -90,10 +89,11 @@ def file_of(node: int, batch: int) -> str:
 def replicate(memory: NodeMemory, batch: int, bytes_per_second: float = 1e12) -> str:
     """Replicate a checkpoint in a thread; what went wrong."""
     errors: list[str] = []
+    records = memory.records(f"ba{batch}")
 
     def run() -> None:
         try:
-            memory.replicate(f"ba{batch}", bytes_per_second, threading.Event())
+            memory.replicate(records, bytes_per_second, threading.Event())
         except Exception as e:  # noqa: BLE001 - told to the test
             errors.append(f"{type(e).__name__}: {e}")
 
@@ -140,16 +140,18 @@ def saves_slowly(nodes: Path, bytes_per_second: float) -> float:
 
 
 def die_at(moment: str) -> None:
-    """Kill this process when it comes to ``moment`` of a replication."""
-    if moment == "delete":
-        return die_in(Catalog, "delete")
-    ending = {"verify": ".distcp", "adopt": ".metadata"}[moment]
+    """Kill this process when it comes to ``moment`` of the replication of ba2, which replaces ba1."""
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.rename" and str(arguments[1]).endswith(ending) and ".tmp-" in str(arguments[0]):
+        if moment == "delete":
+            is_it = event == "os.remove" and "/ba1/" in str(arguments[0])
+        else:
+            ending = {"verify": ".distcp", "adopt": ".metadata"}[moment]
+            is_it = event == "os.rename" and str(arguments[1]).endswith(ending) and ".tmp-" in str(arguments[0])
+        if is_it:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return sys.addaudithook(look)
+    sys.addaudithook(look)
 
 
 def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:

@@ -110,7 +110,7 @@ def fail(folder: Path) -> dict[str, str]:
     told: dict[str, str] = {}
     odd = {**state, "odd": torch.zeros(2, dtype=torch.complex128)} if rank == 1 else state
     told["type"] = outcome(lambda: save_safetensors(folder / "type", odd))
-    real = ShardedDirectory.write_all
+    real = ShardedDirectory.write
 
     def failing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
         def broken(file: NewFile, sink: Any) -> None:
@@ -128,11 +128,11 @@ def fail(folder: Path) -> dict[str, str]:
 
     for when in ("before", "during"):
         if rank == 1:
-            ShardedDirectory.write_all = failing  # type: ignore[method-assign]
+            ShardedDirectory.write = failing  # type: ignore[method-assign]
         try:
             told[when] = outcome(lambda when=when: save_safetensors(folder / when, state, largest_file_bytes=2_000_000))
         finally:
-            ShardedDirectory.write_all = real  # type: ignore[method-assign]
+            ShardedDirectory.write = real  # type: ignore[method-assign]
     save_safetensors(folder / "before", state)
     return told
 
@@ -144,7 +144,7 @@ def be_killed(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
     new = {name: value * 2 if value.is_floating_point() else value for name, value in spread(mesh).items()}
     if dist.get_global_rank() == 1:
-        real = ShardedDirectory.write_all
+        real = ShardedDirectory.write
 
         def killing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
             def broken(file: NewFile, sink: Any) -> None:
@@ -153,7 +153,7 @@ def be_killed(folder: Path) -> None:
 
             return real(self, handle, [file._replace(fill=functools.partial(broken, file)) for file in files])
 
-        ShardedDirectory.write_all = killing  # type: ignore[method-assign]
+        ShardedDirectory.write = killing  # type: ignore[method-assign]
     save_safetensors(folder / "weights", new, save_overwrite=True)
 
 

@@ -60,7 +60,7 @@ from pathlib import Path
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.storage import HardlinkPin, StagedFile
 folder = Path(sys.argv[1])
-directory = ShardedDirectory.on_disk(folder / "living")
+directory = ShardedDirectory.of(folder / "living")
 handle = directory.claim(overwrite=False)
 second = HardlinkPin(folder / "data")
 with StagedFile(folder / "notes.txt") as staged, StagedFile(folder / "sub" / "living.json") as other:

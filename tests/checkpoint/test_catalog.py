@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from parts import damage_record, flip, save_batch, save_directory, tree, value_in
+from parts import flip, save_batch, save_directory, tree, value_in
+from sealed_files import damage
 
 from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 
 
@@ -46,8 +48,8 @@ def test_a_damaged_record_hides_its_checkpoint_only(tmp_path: Path, caplog: pyte
     for batch in (1, 2, 3):
         save_batch(tmp_path, batch)
     save_directory(tmp_path, 4)
-    damage_record(tmp_path / "ba2.pt")
-    damage_record(tmp_path / "ba4" / ".metadata")
+    damage(tmp_path / "ba2.pt", "tail")
+    damage(tmp_path / "ba4" / ".metadata", "tail")
     assert batches(tmp_path) == [1, 3]
     for name, source in (("ba2.pt", r"ba2\.pt"), ("ba4", r"ba4/\.metadata")):
         assert re.search(rf"left out: .*{source}", caplog.text)
@@ -130,7 +132,7 @@ def test_a_deleted_checkpoint_is_gone(tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.DEBUG, "composerlite")
     for batch in (1, 2):
         save_batch(tmp_path, batch)
-    Catalog(tmp_path).delete(Catalog(tmp_path).manifests()[0])
+    delete_checkpoint(Catalog(tmp_path).place, Catalog(tmp_path).manifests()[0])
     assert sorted(tree(tmp_path)) == ["ba2.pt", "latest.pt"]
     assert f"deleted checkpoint {tmp_path / 'ba1.pt'}" in caplog.text
 
@@ -145,7 +147,7 @@ def test_what_the_user_deleted_is_no_error(tmp_path: Path, gone: str) -> None:
     (manifest,) = Catalog(tmp_path).manifests()
     for path in list(tmp_path.glob(gone)):
         path.unlink()
-    Catalog(tmp_path).delete(manifest)
+    delete_checkpoint(Catalog(tmp_path).place, manifest)
     assert tree(tmp_path) == {}
 
 

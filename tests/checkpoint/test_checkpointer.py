@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -37,7 +39,7 @@ from composerlite.checkpoint import (
     save_state_dict,
 )
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.step import StepFolder
+from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.record.tail import index_of
 from composerlite.errors import (
     CheckpointExistsError,
@@ -505,6 +507,21 @@ def test_what_others_put_in_the_temporary_folder_delays_no_throttled_save(
     assert is_planted or folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_an_error_after_the_marker_leaves_the_step_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be flushed then fails the save, but there is a checkpoint by then: its files stay."""
+    marker, flush = tmp_path / "step1/.metadata.json", os.fsync
+
+    def broken(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode) and marker.exists():
+            raise OSError(errno.EIO, "Input/output error")
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        Checkpointer().save(tmp_path / "step1", small_model(), {"value": 1})
+    assert Checkpointer().load(tmp_path / "step1", small_model(seed=1)) == {"value": 1}
+
+
 # ── what others have where a step is saved ───────────────────────────────────────────────────────────────────────────
 def test_a_save_leaves_what_others_have_below_its_prefix(tmp_path: Path) -> None:
     """Objects in ``train`` and ``model_and_optim`` that no step has stay, and so does a checkpoint."""
@@ -517,7 +534,6 @@ def test_a_save_leaves_what_others_have_below_its_prefix(tmp_path: Path) -> None
         step = StepFolder(bucket, "run")
         step.check_free(overwrite=False)
         step.uncommit()
-        step.abandon()
     assert tree(tmp_path / "run") == before
 
 

@@ -12,7 +12,7 @@ import torch
 from parts import Remember, new_state
 
 from composerlite.checkpoint import IgnoreKeys
-from composerlite.checkpoint.record.contents import check_ignore_keys, gather, glob_filter, without
+from composerlite.checkpoint.contents import check_ignore_keys, gather, glob_filter, without
 from composerlite.errors import ConfigError
 
 WEIGHT = torch.ones(2)

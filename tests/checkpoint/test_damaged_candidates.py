@@ -13,13 +13,13 @@ import pytest
 from checkpoint.sharded_parts import small_model
 from combinations import covering
 from parts import save_archives, save_batch, save_directory
+from sent_files import publish_files
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import garbage
+from composerlite.checkpoint.place.catalog import garbage
 from composerlite.errors import CheckpointError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import Transfer, open_store
 from composerlite.storage.stores.local import LocalObjectStore
@@ -27,7 +27,7 @@ from composerlite.storage.stores.local import LocalObjectStore
 
 def archives_of_ranks(folder: Path, batch: int) -> Manifest:
     """A checkpoint of two ranks, with an archive of each."""
-    return save_archives(folder, batch, name=f"ba{batch}", batch=batch)
+    return save_archives(folder, batch, template=f"ba{batch}-rank{{rank}}.tar", batch=batch)
 
 
 KINDS = {"file": save_batch, "sharded": save_directory, "archives": archives_of_ranks}
@@ -101,7 +101,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(kind: str, 
     for manifest in manifests:
         FAULTS[fault](tmp_path / manifest.files[0].path)
     place = Catalog(tmp_path).place
-    assert garbage(place, place.files(), re.compile(".*"), lambda path: record_in(place, path)) == []
+    assert garbage(place, place.files(), re.compile(".*")) == []
     with pytest.raises(CheckpointError, match="none of them is good"):
         choose([RunPlace(Catalog(tmp_path), TEMPLATES[kind])], "run")
     data = [file for manifest in manifests for file in manifest.files[1:]]
@@ -125,7 +125,7 @@ def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: 
             remote = Catalog(Bucket(transfer, "run"))
             for manifest in (one, two):
                 files = {file.path: tmp_path / "before" / file.path for file in manifest.files}
-                remote.publish(manifest, files, link=link)
+                publish_files(remote, manifest, files, link=link)
             FAULTS[fault](bucket / "run" / path)
             caplog.clear()
             places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunBucket(remote, link)])]

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from parts import drop_record, save_archives, save_batch, value_in
+from parts import save_archives, save_batch, value_in
+from sealed_files import remove_record
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_state_dict, read_checkpoint, save_state_dict
 from composerlite.checkpoint.place.bucket import Bucket
@@ -72,7 +73,7 @@ def a_deletion_of_a_step(folder: Path) -> None:
 
 
 def an_orphan(folder: Path) -> None:
-    drop_record(folder / "ba1.pt")
+    remove_record(folder / "ba1.pt")
 
 
 def a_part_in_a_checkpoint(folder: Path) -> None:
@@ -166,7 +167,7 @@ def test_gc_of_a_bucket_does_what_its_dry_run_announces(
     for name in ("c", "d"):
         save_state_dict(f"{place}/{name}", {"x": torch.ones(3)})
     with open_store(bucket) as store, Transfer(store) as transfer, Bucket(transfer, "run") as here:
-        here.delete("d/.metadata")
+        here.delete(["d/.metadata"])
         here.put("orphan.pt", b"data")
         here.put(f"c/{PART}", b"left")
     before = objects(bucket)

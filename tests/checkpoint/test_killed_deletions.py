@@ -19,6 +19,7 @@ from kill_points import at_event, attempt, die_at_step, kill_at_every_step
 from parts import save_archives, save_batch, save_directory, tree
 
 from composerlite.checkpoint import Catalog, save_state_dict
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.surveying import remove, survey
@@ -41,7 +42,8 @@ def save_kinds(folder: Path) -> None:
 def delete_oldest(place: Place) -> None:
     """As retention does."""
     catalog = Catalog(place)
-    catalog.delete(min(catalog.manifests(), key=lambda manifest: (manifest.name == "kept", manifest.batch)))
+    oldest = min(catalog.manifests(), key=lambda manifest: (manifest.name == "kept", manifest.batch))
+    delete_checkpoint(catalog.place, oldest)
 
 
 # ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +84,7 @@ def deletions(folder: Path) -> dict[str, Callable[[], object]]:
     place = Folder(folder)
     manifest = min(Catalog(place).manifests(), key=lambda manifest: manifest.batch)
     found = next(one for one in survey(place) if one.name == manifest.name)
-    return {"retention": lambda: Catalog(place).delete(manifest), "prune": lambda: remove(place, found)}
+    return {"retention": lambda: delete_checkpoint(place, manifest), "prune": lambda: remove(place, found)}
 
 
 def deleted_by_two(root: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from kill_points import attempt, die_at_size, kill_at_every_step, refuse_exchange
+from kill_points import attempt, die_at_size, kill_at_every_step, refuse_new_names
 from parts import new_state, save_batch, temporaries, tree, value_in
 
 from composerlite.callbacks import CheckpointSaver
@@ -52,7 +52,7 @@ def first(folder: Path) -> None:
 
 def first_by_link(folder: Path) -> None:
     """The same on a file system that renames to any name only: the file gets its name as a hard link."""
-    refuse_exchange(and_new_names=True)
+    refuse_new_names()
     first(folder)
 
 

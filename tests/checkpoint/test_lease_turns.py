@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,6 +22,20 @@ from composerlite.checkpoint.place.lease import HeartbeatLease
 
 NAME = ".run.lease"
 SECONDS = 20.0
+
+
+real_process = module.this_process
+this_thread = threading.local()
+"""Its ``record`` is of the process that the thread plays."""
+
+
+def played_process(_pid: int) -> dict[str, Any]:
+    return this_thread.record
+
+
+def threads_when_joined(run: Callable[[], object], count: int, *, name: str) -> list[Any]:
+    """A thread that does its work when it is waited for."""
+    return [SimpleNamespace(join=lambda timeout: run())]
 
 
 class Killed(BaseException):
@@ -119,9 +133,8 @@ class TransferInTurns:
 def lease_of(bucket: Bucket, turns: Turns | None, process: subprocess.Popen[bytes], launch: int) -> HeartbeatLease:
     """The lease of a launch whose process is ``process``."""
     transfer = cast("Any", TransferInTurns(bucket, turns, launch))
-    lease = HeartbeatLease(transfer, NAME, beat_seconds=1e4, dead_seconds=1e6)
-    lease._own = record_of(process, launch)
-    return lease
+    this_thread.record = record_of(process, launch)
+    return HeartbeatLease(transfer, NAME)
 
 
 @contextmanager
@@ -138,10 +151,12 @@ def processes(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def record_of(process: subprocess.Popen[bytes], launch: int) -> dict[str, Any]:
     """What the launch whose process that is writes into its lease."""
-    return {**module._own_record(os.getpid()), "pid": process.pid, "id": f"launch {launch}"}
+    return {**real_process(os.getpid()), "pid": process.pid, "id": f"launch {launch}"}
 
 
-@mock.patch.object(module, "start_threads", mock.Mock(return_value=[]))
+@mock.patch.object(module, "start_threads", threads_when_joined)
+@mock.patch.object(module, "this_process", played_process)
+@mock.patch.object(module, "DEAD_SECONDS", 1e6)
 def play(what_is_there: bytes | None, order: list[tuple[int, bool]], launches: int) -> int:
     """Let ``launches`` of one run try for its lease in ``order``; how often one of them had it."""
     turns, holders, had, failures = Turns(), set[int](), [0], list[BaseException]()
@@ -175,7 +190,6 @@ def play(what_is_there: bytes | None, order: list[tuple[int, bool]], launches: i
             except BaseException as e:  # noqa: BLE001
                 failures.append(e)
             finally:
-                HeartbeatLease._without_thread.discard(lease)
                 turns.end(launch)
 
         turns.running |= set(range(launches))

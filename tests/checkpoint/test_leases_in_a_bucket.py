@@ -217,7 +217,7 @@ class TakenOver(Callback):
             saver.wait_for_previous()
             (publisher,) = saver.publishers
             assert publisher.uploader.wait(60)
-            publisher.uploader.submit("a wait", self.may_upload.wait, lane=f"checkpoints of {publisher.bucket.uri()}")
+            publisher.uploader.submit("a wait", self.may_upload.wait, lane=publisher.bucket.uri())
         elif int(state.timestamp.epoch) == 2:
             self.take()
 
@@ -229,7 +229,7 @@ class TakenOver(Callback):
             assert self._saver(state).publishers[0].uploader.wait(60)
 
     def take(self) -> None:
-        other = {"host": "elsewhere", "pid": 1, "id": "1-other"}
+        other = {"process": "process 1 on elsewhere", "id": "1-other"}
         self.store.put_bytes(LEASE, json.dumps(other).encode())
         time.sleep(LONGER_THAN_A_HEARTBEAT)
 
@@ -259,7 +259,7 @@ def test_who_lost_the_run_writes_nothing_more(bucket: str, store: ObjectStore, u
 
 def test_a_launch_that_takes_a_run_over_aborts_its_unfinished_uploads(bucket: str, store: ObjectStore) -> None:
     """The silent holder may be suspended in the middle of an upload. Uploads of other runs go on."""
-    other = {"host": "elsewhere", "pid": 1, "id": "1-other"}
+    other = {"process": "process 1 on elsewhere", "id": "1-other"}
     for name in (LEASE, "run/.latest-rank0.pt.lease"):
         store.put_bytes(name, json.dumps(other).encode())
     for name in ("run/ep1-ba4-rank0.pt", "run/ep1-ba4-rank0.pt/file", "run/other-ba4.pt"):

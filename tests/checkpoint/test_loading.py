@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Remember, damage_record, drop_record, new_state, save_batch, tree, value_in
+from parts import Remember, new_state, save_batch, tree, value_in
+from sealed_files import damage, remove_record
 
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save_checkpoint
 from composerlite.checkpoint.format import TAIL_START
@@ -63,7 +64,7 @@ def test_a_damaged_checkpoint_is_not_loaded_by_any_way(tmp_path: Path) -> None:
 def test_a_damaged_record_stops_loading(tmp_path: Path) -> None:
     """A damaged record is not taken for a missing one."""
     path = save_batch(tmp_path, 3)
-    damage_record(path)
+    damage(path, "tail")
     torch.load(path, weights_only=True)  # its contents are good
     with pytest.raises(CorruptCheckpointError, match=r"record of .*ba3\.pt' cannot be read"):
         read_checkpoint(path)
@@ -74,7 +75,7 @@ def test_a_file_without_a_record_is_loaded_and_called_unverified(
 ) -> None:
     """As those of Composer and plain torch are."""
     path = save_batch(tmp_path, 3)
-    elsewhere = drop_record(path).rename(tmp_path / "copy.pt")
+    elsewhere = remove_record(path).rename(tmp_path / "copy.pt")
     state = new_state()
     load_checkpoint(elsewhere, state)
     assert weights(state) == 3

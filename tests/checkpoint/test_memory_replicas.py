@@ -12,6 +12,7 @@ from checkpoint import replica_ranks
 from checkpoint.replica_ranks import file_of, own, replicas
 
 from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 
@@ -22,7 +23,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for told in run_ranks(replica_ranks.saves, 3, nodes, [2, 3], timeout=120):
         assert told[2] == ["", ""]
     for node in range(3):
-        own(nodes, node).delete(own(nodes, node).manifests()[0])  # as retention does
+        delete_checkpoint(own(nodes, node).place, own(nodes, node).manifests()[0])  # as retention does
         assert replica_ranks.state_of(nodes, node) == ([("ba3", node)], [("ba3", (node - 1) % 3)])
     replica_ranks.save(nodes / "scratch", 0, 0, 1)
     (nodes / "scratch" / "node0" / "run").rename(nodes / "disk")
@@ -135,7 +136,7 @@ def test_another_number_of_nodes_has_all_parts(tmp_path: Path, saved: Path) -> N
     assert [rank["own"] for rank in told] == [[("ba3", 1)], [("ba3", 0)]]  # the first of the parts that are there
     assert told[0]["files"] == [".metadata", file_of(1, 3), file_of(2, 3)]
     (both,) = own(fewer, 2).manifests()
-    own(fewer, 2).delete(both)
+    delete_checkpoint(own(fewer, 2).place, both)
     assert not (own(fewer, 2).folder / "ba3").exists()
     more = shutil.copytree(saved, tmp_path / "more")
     _lose(more, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from parts import save_batch
-from tails import DAMAGES, damage
+from sealed_files import DAMAGES, damage
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose

@@ -16,7 +16,8 @@ import xxhash
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
-from composerlite.checkpoint.record.manifest import CheckpointMetadata, relative_path
+from composerlite.checkpoint.api.step_metadata import CheckpointMetadata
+from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.checkpoint.record.tail import seal, unseal
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from parts import save_batch
+from sent_files import publish_files
 from storage.servers.moto import moto_server  # noqa: F401
 from storage.servers.seaweedfs import S3Server
 
@@ -18,7 +21,7 @@ from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.record.retention import retention_policy
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.save.publish import Publisher
 from composerlite.errors import (
     CheckpointExistsError,
@@ -56,7 +59,7 @@ def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
     manifests: list[Manifest] = []
     for batch in batches:
         manifest, path = saved(tmp_path, batch)
-        remote.publish(manifest, {manifest.name: path}, link=LINK)
+        publish_files(remote, manifest, {manifest.name: path}, link=LINK)
         manifests.append(manifest)
     return manifests
 
@@ -107,7 +110,7 @@ def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
     store.faults = [Fault(verb=verb, after=after, times=99)]
     manifest, path = saved(tmp_path, 2)
     with pytest.raises(ObjectStoreTransientError):
-        remote.publish(manifest, {manifest.name: path}, link=LINK)
+        publish_files(remote, manifest, {manifest.name: path}, link=LINK)
     store.faults = []
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / expected
     publish(remote, tmp_path, 3)
@@ -119,12 +122,12 @@ def test_another_checkpoint_of_that_name_is_not_replaced(remote: Catalog, tmp_pa
     publish(remote, tmp_path, 1)
     other, path = saved(tmp_path / "other", 1, run_name="other")
     with pytest.raises(CheckpointExistsError, match=r"ba1\.pt.*run 'run' at batch 1.*overwrite=True"):
-        remote.publish(other, {other.name: path}, link=LINK)
+        publish_files(remote, other, {other.name: path}, link=LINK)
     assert [manifest.run_name for manifest in remote.manifests()] == ["run"]
-    remote.publish(other, {other.name: path}, link=LINK, overwrite=True)
+    publish_files(remote, other, {other.name: path}, link=LINK, overwrite=True)
     assert [manifest.run_name for manifest in remote.manifests()] == ["other"]
     again, path = saved(tmp_path / "again", 1, run_name="other")
-    remote.publish(again, {again.name: path}, link=LINK)
+    publish_files(remote, again, {again.name: path}, link=LINK)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +147,10 @@ def test_a_deletion_takes_the_file_or_leaves_it(
     store.calls.clear()
     store.faults = [] if fault is None else [fault]
     with contextlib.nullcontext() if fault is None else pytest.raises((PermissionError, ObjectStoreTransientError)):
-        remote.delete(first)
+        delete_checkpoint(remote.place, first)
     assert [name for verb, name in store.calls if verb == "delete_object"] == ["run/ba1.pt"]
     assert [one.batch for one in remote.manifests()] == left
-    assert remote.place.leftovers(timedelta()) == []
+    assert remote.place.sweep(timedelta(), dry_run=True) == []
 
 
 # ── finding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +170,7 @@ def test_a_resume_reads_no_record_but_the_newest_and_those_that_links_lead_to(
     """However many checkpoints there are; another saver has a link of its own, as for the weights alone."""
     publish(remote, tmp_path, *range(1, 30))
     manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
-    remote.publish(manifest, {manifest.name: path}, link="run/latest-weights.pt")
+    publish_files(remote, manifest, {manifest.name: path}, link="run/latest-weights.pt")
     store.calls.clear()
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba29.pt"
     assert {name for _, name in store.calls if name.endswith(".pt")} == {"run/ba29.pt", "run/weights-29.pt"}
@@ -261,9 +264,39 @@ def test_what_is_there_is_not_sent_again(remote: Catalog, store: FaultyStore, tm
     """Publishing the same checkpoint once more moves the link and no data."""
     (manifest,) = publish(remote, tmp_path, 1)
     store.calls.clear()
-    remote.publish(manifest, {manifest.name: tmp_path / "local" / "ba1.pt"}, link=LINK)
+    publish_files(remote, manifest, {manifest.name: tmp_path / "local" / "ba1.pt"}, link=LINK)
     written = [name for verb, name in store.calls if verb in ("upload_object", "put_bytes")]
     assert written == [f"{LINK}.symlink"]
+
+
+@pytest.mark.parametrize("part_bytes", [None, 4000], ids=["whole", "in parts"])
+def test_one_of_two_runs_gets_a_name(store: FaultyStore, tmp_path: Path, part_bytes: int | None) -> None:
+    """Two runs without a lease publish one name at the same time: the later one is told, and the first one's stays."""
+    both = [saved(tmp_path / name, 1, run_name=name) for name in ("a", "b")]
+    sending = threading.Barrier(2)
+    verb = "upload_object" if part_bytes is None else "complete"
+    store.faults = [Fault(verb=verb, error=None, times=2, first=lambda: sending.wait(20))]
+
+    def try_it(one: tuple[Manifest, Path]) -> str:
+        manifest, path = one
+        with Transfer(store, part_bytes=part_bytes) as transfer:
+            try:
+                publish_files(Catalog(Bucket(transfer, "run")), manifest, {manifest.name: path}, link=LINK)
+            except CheckpointExistsError as e:
+                return str(e)
+        return manifest.run_name
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(try_it, both))
+    (first,) = {"a", "b"} & set(told)
+    (later,) = set(told) - {first}
+    assert re.search(rf"ba1\.pt.*of run '{first}' at batch 1.*overwrite=True", later)
+    with Transfer(store) as transfer:
+        remote = Catalog(Bucket(transfer, "run"))
+        (manifest,) = remote.manifests()
+        remote.verify(manifest)
+        assert remote.latest(LINK, first, announced=False) == manifest
+    assert list(store.unfinished_parts("")) == []
 
 
 def test_one_checkpoint_may_be_published_twice_at_once(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
@@ -272,10 +305,10 @@ def test_one_checkpoint_may_be_published_twice_at_once(remote: Catalog, store: F
     manifest, path = saved(tmp_path, 1)
     with ThreadPoolExecutor(1) as pool, Transfer(store) as transfer:
         again = Catalog(Bucket(transfer, "run"))
-        first = pool.submit(remote.publish, manifest, {manifest.name: path}, link=LINK)
+        first = pool.submit(publish_files, remote, manifest, {manifest.name: path}, link=LINK)
         while not store.calls or store.calls[-1][0] != "upload_object":
             time.sleep(0.01)
-        again.publish(manifest, {manifest.name: path}, link=LINK)
+        publish_files(again, manifest, {manifest.name: path}, link=LINK)
         first.result()
     assert remote.manifests() == [manifest]
     remote.verify(manifest)
@@ -294,20 +327,19 @@ def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStor
     store.faults = [Fault(verb="put_bytes", name="*.symlink")]
     manifest, path = saved(tmp_path, 2)
     with pytest.raises(ObjectStoreTransientError):
-        remote.publish(manifest, {manifest.name: path}, link=LINK)
+        publish_files(remote, manifest, {manifest.name: path}, link=LINK)
     publisher = Publisher(
-        Uploader(Transfer(store)),
-        Bucket(Transfer(store), "run"),
+        uploader=Uploader(Transfer(store)),
+        bucket=Bucket(Transfer(store), "run"),
         template="ba{batch}.pt",
-        link=LINK,
+        links=[LINK],
         timeout=5,
-        retention=retention_policy(-1),
-        keeps_all=True,
+        keep=-1,
         check=lambda: None,
     )
-    assert publisher.is_behind(manifest, "run")
-    remote.publish(manifest, {manifest.name: path}, link=LINK)
-    assert not publisher.is_behind(manifest, "run")
+    assert publisher.is_behind(manifest)
+    publish_files(remote, manifest, {manifest.name: path}, link=LINK)
+    assert not publisher.is_behind(manifest)
 
 
 def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
@@ -315,7 +347,7 @@ def test_the_root_may_be_the_bucket(store: FaultyStore, tmp_path: Path) -> None:
     with Transfer(store) as transfer:
         remote = Catalog(Bucket(transfer, ""))
         manifest, path = saved(tmp_path, 1)
-        remote.publish(manifest, {manifest.name: path}, link="latest.pt")
+        publish_files(remote, manifest, {manifest.name: path}, link="latest.pt")
         assert remote.place.uri().startswith("file://")
         assert remote.latest("latest.pt", "run") == manifest
 
@@ -326,10 +358,9 @@ def test_a_damaged_link_leads_nowhere(
 ) -> None:
     """The next start sees that it is behind, and finds the checkpoint by its record."""
     (manifest,) = publish(remote, tmp_path, 1)
-    assert remote.leads(LINK, manifest.name)
+    assert remote.latest(LINK, "run", announced=False) == manifest
     for link in (f"{LINK}.symlink", "run/.latest.pt.next"):
         store.put_bytes(link, content)
-    assert not remote.leads(LINK, manifest.name)
     assert remote.latest(LINK, "run") is None
     assert "latest.pt does not lead to a checkpoint" in caplog.text
     assert remote.manifests() == [manifest]
@@ -362,9 +393,9 @@ def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.Fixture
             client.put_object(Bucket=bucket, Key=key, Body=content)
         assert remote.manifests() == [manifest]
         assert remote.names() == ["ba1.pt"]
-        assert place.in_use() == {"ba1.pt"}
-        assert place.leftovers(timedelta()) == []
+        assert remote.in_use() == {"ba1.pt"}
+        assert place.sweep(timedelta(), dry_run=True) == []
         place.sweep(timedelta())
-        remote.delete(manifest)
+        delete_checkpoint(place, manifest)
         left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket, Prefix="run/")["Contents"]}
     assert keys <= left

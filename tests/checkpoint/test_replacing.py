@@ -16,8 +16,7 @@ from forked import run_forked
 
 from composerlite.checkpoint import Checkpointer, load_keys, load_state_dict, save_state_dict
 from composerlite.checkpoint.api.step_metadata import find_step
-from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.step import step_folder_of
+from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage.stores.local import LocalObjectStore
 
@@ -69,7 +68,7 @@ def test_files_of_a_killed_save_of_more_ranks_are_no_part_of_a_step(tmp_path: Pa
     (tmp_path / "step1" / "train").mkdir(parents=True)
     (tmp_path / "step1" / "train" / "rank1.pt").write_bytes(b"half of it")
     Checkpointer().save(tmp_path / "step1", torch.nn.Linear(1, 1), {"value": 1})
-    with step_folder_of(tmp_path / "step1") as folder:
+    with StepFolder.of(tmp_path / "step1") as folder:
         assert find_step(folder, None).rank_files == {0}
 
 

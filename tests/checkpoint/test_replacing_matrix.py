@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -120,7 +121,13 @@ def test_a_reader_sees_the_old_or_the_new(kind: str, where: str, what: str) -> N
         assert told["found"] == 2 or told["second"] is None, told
 
 
-@pytest.mark.parametrize(("kind", "where"), [("file", "folder"), ("function", "folder"), ("function", "bucket")])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *itertools.product(["file", "function", "copied file", "copied function"], ["folder"]),
+        *itertools.product(["function", "copied file", "copied function"], ["bucket"]),
+    ],
+)
 def test_of_two_savers_of_one_name_one_is_told_that_it_was_late(kind: str, where: str) -> None:
     """What is there is, whole and verified, that of the one that was told that it saved."""
     for told in told_by(overtaken, kind, where, "save twice"):

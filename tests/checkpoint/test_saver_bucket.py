@@ -379,7 +379,7 @@ class Jam(Callback):
         (publisher,) = saver.publishers
         batch = int(state.timestamp.batch)
         for _ in range(2 if batch == 1 else 0):
-            publisher.uploader.submit("a wait", self.over.wait, lane=f"checkpoints of {publisher.bucket.uri()}")
+            publisher.uploader.submit("a wait", self.over.wait, lane=publisher.bucket.uri())
         if batch == 4:
             self.over.set()
             assert publisher.uploader.wait(60)

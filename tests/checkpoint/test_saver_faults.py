@@ -22,9 +22,10 @@ from tiny_training import Classifier, CrashError, Record, StopAt, saved_batches,
 
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.checkpoint import Catalog, read_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.core import Callback, Logger, State
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
-from composerlite.storage import StagedFile
+from composerlite.storage import StagedFile, StagedLink
 
 Mount = Callable[[str], Path]
 
@@ -58,7 +59,7 @@ def test_a_run_goes_on_when_there_is_space_again(mount: Mount) -> None:
         run.fit()
     newest = saved_batches(disk)[-1]
     for manifest in Catalog(disk).manifests()[:-1]:
-        Catalog(disk).delete(manifest)
+        delete_checkpoint(Catalog(disk).place, manifest)
     record = Record()
     train(model=Classifier(width=1000), callbacks=[record], autoresume=True, save_num_checkpoints_to_keep=1, **common)
     assert record.batches == list(range(newest + 1, 10))
@@ -103,9 +104,60 @@ def test_whichever_file_cannot_be_made_a_save_is_whole_or_nothing(mount: Mount) 
         assert list(Catalog(disk).files()) == [manifest.name for manifest in Catalog(disk).manifests()]
         batches = tuple(saved_batches(disk))
         outcomes.add(batches)
-        if (link := disk / "latest.pt").is_symlink():
-            assert Catalog(disk).manifest_of(str(link.readlink())) is not None
+        links = [str(path.readlink()) for path in disk.iterdir() if path.is_symlink()]
+        assert links == [f"ba{batches[-1]}.pt" for _ in batches[:1]]
     assert outcomes == {(), (1,), (1, 2)}
+
+
+@pytest.mark.parametrize("save_async", [True, False])
+def test_a_save_whose_link_cannot_be_moved_stops_the_training(
+    save_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the error, within a batch. What was saved stays, and the next start moves the link."""
+    link = tmp_path / "latest-rank0.pt"
+    moves: list[str] = []
+    real = StagedLink.publish
+
+    def publish(staged: StagedLink) -> None:
+        moves.append("")
+        if len(moves) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(link))
+        real(staged)
+
+    monkeypatch.setattr(StagedLink, "publish", publish)
+    record = Record()
+    how: dict[str, Any] = {"save_folder": tmp_path, "save_interval": "1ba", "save_async": save_async}
+    with trainer(callbacks=[record], **how) as run, pytest.raises(OSError, match=r"latest-rank0\.pt"):
+        run.fit()
+    assert len(record.batches) <= 3
+    assert saved_batches(tmp_path) == [1, 2]
+    assert "ba1-" in str(link.readlink())
+    assert temporaries(tmp_path) == []
+    with trainer(autoresume=True, **how):
+        assert "ba2-" in str(link.readlink())
+
+
+class PutFile(Callback):
+    """Puts a file in the place of a link when the second batch begins."""
+
+    def __init__(self, link: Path) -> None:
+        self.link = link
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if int(state.timestamp.batch) == 1:
+            self.link.unlink()
+            self.link.write_text("mine")
+
+
+def test_a_file_that_takes_the_place_of_the_link_stops_the_training(tmp_path: Path) -> None:
+    """It stays. The error says so, and nothing is saved that no link leads to."""
+    link = tmp_path / "latest-rank0.pt"
+    run = trainer(callbacks=[PutFile(link)], save_folder=tmp_path, save_interval="1ba", save_async=False)
+    with run, pytest.raises(ConfigError, match=r"latest-rank0\.pt' is no link"):
+        run.fit()
+    assert link.read_text() == "mine"
+    assert saved_batches(tmp_path) == [1]
+    assert temporaries(tmp_path) == []
 
 
 # ── a folder that cannot be written to ───────────────────────────────────────────────────────────────────────────────

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pickle
 import random
 import re
 import shutil
+import stat
 import sys
 import types
 from collections.abc import Callable, Generator
@@ -40,9 +42,10 @@ from composerlite.checkpoint import (
     unshard_checkpoint,
 )
 from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.tail import index_of
-from composerlite.checkpoint.save import sharded_plan
+from composerlite.checkpoint.save import sharded_plan, sharded_writer
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -238,7 +241,7 @@ def test_the_commit_record_is_one_of_the_catalogs(tmp_path: Path) -> None:
     assert (manifest.name, manifest.kind, manifest.world_size) == ("c", "sharded", 1)
     assert {file.path for file in manifest.files} == {"c/.metadata", f"c/__0_0_{manifest.id}.distcp"}
     catalog.verify(manifest)
-    catalog.delete(manifest)
+    delete_checkpoint(catalog.place, manifest)
     assert not (tmp_path / "c").exists()
 
 
@@ -309,6 +312,39 @@ def test_an_index_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
     save_state_dict(tmp_path / "c", {"a": 1})
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_error_after_the_commit_leaves_the_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """A folder that cannot be flushed fails the save, but its checkpoint has its name by then: the data stay."""
+    index, flush = tmp_path / "c/.metadata", os.fsync
+    if overwrite:
+        save_state_dict(tmp_path / "c", {"a": torch.zeros(5)})
+    before = index.stat().st_ino if overwrite else None
+
+    def broken(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode) and index.exists() and index.stat().st_ino != before:
+            raise OSError(errno.EIO, "Input/output error")
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        save_state_dict(tmp_path / "c", {"a": torch.ones(5)}, save_overwrite=overwrite)
+    assert next(load_keys(tmp_path / "c", ["a"])).sum() == 5
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_lost_answer_to_the_commit_in_a_bucket_leaves_the_checkpoint_whole(bucket: Path, overwrite: bool) -> None:
+    """The save fails, but the index is in the bucket by then: the data stay."""
+    store = FaultyStore(LocalObjectStore(bucket))
+    if overwrite:
+        save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.zeros(5)})
+    store.faults = [Fault("put*", "*.metadata", error=_refused, lost_answer=True)]
+    with pytest.raises(ObjectStoreError, match="no more room"):
+        save_state_dict(ShardedDirectory.in_store(store, "run/c"), {"a": torch.ones(5)}, save_overwrite=overwrite)
+    assert next(load_keys(ShardedDirectory.in_store(store, "run/c"), ["a"])).sum() == 5
+
+
 def test_values_that_cannot_be_pickled_fail_the_save(tmp_path: Path) -> None:
     """The caller hears of it, and of which key, and nothing is left."""
     with pytest.raises(SaveError, match="'a' cannot be written"):
@@ -318,12 +354,14 @@ def test_values_that_cannot_be_pickled_fail_the_save(tmp_path: Path) -> None:
 
 def test_of_two_saves_at_once_one_is_told(tmp_path: Path) -> None:
     """Whichever commits later hears that there is a checkpoint, and leaves it as it is."""
-    first, second = ShardedDirectory.on_disk(tmp_path / "c"), ShardedDirectory.on_disk(tmp_path / "c")
-    handles = [folder.claim(overwrite=False) for folder in (first, second)]
-    first.commit(handles[0], b"first", {}, {})
+    first, second = ShardedDirectory.of(tmp_path / "c"), ShardedDirectory.of(tmp_path / "c")
+    for folder in (first, second):
+        folder.claim(overwrite=False)
+    record = sharded_writer.record_of_directory("c", 1)
+    first.commit(b"first", {}, record)
     with pytest.raises(CheckpointExistsError):
-        second.commit(handles[1], b"second", {}, {})
-    second.abandon(handles[1])
+        second.commit(b"second", {}, record)
+    second.abandon()
     assert first.described()[0] == b"first"
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".metadata"]
 
@@ -332,7 +370,7 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
     """By the next save to the same directory: data files once they are a day old, or the temporary file of a process
     that lives."""
     save_state_dict(tmp_path / "c", {"a": 1})
-    alive = ShardedDirectory.on_disk(tmp_path / "c")
+    alive = ShardedDirectory.of(tmp_path / "c")
     handle = alive.claim(overwrite=True)
     living, dead, new = (f"__0_0_{number}.distcp" for number in (handle.id, "0" * 16, "1" * 16))
     for name in (living, dead, new):
@@ -341,7 +379,7 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
         os.utime(tmp_path / "c" / name, (0, 0))
     save_state_dict(tmp_path / "c", {"a": 2}, save_overwrite=True)
     assert [(tmp_path / "c" / name).exists() for name in (living, dead, new)] == [True, False, True]
-    alive.abandon(handle)
+    alive.abandon()
     assert list(load_keys(tmp_path / "c", ["a"])) == [2]
 
 
@@ -481,8 +519,9 @@ def test_what_is_downloaded_first_is_kept_for_this_checkpoint_only(bucket: Path,
 
 def test_a_bucket_itself_is_no_directory(bucket: Path) -> None:
     """Names of other objects would be those of its files."""
-    with pytest.raises(ConfigError, match="is a bucket"):
-        ShardedDirectory.in_store(LocalObjectStore(bucket), "/")
+    with pytest.raises(ConfigError, match="Give another name"):
+        save_state_dict(ShardedDirectory.in_store(LocalObjectStore(bucket), "/"), {"a": 1})
+    assert list(bucket.iterdir()) == []
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────────

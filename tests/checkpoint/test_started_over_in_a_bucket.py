@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from parts import new_state, value_in
+from sent_files import publish_files
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.restore import read_checkpoint
@@ -37,7 +38,7 @@ def publish(
     assert manifest is not None
     with Transfer(store) as transfer:
         remote = Catalog(Bucket(transfer, "run"))
-        remote.publish(manifest, {manifest.name: folder / manifest.name}, link=LINK, overwrite=True)
+        publish_files(remote, manifest, {manifest.name: folder / manifest.name}, link=LINK, overwrite=True)
 
 
 def resume(store: ObjectStore, folder: Path, *, link: str | None = LINK) -> tuple[Choice, float]:

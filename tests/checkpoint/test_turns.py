@@ -1,35 +1,35 @@
-"""Turns: one thread or process of a machine at a time works at a path."""
+"""Throttled saves: one thread or process of a machine at a time uploads."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.turns import turn_at
+from composerlite.checkpoint.save import sharded_writer
 
 
-@pytest.mark.parametrize("what", ["directory", "file"])
-def test_one_at_a_time_has_a_turn_and_who_waits_too_long_is_told_where(what: str, tmp_path: Path) -> None:
+def test_one_at_a_time_has_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn that ended is free, however it ended, also while a process lives that was forked during it."""
-    path = tmp_path if what == "directory" else tmp_path / "file"
-    brief = timedelta(seconds=0.1)
-    with contextlib.suppress(ZeroDivisionError), turn_at(path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sharded_writer, "_TURN_SECONDS", 0.1)
+    turn = sharded_writer._turn_of_this_node
+    with contextlib.suppress(ZeroDivisionError), turn():
         hears, says = os.pipe()
         if (child := os.fork()) == 0:
             os.close(says)
             os.read(hears, 1)
             os._exit(0)
         os.close(hears)
-        with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError, match=f"{path}.*hang"):
-            pool.submit(turn_at(path, brief).__enter__).result()
-        with turn_at(path, brief):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(TimeoutError, match=f"{tmp_path}.*turn"):
+            pool.submit(turn().__enter__).result()
+        with turn():
             raise ZeroDivisionError  # as in a handler of a signal that saves in the middle of a save
-    with turn_at(path, brief):
+    with turn():
         os.kill(child, 0)  # it lives
     os.close(says)
     assert os.waitpid(child, 0)[1] == 0

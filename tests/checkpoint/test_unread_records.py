@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from parts import save_batch
-from tails import damage, rewrite_record
+from sealed_files import damage, rewrite_record
 from tiny_training import Record, trainer
 
 from composerlite.checkpoint import Catalog

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from forked import run_forked
+from sent_files import publish_files
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Trainer
@@ -71,4 +72,4 @@ def published(folder: Path, uri: str) -> None:
         catalog, remote = Catalog(folder), Catalog(Bucket(transfer, "demo"))
         for manifest in catalog.manifests():
             files = {record.path: folder / record.path for record in manifest.files}
-            remote.publish(manifest, files, link="demo/latest-rank0.pt")
+            publish_files(remote, manifest, files, link="demo/latest-rank0.pt")

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
+from click.testing import CliRunner
 from commands import answer, composerlite, published, train
+from sealed_files import record_in, rewrite_record
 
 from composerlite.checkpoint import (
     Checkpointer,
     read_checkpoint,
     save_model_and_optim_state,
 )
-from composerlite.errors import ConfigError
-from composerlite.storage import open_store
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.tools.converting import write_file
+from composerlite.checkpoint.tools.copying import copy
+from composerlite.checkpoint.tools.pointing import pointed, target_at
+from composerlite.cli.app import app
+from composerlite.errors import CheckpointExistsError, ConfigError
+from composerlite.storage import StagedFile, Transfer, open_store
+from composerlite.testing import Fault, FaultyStore
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
 
@@ -129,6 +141,92 @@ def test_a_file_that_is_no_part_of_a_checkpoint_is_not_overwritten_unasked(demo:
     assert "give --overwrite to replace it" in done.stderr
     assert (demo.parent / "there" / ONE).read_bytes() == b"mine"
     assert states("cp", f"demo/{ONE}", "there", "--overwrite", cwd=demo.parent) == [f"copied: there/{ONE}"]
+
+
+SAVES: dict[str, Any] = {
+    "file": lambda path, weights: write_file({"weight": weights}, path, None, overwrite=False),
+    "directory": lambda path, weights: save_model_and_optim_state(path, torch.nn.ParameterDict({"weight": weights})),
+    "step": lambda path, weights: Checkpointer().save(path, torch.nn.ParameterDict({"weight": weights}), {}),
+}
+"""Each saves a checkpoint as the path, with these weights."""
+
+
+def copied(checkpoint: Path, target: str, **options: Any) -> None:
+    """Copy a checkpoint to the place."""
+    with pointed(str(checkpoint)) as source, target_at(target) as place:
+        copy(source.place, source.the_one(), place, **options)
+
+
+@contextlib.contextmanager
+def overtaken(uri: str, by: Path) -> Generator[Bucket]:
+    """The place at ``uri``, which gets the checkpoint ``by`` right before a copy puts its deciding object."""
+    store = FaultyStore(open_store(uri))
+
+    def overtake() -> None:
+        store.faults = []
+        copied(by, uri)
+
+    names = (f"run/{by.name}", f"run/{by.name}/*.metadata")
+    verbs = ("put_bytes", "upload_object", "complete")
+    store.faults = [Fault(verb, name, error=None, first=overtake) for verb in verbs for name in names]
+    with Transfer(store, part_bytes=5 << 20) as transfer:
+        yield Bucket(transfer, "run")
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize(("kind", "count"), [("file", 1000), ("file", 1_500_000), ("directory", 1000), ("step", 1000)])
+def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
+    kind: str, count: int, where: str, tmp_path: Path, bucket: str
+) -> None:
+    """Without ``--overwrite`` the copy fails, and what was saved under its name during the copy is whole."""
+    for number, folder in enumerate(("ours", "theirs")):
+        SAVES[kind](tmp_path / folder / "step1", torch.full((count,), float(number)))
+    target = f"{bucket}/run" if where == "bucket" else str(tmp_path / "run")
+    ours, theirs = tmp_path / "ours/step1", tmp_path / "theirs/step1"
+    left = [1]
+
+    def overtake(_: int) -> None:
+        if left and left.pop():
+            copied(theirs, target)
+
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(pointed(str(ours)))
+        in_folder = where == "folder"
+        place = stack.enter_context(target_at(target) if in_folder else overtaken(target, by=theirs))
+        with pytest.raises(CheckpointExistsError, match=r"step1.* was saved by another process meanwhile"):
+            copy(source.place, source.the_one(), place, progress=overtake if in_folder else int)
+    assert states("cp", f"{target}/step1", "back", cwd=tmp_path) == ["copied: back/step1"]
+    (found,) = answer("checkpoint", "verify", "back", cwd=tmp_path)["checkpoints"]
+    assert (found["name"], found["state"]) == ("step1", "verified")
+    for path in theirs.rglob("*") if theirs.is_dir() else [theirs]:
+        back = tmp_path / "back" / path.relative_to(theirs.parent)
+        assert path.is_dir() or back.read_bytes() == path.read_bytes()
+    copied(ours, target, overwrite=True)
+    assert states("cp", "ours/step1", target, cwd=tmp_path) == [f"was there: {target}/step1"]
+
+
+@pytest.mark.parametrize("target", ["x.pt", "x.pt.gz", "x.safetensors", "x.ckpt", "weights", "directory"])
+def test_a_file_that_appears_during_a_conversion_is_not_replaced(
+    target: str, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ``--overwrite``: it is what it was, and the error says so."""
+    path = demo.parent / "there" / target
+    theirs = path / ".metadata" if target == "directory" else path
+    path.parent.mkdir()
+    real = StagedFile.__init__
+
+    def stage(*arguments: Any) -> None:
+        real(*arguments)
+        theirs.write_bytes(b"theirs")
+
+    monkeypatch.setattr(StagedFile, "__init__", stage)
+    arguments = ["checkpoint", "convert", str(demo / ONE), str(path)]
+    done = CliRunner().invoke(app, [*arguments, *(["--to", "state_dict"] if target == "weights" else [])])
+    assert done.exit_code == 1
+    words = ("was saved by another process", "was written by another process", "holds a checkpoint")
+    assert any(f"{str(path)!r} {said}" in done.output for said in words), done.output
+    assert [found.name for found in theirs.parent.iterdir()] == [theirs.name]
+    assert theirs.read_bytes() == b"theirs"
 
 
 @pytest.mark.parametrize("target", ["folder", "bucket"])
@@ -269,6 +367,26 @@ def test_a_run_that_was_copied_without_its_links_is_resumed(demo: Path) -> None:
     train(copied, epochs=4, autoresume=True)
     assert str(newest).startswith("ep3-")
     assert [path.name for path in copied.glob("ep4-*")] == [str((copied / "latest-rank0.pt").readlink())]
+
+
+@pytest.mark.parametrize("victim", ["../secret.pt", THREE])
+def test_a_record_cannot_send_files_elsewhere(victim: str, demo: Path) -> None:
+    """A planted record names a file outside of its folder, or another checkpoint: neither is copied nor deleted."""
+    (demo.parent / "secret.pt").write_bytes(b"secret")
+    (demo / "latest-rank0.pt").unlink()  # else all checkpoints stay that name its target
+    data = (demo / victim).read_bytes()
+    file = {"path": victim, "size_bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    shared: dict[str, Any] = {"template": THREE.replace("12", "{rank}"), "id": record_in(demo / THREE).id}
+    planted, newer = demo / THREE.replace("12", "1"), demo / THREE.replace("12", "2")
+    for path, files in ((planted, [file]), (newer, [])):
+        shutil.copy(demo / (TWO if files else THREE), path)
+        rewrite_record(path, name=path.name, form="archives" if files else "file", files=files, **shared)
+    done = composerlite("checkpoint", "cp", f"demo/{planted.name}", "deep/there", cwd=demo.parent)
+    assert done.returncode == 1
+    assert not (demo.parent / "deep").exists()
+    assert composerlite("checkpoint", "prune", "demo", "--keep-last", 1, cwd=demo.parent).returncode == 0
+    assert (demo / victim).read_bytes() == data
+    assert planted.exists() == victim.startswith("../"), "a damaged record is left alone"
 
 
 def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:

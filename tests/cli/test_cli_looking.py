@@ -286,22 +286,52 @@ def test_a_folder_that_was_moved_is_listed_as_it_was(demo: Path) -> None:
     assert {one["name"]: one["state"] for one in found} == dict.fromkeys(
         [*(f"old/{name}" for name in (ONE, TWO, THREE)), "old/sub/ep1.pt"], "committed"
     )
-    (found,) = answer("checkpoint", "verify", "archive/old/sub/ep1.pt", cwd=demo.parent)["checkpoints"]
-    assert (found["name"], found["state"], found["copy_of"]) == ("ep1.pt", "verified", "sub/ep1.pt")
+    for cwd, path in ((demo.parent, "archive/old/sub/ep1.pt"), (demo.parent / "archive/old/sub", "ep1.pt")):
+        (found,) = answer("checkpoint", "verify", path, cwd=cwd)["checkpoints"]
+        assert (found["name"], found["state"], found["copy_of"]) == ("sub/ep1.pt", "verified", None)
+        assert Path(cwd, found["uri"]).samefile(demo.parent / "archive/old/sub/ep1.pt")
+        assert not Path(found["uri"]).is_absolute()
     composerlite("checkpoint", "cp", "archive/old/sub/ep1.pt", "there", cwd=demo.parent)
     (found,) = answer("checkpoint", "ls", "there", cwd=demo.parent)["checkpoints"]
-    assert (found["name"], found["state"], found["copy_of"]) == ("ep1.pt", "copy", "sub/ep1.pt")
+    assert (found["name"], found["state"], found["copy_of"]) == ("sub/ep1.pt", "committed", None)
+
+
+def test_a_checkpoint_in_a_subfolder_of_a_bucket_is_no_copy(demo: Path, bucket: str) -> None:
+    """``verify`` and ``cp`` of one object know its name in the run."""
+    train(demo, epochs=1, save_filename="sub/ep{epoch}.pt", run_name="other")
+    composerlite("checkpoint", "push", "demo", f"{bucket}/old", "sub/ep1.pt", cwd=demo.parent)
+    (found,) = answer("checkpoint", "verify", f"{bucket}/old/sub/ep1.pt", cwd=demo.parent)["checkpoints"]
+    assert (found["name"], found["state"], found["copy_of"]) == ("sub/ep1.pt", "verified", None)
+    assert found["uri"] == f"{bucket}/old/sub/ep1.pt"
 
 
 def test_verify_lists_all_that_is_wrong_with_a_directory(tmp_path: Path) -> None:
     """Each file of a directory that is missing or differs is named."""
-    save_model_and_optim_state(tmp_path / "ep1", torch.nn.Linear(4, 2))
-    (data,) = (tmp_path / "ep1").glob("*.distcp")
+    Checkpointer().save(tmp_path / "step1", torch.nn.Linear(4, 2), {})
+    (data,) = (tmp_path / "step1").rglob("*.distcp")
+    (tmp_path / "step1/train/rank0.pt").unlink()
     flip(data, at=100)
+    for place in ("step1", "."):
+        done = composerlite("checkpoint", "verify", place, "--json", cwd=tmp_path)
+        assert done.returncode == 1
+        (found,) = json.loads(done.stdout)["checkpoints"]
+        assert (found["name"], found["state"]) == ("step1", "damaged")
+        missing, differs = sorted(found["faults"])
+        assert missing == "step1/train/rank0.pt is missing"
+        assert f"{data.name}' are not those that were saved" in differs
+
+
+def test_verify_of_a_directory_that_has_lost_its_index_fails(tmp_path: Path) -> None:
+    """It says so, and exits with 1. In a folder, it may be a save that goes on: it is unverified."""
+    save_model_and_optim_state(tmp_path / "ep1", torch.nn.Linear(4, 2))
+    (tmp_path / "ep1/.metadata").unlink()
     done = composerlite("checkpoint", "verify", "ep1", "--json", cwd=tmp_path)
     assert done.returncode == 1
     (found,) = json.loads(done.stdout)["checkpoints"]
-    assert f"{data.name}' are not those that were saved" in found["faults"][0]
+    assert (found["name"], found["state"]) == ("ep1", "damaged")
+    assert ".metadata is missing" in found["faults"][0]
+    (found,) = answer("checkpoint", "verify", ".", cwd=tmp_path)["checkpoints"]
+    assert (found["name"], found["state"]) == ("ep1", "unverified")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")

@@ -1,14 +1,16 @@
 """Has the public tool ckpt-chaos kill runs of twelve batches at every file event of their saves, and resume them.
 
-``chaos.py [--max-points N] [--runs 'async-*'] [--work FOLDER]``. Saves that wait and saves that do not, with all
-checkpoints kept and with two: four runs of one rank, and twelve of two ranks, where the ranks have whole copies of the
-model, of which rank 0 dies, or shards of it, of which either dies; the tool gives the other three seconds then. Three
-modes: death before the event, death with the file cut in half, and SIGTERM. Prints a table and fails if there is any
-verdict but PASS, a run that did not die, or one that died elsewhere than planned.
+``chaos.py [--max-points N] [--jobs N] [--runs 'async-*'] [--work FOLDER]``.
+Saves that wait and saves that do not, with all checkpoints kept and with two: four runs of one rank, and twelve of two
+ranks. Two ranks have whole copies of the model, of which rank 0 dies, or shards, of which either dies; the tool gives
+the other rank three seconds then. Three modes: death before the event, death with the file cut in half, and SIGTERM.
+Prints a table and fails if there is any verdict but PASS, a run that did not die, or one that died elsewhere than
+planned.
 
-The tool compares file names between runs; ours end in a random number, which it reports as PLAN DRIFT. What is compared
-here is the event and the name without that number. It cannot know which of the checkpoints that retention deletes were
-complete: there, the run itself refuses to start from an older one than the newest (see ``twelve_batches``).
+The tool compares file names between runs; ours have the random id of a save, which it reports as PLAN DRIFT. What is
+compared here is the event and the name without that id. The tool cannot tell which checkpoints are complete where
+retention deletes some, and where files of shards have such names: there, the run itself refuses to start from an older
+one than the newest (see ``twelve_batches``).
 """
 
 from __future__ import annotations
@@ -73,10 +75,10 @@ class Point:
     said: str = ""
 
 
-def run_tool(launcher: Launcher, work: Path, run: Run, max_points: int) -> None:
-    """Let the tool do its work; what it found is in ``work``."""
+def run_tool(launcher: Launcher, work: Path, run: Run, max_points: int, jobs: int) -> None:
+    """Let the tool kill ``run``, ``jobs`` deaths at a time. The tool writes its results to ``work``."""
     command = [sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work), "--timeout", "120"]
-    command += ["--jobs", str(2 * run.ranks), "--ranks", str(run.ranks), "--crash-rank", str(run.victim)]
+    command += ["--jobs", str(jobs), "--ranks", str(run.ranks), "--crash-rank", str(run.victim)]
     command += ["--checkpoint-glob", "{out}/checkpoints/ba*", "--ckpt-ignore-size"]  # clocks vary in size
     command += ["--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final"]
     command += ["--modes", ",".join(CRASHES), "--max-points", str(max_points), "--fail-on", "NONE"]
@@ -106,8 +108,8 @@ def points(work: Path, victim: int) -> Iterator[Point]:
 
 
 def anonymous(event: str) -> str:
-    """An event without the random number in the names of temporaries."""
-    return re.sub(r"\.(tmp|saving)-[0-9a-f]+", r".\1", event)
+    """An event without the id of the save in the names of files."""
+    return re.sub(r"[0-9a-f]{16}", "<id>", event)
 
 
 def complaints(found: list[Point]) -> list[str]:
@@ -121,6 +123,7 @@ def complaints(found: list[Point]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--max-points", type=int, default=1_000_000, help="deaths for each of the runs")
+    parser.add_argument("--jobs", type=int, default=2, help="deaths at the same time")
     names = ", ".join(run.name for run in RUNS)
     parser.add_argument("--runs", default="*", help=f"only those whose name this pattern matches, of {names}")
     parser.add_argument("--work", type=Path, help="keep what was run in this new folder")
@@ -131,7 +134,7 @@ def main() -> None:
         work: Path = (arguments.work or Path(temporary) / "chaos").resolve()
         for run in [run for run in RUNS if fnmatchcase(run.name, arguments.runs)]:
             folder = work / run.name
-            run_tool(launcher, folder, run, arguments.max_points)
+            run_tool(launcher, folder, run, arguments.max_points, arguments.jobs)
             found = list(points(folder, run.victim))
             wrong += complaints(found)
             crashes = Counter(point.crash for point in found)

@@ -75,8 +75,10 @@ def attempt(folder: Path, scenario: str, mode: str, batch: int, arm: Callable[[]
     return None
 
 
-def check(folder: Path, scenario: str, batch: int, failed: BaseException | None, reference: dict[int, str]) -> None:
-    """Fails if something was harmed, or is left over."""
+def check(
+    folder: Path, scenario: str, what: str, batch: int, failed: BaseException | None, reference: dict[int, str]
+) -> None:
+    """Fails if something was harmed, or is left over, or if the link to the newest is behind on a full disk."""
     if scenario != "recover":
         left = [path for path in folder.rglob("*") if ".tmp-" in path.name]
         assert left == [], "left over"
@@ -89,6 +91,8 @@ def check(folder: Path, scenario: str, batch: int, failed: BaseException | None,
     for manifest in manifests:
         catalog.verify(manifest)
         assert digest(read_checkpoint(folder / manifest.name)["state"]) == reference[manifest.batch]
+    if FAILURES[what][2] == TAKES_SPACE:
+        assert link.resolve().name == Path(manifests[-1].name).name, "the link is behind"
     newest = manifests[-1].batch
     assert newest >= batch, f"batch {batch} is lost"
     assert choose([RunPlace(catalog)], RUN).place == folder / manifests[-1].name
@@ -129,7 +133,7 @@ def fail_everywhere(root: Path, scenario: str, mode: str, what: str) -> int:
         recorder.stop()
         try:
             if calls > number:
-                check(folder, scenario, batch, failed, digests.at)
+                check(folder, scenario, what, batch, failed, digests.at)
                 if error == 0:
                     assert failed is None, f"a short write is no error: {failed!r}"
             go_on(folder, scenario, mode, batch + 3, digests.at)

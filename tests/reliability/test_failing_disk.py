@@ -37,7 +37,7 @@ def fail_everywhere(recorder: Path, root: Path, mode: str, *cases: str) -> dict[
 # ── every call fails once ────────────────────────────────────────────────────────────────────────────────────────────
 def test_whichever_call_of_a_save_fails_nothing_is_harmed(recorder: Path, tmp_path: Path) -> None:
     """Each call in turn. Older checkpoints stay, the error names the file, and the run can be started again."""
-    cases = ["full disk: next", "broken disk: one name"]
+    cases = ["full disk: next", "full for a moment: next", "broken disk: one name"]
     counts = fail_everywhere(recorder, tmp_path, "async", *cases)
     assert set(counts) == set(cases)
 
@@ -103,6 +103,7 @@ def fill_up(disk: Path, mode: str, rooms: Iterator[int], **arguments: Any) -> tu
             assert shutil.disk_usage(disk).used <= used + PAGE, "the space was not given back"
         there = {manifest.batch: manifest for manifest in Catalog(folder).manifests()}
         assert {1, 2} <= set(there), room
+        assert (folder / "latest.pt").resolve() == (folder / there[max(there)].name).resolve(), room
         for batch, manifest in there.items():
             Catalog(folder).verify(manifest)
             assert digest(read_checkpoint(folder / manifest.name)["state"]) == digests.at[batch]

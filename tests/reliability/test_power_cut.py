@@ -37,8 +37,7 @@ from twelve_batches import RUN, SAVING, digest
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, read_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import garbage
+from composerlite.checkpoint.place.catalog import garbage, record_in
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import CheckpointNotFoundError
 
@@ -174,7 +173,7 @@ def check_directories(folder: Path, recording: Recording, cut: Cut) -> int:
         assert model.weight.item() == step, cut.where
     place = Folder(folder)
     place.sweep(timedelta())
-    place.delete_all(garbage(place, place.files(), re.compile(".*"), lambda path: record_in(place, path)))
+    place.delete(garbage(place, place.files(), re.compile(".*")), folders=True)
     record = record_in(place, "c/.metadata")
     assert set(place.files("c")) == {file.path for file in (() if record is None else record.files)}, cut.where
     return value

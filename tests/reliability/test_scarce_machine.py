@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import json
 import logging
 import os
 import resource
@@ -153,27 +152,15 @@ def a_pool_without_threads() -> None:
 
 
 def test_progress_is_told_between_jobs_without_threads(tmp_path: Path) -> None:
-    """A bar of an upload moves, and leases are renewed."""
+    """A bar of an upload moves."""
     done = run_forked(a_pool_without_threads, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-class Beats(Callback):
-    """Tells what the lease in the bucket says after each batch, which takes a while."""
-
-    def __init__(self, uri: str) -> None:
-        self.store = open_store(uri)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        time.sleep(3)
-        lease = json.loads(self.store.read_range("run/.ba{batch}.pt.lease", 0, 4096))
-        sys.stdout.write(f"{int(state.timestamp.batch)} {lease['beat']}\n")
-
-
-def a_run_in_a_bucket(uri: str, dies: str) -> None:
+def a_run_in_a_bucket(uri: str, how: str) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     torch.set_num_threads(1)
-    callbacks: list[Callback] = [Beats(uri)]
+    callbacks: list[Callback] = []
 
     def die() -> None:
         with Transfer(open_store(uri)) as transfer:
@@ -181,27 +168,31 @@ def a_run_in_a_bucket(uri: str, dies: str) -> None:
                 time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if dies:
+    if how == "dies":
         callbacks = [At(3, die)]
-    else:
+    elif how == "gets no threads":
         forbid_threads()
     with trainer(Path("unused"), *callbacks, save_folder=f"{uri}/run", save_interval="2ba") as run:
         run.fit()
 
 
-def test_a_killed_run_that_gets_no_threads_resumes_from_a_bucket(tmp_path: Path, s3_server: Any) -> None:
-    """On another machine. It renews its lease between batches, so that no third launch takes the run, and says so."""
-    uri, folders = f"s3://{s3_server.new_bucket()}", [tmp_path / "first", tmp_path / "second"]
+def test_a_run_in_a_bucket_that_gets_no_threads_says_so_before_it_trains(tmp_path: Path, s3_server: Any) -> None:
+    """It could not renew its lease. Nothing is lost: the launch after it resumes."""
+    uri = f"s3://{s3_server.new_bucket()}"
     ends: list[Any] = []
-    for folder, dies in zip(folders, ["dies", ""], strict=True):
+    for how in ("dies", "gets no threads", "trains"):
+        folder = tmp_path / how
         folder.mkdir()
-        run: list[Any] = [a_run_in_a_bucket, uri, dies]
+        run: list[Any] = [a_run_in_a_bucket, uri, how]
         ends.append(run_forked(*run, cwd=folder, environment=s3_server.environment, timeout=200))
-    assert [end.returncode for end in ends] == [-signal.SIGKILL, 0], ends[-1].stderr[-3000:]
-    said = [tuple(map(int, line.split())) for line in ends[1].stdout.splitlines()]
-    assert [batch for batch, _ in said] == [3, 4, 5, 6]
-    assert said[-1][1] > said[0][1], "the lease was not renewed"
-    assert "renewed between batches" in ends[1].stderr
+    killed, refused, resumed = ends
+    assert killed.returncode == -signal.SIGKILL
+    assert refused.returncode == 1
+    assert "no thread can be started to renew the lease: raise the limit (ulimit -u)" in refused.stderr
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    names = [item["Key"] for item in s3_server.client().list_objects_v2(Bucket=uri.removeprefix("s3://"))["Contents"]]
+    assert {"run/ba2.pt", "run/ba4.pt", "run/ba6.pt"} <= set(names)
+    assert not [name for name in names if name.endswith(".lease")]
 
 
 def functions_without_threads(folder: str) -> None:

@@ -61,8 +61,8 @@ class SayAndDie(Callback):
         if here is None or here.lineage != state.lineage:
             return False
         for one in saver.saver.publishers:
-            latest = None if one.link is None else one.remote.latest(one.link, state.run_name)
-            if latest is None or latest.files != here.files or not one.remote.leads(str(one.link), name):
+            latest = None if one.link is None else one.remote.latest(one.link, state.run_name, announced=False)
+            if latest is None or latest.files != here.files or latest.name != name:
                 return False
         return True
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sealed_files import record_in, reseal
+from sealed_files import record_in, rewrite_record
 from test_preemption import launch
 
 from composerlite.checkpoint import Catalog
@@ -54,7 +54,7 @@ def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path) -> None:
     manifests = catalog.manifests()
     for year, manifest in zip(range(2050, 2000, -10), manifests, strict=False):
         path = catalog.folder / manifest.name
-        reseal(path, saved_at=f"{year}-01-01T00:00:00.000+00:00")
+        rewrite_record(path, saved_at=f"{year}-01-01T00:00:00.000+00:00")
         assert record_in(path).saved_at.startswith(str(year))
     two = launch(tmp_path)
     assert two.batches[0] == one.batches[-1] + 1

@@ -121,7 +121,6 @@ def test_names_are_below_the_prefix(opened: GCSObjectStore, bucket: str) -> None
         below.put_bytes("x", b"1")
         opened.put_bytes("outside", b"2")
         assert [info.name for info in below.list_objects()] == ["x"]
-        assert list(below.list_objects(start_after="x")) == []
         assert below.get_uri("x") == f"gs://{bucket}/a/run/x"
     assert [info.name for info in opened.list_objects()] == ["a/run/x", "outside"]
 

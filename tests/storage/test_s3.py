@@ -458,6 +458,16 @@ def test_a_service_that_cannot_create_atomically_is_noticed(there: bool) -> None
         assert methods == (["PUT", "HEAD"] if there else ["PUT", "HEAD", "PUT"])
 
 
+def test_an_upload_in_parts_creates_with_a_condition(script: ScriptedServer, scripted: S3ObjectStore) -> None:
+    """The service decides which of two uploads is first: the request that completes one tells it to."""
+    script.script(_STARTED, _STARTED, Answer(404), _refused(412, "PreconditionFailed"))
+    upload = scripted.start_parts("a")
+    upload.send(1, memoryview(b"x"))
+    with pytest.raises(FileExistsError, match="s3://b/a: complete"):
+        upload.complete(count=1, create_only=True)
+    assert script.requests[-1].headers["if-none-match"] == "*"
+
+
 def test_a_page_of_a_proxy_is_no_success(script: ScriptedServer, scripted: S3ObjectStore, tmp_path: Path) -> None:
     """A page of HTML with status 200 is not the service's: nothing counts as written, read or deleted."""
     (tmp_path / "source").write_bytes(b"x")

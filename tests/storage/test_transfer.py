@@ -274,8 +274,8 @@ def test_stale_parts_are_removed(store: FaultyStore, transfer: Transfer) -> None
     """Uploads of dead runs are aborted when they are old enough, below the prefix only."""
     for name in ("run1/a", "run1/b", "run2/a"):
         assert store.start_parts(name) is not None
-    assert transfer.abort_stale("run1/", timedelta(hours=1)) == 0
-    assert transfer.abort_stale("run1/", timedelta()) == 2
+    assert len(transfer.abort_stale("run1/", timedelta(hours=1))) == 0
+    assert len(transfer.abort_stale("run1/", timedelta())) == 2
     assert [upload.name for upload in store.unfinished_parts("")] == ["run2/a"]
 
 
@@ -337,6 +337,23 @@ def test_a_creation_that_came_second_is_none(store: FaultyStore, transfer: Trans
     with pytest.raises(FileExistsError):
         transfer.put_bytes("run/a", b"ours and more", create_only=True)
     assert content(store, "run/a") == b"ours and more"
+
+
+@pytest.mark.parametrize("size", [100, SIZE], ids=["whole", "in parts"])
+def test_an_upload_that_creates_only_replaces_nothing(
+    store: FaultyStore, transfer: Transfer, file: Path, data: bytes, size: int
+) -> None:
+    """An object that appears while the file is sent stays, and no parts are left of the file."""
+    file.write_bytes(data[:size])
+    verb = "complete" if size > MiB else "upload_object"
+    store.faults = [Fault(verb, lost_answer=True)]
+    transfer.upload("run/a", file, create_only=True)
+    assert content(store, "run/a") == data[:size]
+    store.faults = [Fault(verb, error=None, first=lambda: store.put_bytes("run/b", b"b"))]
+    with pytest.raises(FileExistsError, match="run/b"):
+        transfer.upload("run/b", file, create_only=True)
+    assert content(store, "run/b") == b"b"
+    assert list(store.unfinished_parts("")) == []
 
 
 # ── swaps, tails and levels ──────────────────────────────────────────────────────────────────────────────────────────

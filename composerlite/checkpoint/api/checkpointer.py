@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import re
@@ -40,10 +41,12 @@ from composerlite.checkpoint.api.train_module import (
     state_to_load,
     state_to_save,
 )
+from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder, step_folder_of
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, versions
+from composerlite.checkpoint.place.directory import StepFolder
+from composerlite.checkpoint.place.place import NewFile
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.staging import shared_staging
@@ -54,8 +57,9 @@ from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    ObjectStoreError,
 )
-from composerlite.storage import HostMemory
+from composerlite.storage import HostMemory, chunk_bytes_for
 from composerlite.types import StateDict
 
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
@@ -206,7 +210,7 @@ class Checkpointer:
             return state_to_save(train_module)
 
         with contextlib.ExitStack() as resources:
-            folder = resources.enter_context(step_folder_of(place))
+            folder = resources.enter_context(StepFolder.of(place))
             what = "looking for a checkpoint that is in the way"
             group.all_reduce(what, lambda: None, lambda _: folder.check_free(overwrite=self.save_overwrite))
             shards = ShardWriter(
@@ -261,8 +265,18 @@ class Checkpointer:
                 f"{MODEL}, {TRAIN}."
             )
         data = contents.encode() if isinstance(contents, str) else contents
-        with step_folder_of(dir) as folder:
-            return folder.put(fname, data, overwrite=self.save_overwrite)
+        with StepFolder.of(dir) as folder:
+            path = folder.at(fname)
+            folder.place.check_name(path)
+            try:
+                folder.place.put(path, data, create_only=not self.save_overwrite)
+            except FileExistsError as e:
+                uri = folder.place.uri(path)
+                uri = folder.place.uri(path)
+                raise FileExistsError(
+                    f"there is a file {uri!r} already. Give another name, or set save_overwrite=True."
+                ) from e
+            return folder.place.uri(path)
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def load(
@@ -295,7 +309,7 @@ class Checkpointer:
             ConfigError: ``train_module`` is none, or cannot be saved.
         """
         group = group_of(self.process_group)
-        with step_folder_of(dir) as folder:
+        with StepFolder.of(dir) as folder:
             for attempt in range(_ATTEMPTS):  # what is replaced while it is read is read again
                 is_last = attempt == _ATTEMPTS - 1
                 versions: set[str] = group.all_reduce("comparing versions", folder.version, set)
@@ -364,7 +378,7 @@ class Checkpointer:
     @classmethod
     def dir_is_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
         """Return true if ``dir`` is a complete checkpoint, or a directory with the model and the optimizer alone."""
-        with step_folder_of(dir) as folder:
+        with StepFolder.of(dir) as folder:
             return folder.is_checkpoint()
 
     @classmethod
@@ -388,10 +402,12 @@ class Checkpointer:
             CorruptCheckpointError: there are checkpoints, and none of them can be read.
         """
         damaged, readable = list[str](), False
-        with step_folder_of(dir) as folder:
-            matches = [match for name in folder.steps() if (match := _STEP.fullmatch(name)) is not None]
-            for match in sorted(matches, key=lambda match: int(match[1])):
-                step = folder.step(match[0])
+        with StepFolder.of(dir) as folder:
+            names = folder.place.names(folder.name)
+            matches = [match for name in names if (match := _STEP.fullmatch(name)) is not None]
+            marked = folder.place.each(lambda match: folder.has(f"{match[0]}/{MARKER}"), matches)
+            for match in sorted(itertools.compress(matches, marked), key=lambda match: int(match[1])):
+                step = StepFolder(folder.place.inside(folder.name), match[0])
                 try:
                     found = metadata_of(step) if step.is_checkpoint() else None
                 except (CorruptCheckpointError, OSError) as e:
@@ -466,6 +482,8 @@ class _StepWriter:
         self._group = group
         self._ephemeral = ephemeral
         self._record: FileRecord | None = None
+        self._written: str | None = None
+        """Path of the file of this rank, once it is begun."""
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
@@ -479,9 +497,11 @@ class _StepWriter:
 
     def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
         """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
-        name = f"{TRAIN}/rank{self._group.rank}.pt"
-        digest = self._folder.write(name, self._train)
-        self._record = FileRecord.of(name, digest)
+        path, size = self._folder.at(f"{TRAIN}/rank{self._group.rank}.pt"), self._train.size_bytes
+        self._written = path
+        file = NewFile(path, size, self._train.write, chunk_bytes_for(size))
+        (digest,) = self._folder.place.write([file])
+        self._record = FileRecord.of(path, digest)
         self._shards.write(memory, ring_bytes, may_grow=may_grow)
 
     def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
@@ -491,16 +511,28 @@ class _StepWriter:
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Make the checkpoint exist: first the directory in it, then all of it."""
-        files = tuple(record for record, _ in parts)
-        record = self._folder.record_of(files, self._group.size, ephemeral=self._ephemeral)
-        record = dataclasses.replace(record, versions=versions())
-        self._shards.commit(record, [results for _, results in parts])
-        self._folder.mark(CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json())
-        return record
+        name = self._folder.name or "step"
+        number = name.rpartition("step")[2]
+        record = dataclasses.replace(
+            record_of_directory(name, self._group.size, kind="step"),
+            form="step",
+            template="step{step}",
+            timestamp={"batch": int(number) if number.isdecimal() else 0},
+            files=tuple(record for record, _ in parts),
+            ephemeral=self._ephemeral,
+        )
+        committed = self._shards.commit(record, [results for _, results in parts])
+        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
+        self._folder.place.put(self._folder.at(MARKER), marker)
+        return committed
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files written so far, unless they are or may be committed."""
         self._shards.close(may_be_committed=may_be_committed)
-        if not may_be_committed:
-            self._folder.abandon()
+        if not may_be_committed and self._written is not None:
+            try:
+                if not self._folder.has(MARKER):  # it was put, although the answer was an error
+                    self._folder.place.delete([self._written], folders=True)
+            except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
+                log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)
         self._folder.close()

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast, final
 
+from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.load.reader import safe_torch_load
-from composerlite.checkpoint.place.directory import INDEX
-from composerlite.checkpoint.place.step import MARKER, MODEL, TRAIN, StepFolder
-from composerlite.checkpoint.record.manifest import CheckpointMetadata, Manifest
+from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
+from composerlite.checkpoint.record.manifest import Count, Manifest, json_object, recorded, versions
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["FoundStep", "find_step", "metadata_of", "read_train_state"]
+__all__ = ["CheckpointMetadata", "FoundStep", "find_step", "metadata_of", "read_train_state"]
 
 log = logging.getLogger(__name__)
-_RANK_FILE = re.compile(r"rank(\d+)\.pt")
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """The contents of ``.metadata.json``.
+
+    Attributes:
+        version: of composerlite, which saved it.
+        ephemeral: it may be deleted as soon as there is a newer one.
+        world_size: number of ranks that saved it; 0: another program has, and does not say.
+    """
+
+    version: str = field(default_factory=lambda: versions()["composerlite"])
+    ephemeral: bool = False
+    world_size: Count = 0
+
+    def to_json(self) -> bytes:
+        """Return the bytes that are written."""
+        return json.dumps(dataclasses.asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
+        """Parse ``.metadata.json`` as written by this package or by OLMo-core.
+
+        Args:
+            data: content of the file.
+            source: path or URI of the file, for errors.
+
+        Returns:
+            The metadata.
+
+        Raises:
+            CorruptCheckpointError: it is nothing of that kind; names ``source``.
+        """
+        try:
+            found = json_object(data)
+            known = {name: found[name] for name in ("ephemeral", "world_size") if name in found}
+            return recorded(cls, {"version": str(found.get("version", "")), **known})
+        except ValueError as e:
+            raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
 
 
 @final
@@ -59,17 +100,20 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
         )
     metadata = metadata_of(folder)
     record = folder.record()
+    if record is not None and record.form != "step":
+        record = None  # of a model that was saved alone
     if load_trainer_state is False:
         return FoundStep(False, metadata, record)
-    # A killed save of more ranks may have left files that the record does not name.
-    names = folder.names(TRAIN) if record is None else [file.path.rpartition("/")[2] for file in record.files]
-    matches = [match for name in names if (match := _RANK_FILE.fullmatch(name)) is not None]
+    if record is None:
+        return FoundStep(False, metadata, None, frozenset(folder.rank_files()))
+    names = [file.path.rpartition("/")[2] for file in record.files]
+    matches = [match for name in names if (match := RANK_FILE.fullmatch(name)) is not None]
     return FoundStep(False, metadata, record, frozenset(int(match[1]) for match in matches))
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
     """Return the contents of ``.metadata.json``; raise CorruptCheckpointError if it cannot be read."""
-    return CheckpointMetadata.from_json(folder.read(MARKER), f"{folder.uri}/{MARKER}")
+    return CheckpointMetadata.from_json(folder.place.read(folder.at(MARKER)), f"{folder.uri}/{MARKER}")
 
 
 def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> StateDict:
@@ -94,5 +138,5 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
     )
     if record is None and found.record is not None:
         raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
-    with folder.opened(name, None if record is None else record.digest) as path:
+    with folder.place.lent(folder.at(name), None if record is None else record.digest) as path:
         return cast("StateDict", safe_torch_load(path))

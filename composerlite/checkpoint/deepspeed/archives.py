@@ -27,12 +27,13 @@ from composerlite.checkpoint.load.resolve import (
     engine_folder,
     fetched,
     followed,
-    home_of,
-    manifest_at,
     resolved,
     transferring,
     what_is_there,
 )
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.catalog import Catalog, home_of
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.errors import (
@@ -320,18 +321,22 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         path = resolved(Path(parse_uri(first)[2]))
         if not path.is_file():
             raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
-        catalog, name = home_of(path.resolve())
-        manifest = catalog.manifest_of(name)
+        path = path.resolve()
+        place, name = home_of(Folder(path.parent), path.name)
+        manifest = Catalog(place).manifest_of(name)
         if manifest is not None and manifest.kind == "deepspeed":
-            return Archives([str(catalog.folder / record.path) for record in manifest.files], manifest)
+            return Archives([place.uri(record.path) for record in manifest.files], manifest)
     else:
         with transferring(first, object_store) as (transfer, wanted):
-            catalog, manifest = manifest_at(transfer, followed(transfer, wanted))
+            key = followed(transfer, wanted)
+            folder, _, last = key.rpartition("/")
+            place, name = home_of(Bucket(transfer, folder), last)
+            manifest = Catalog(place).manifest_of(name)
             if manifest is not None and manifest.kind == "deepspeed":
-                uris = [catalog.place.uri(record.path) for record in manifest.files]
-                key = followed(transfer, wanted).removesuffix(manifest.name)
-                names = [key + record.path for record in manifest.files] if object_store is not None else uris
-                return Archives(names, manifest)
+                root = key.removesuffix(name)
+                uris = [place.uri(record.path) for record in manifest.files]
+                names = [root + record.path for record in manifest.files]
+                return Archives(uris if object_store is None else names, manifest)
     if manifest is not None:
         raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
     if "rank" not in variables_in(template, f"{argument}={template!r}"):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from composerlite import dist
+from composerlite.checkpoint.contents import RestorePlan, check_kind, half_loaded
 from composerlite.checkpoint.deepspeed.archives import (
     MODEL_STATES,
     Archives,
@@ -34,7 +35,6 @@ from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
 from composerlite.checkpoint.load.resolve import engine_folder, fetched
-from composerlite.checkpoint.record.contents import RestorePlan, check_kind, half_loaded
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
@@ -253,7 +253,7 @@ class _Load:
                 return {rename.of(name): tensor for name, tensor in found.items()}
         with fetched(first, self.object_store) as path:
             if not holds_deepspeed(path):
-                with opened(path, trust=self.trust) as (file, _):
+                with opened(path, trust=self.trust) as (file, *_):
                     check_kind(file.contents, f"checkpoint {first!r}")
                     file.contents = {"model": file.contents["state"].get("model", {})}
                     file.read()

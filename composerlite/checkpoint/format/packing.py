@@ -34,6 +34,8 @@ _ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".t
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
 )
+_UNREADABLE = {b"\x89LZO": "lzop", b"]\0\0": "lzma"}
+"""Programs with which Composer compresses what is not read here, by the first bytes of their files."""
 
 
 @final
@@ -156,10 +158,18 @@ def is_packed(path: Path) -> bool:
     """Check whether the file ``path`` is compressed or an archive, by its first bytes: its name may say something else.
 
     Raises:
+        IncompatibleCheckpointError: it is compressed with a program whose files are not read.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        return is_packed_beginning(file.read(_HEADER_BYTES))
+        beginning = file.read(_HEADER_BYTES)
+    for magic, program in _UNREADABLE.items():
+        if beginning.startswith(magic):
+            raise IncompatibleCheckpointError(
+                f"checkpoint {str(path)!r} was compressed with {program}: decompress it with '{program} -d'. Codecs "
+                f"that are read: {', '.join(known.extension for known in KNOWN_COMPRESSORS)}."
+            )
+    return is_packed_beginning(beginning)
 
 
 def is_packed_beginning(beginning: bytes) -> bool:

@@ -8,8 +8,6 @@ import struct
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
-import xxhash
-
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 
 __all__ = [
@@ -17,12 +15,10 @@ __all__ = [
     "MOST_HEADER_BYTES",
     "TORCH_SUFFIX",
     "WEIGHTS_SUFFIX",
-    "digest_of_index",
     "folder_index",
     "holds_model_states",
     "holds_weights",
     "is_folder_index",
-    "is_part_of_weights",
     "is_safetensors",
 ]
 
@@ -41,7 +37,6 @@ _VALUES = re.compile(
 """What the Trainer of transformers and accelerate save beside weights."""
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 """What the engine of DeepSpeed calls the file of a rank of data and one of model parallelism."""
-_PART = re.compile(r"model(?:-\d+-of-\d+)?_[0-9a-f]{8}\.safetensors")
 
 
 def holds_model_states(names: Collection[str]) -> bool:
@@ -64,19 +59,6 @@ def holds_weights(names: Collection[str]) -> bool:
 
 def _are_safetensors(names: Collection[str]) -> bool:
     return any(name.endswith((WEIGHTS_SUFFIX, _INDEX_SUFFIX)) for name in names)
-
-
-def is_part_of_weights(name: str) -> bool:
-    """Return true for what a save of ours to a bucket calls a file of weights: no other program gives such a name."""
-    return _PART.fullmatch(name) is not None
-
-
-def digest_of_index(data: bytes) -> str:
-    """Return the XXH3-128 of the file ``*.safetensors.index.json`` that ``data`` of :func:`folder_index` was made with.
-
-    Empty: there was none, or ``data`` is another index.
-    """
-    return str(json.loads(data)["index"]) if is_folder_index(data) else ""
 
 
 def is_folder_index(data: bytes) -> bool:
@@ -108,7 +90,7 @@ def folder_index(
         CorruptCheckpointError: a file is none, or is listed and not there.
         UntrustedCheckpointError: a file of torch holds a type that is not known to be safe.
     """
-    files, index = ([only], "") if only is not None else _files(names, size, read)
+    files = [only] if only is not None else _files(names, size, read)
     if not files:
         return None
     values = {} if only is not None else {name: size(name) for name in names if _VALUES.fullmatch(name)}
@@ -117,18 +99,17 @@ def folder_index(
         "files": {} if is_torch else {name: [size(name), _header(name, size(name), read)] for name in files},
         "torch": {name: _tensors_of_torch(name, size(name), read) for name in files} if is_torch else {},
         "values": values,
-        "index": index,
     }
     return json.dumps(told).encode()
 
 
-def _files(names: Collection[str], size: Callable[[str], int], read: _Read) -> tuple[list[str], str]:
-    """Return the files of weights: those that the index names, with a digest of it, or all."""
+def _files(names: Collection[str], size: Callable[[str], int], read: _Read) -> list[str]:
+    """Return the files of weights: those that the index names, or all."""
     suffix = WEIGHTS_SUFFIX if _are_safetensors(names) else TORCH_SUFFIX
     indexes = sorted(name for name in names if name.endswith(f"{suffix}.index.json"))
     if not indexes:
         chosen = (name for name in names if name.endswith(suffix))
-        return sorted(name for name in chosen if suffix == WEIGHTS_SUFFIX or _OF_TORCH.fullmatch(name)), ""
+        return sorted(name for name in chosen if suffix == WEIGHTS_SUFFIX or _OF_TORCH.fullmatch(name))
     if len(indexes) > 1:
         raise CorruptCheckpointError(f"the folder has several indexes: {', '.join(indexes)}.")
     if (length := size(indexes[0])) > MOST_HEADER_BYTES:
@@ -141,7 +122,7 @@ def _files(names: Collection[str], size: Callable[[str], int], read: _Read) -> t
     for name in listed:
         if not isinstance(name, str) or name not in names or not name.endswith(suffix):
             raise CorruptCheckpointError(f"{indexes[0]!r} names {str(name)[:100]!r}, which is no file of its folder.")
-    return sorted(listed), xxhash.xxh3_128_hexdigest(data)
+    return sorted(listed)
 
 
 def _header(name: str, size: int, read: _Read) -> str:

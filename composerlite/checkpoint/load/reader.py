@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, final
@@ -21,7 +21,9 @@ from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile, is_legacy
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import BytesRead, home_of, progress_of, what_is_there
+from composerlite.checkpoint.load.resolve import BytesRead, progress_of, what_is_there
+from composerlite.checkpoint.place.catalog import Catalog, home_of
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import (
     CheckpointError,
@@ -34,6 +36,7 @@ from composerlite.storage import ParallelReader
 from composerlite.types import Piece
 
 __all__ = [
+    "OpenCheckpoint",
     "RawFile",
     "opened",
     "opened_together",
@@ -59,6 +62,7 @@ class RawFile(NamedTuple):
         check_sums: whether nothing but the sums in the file verifies them.
         comment_bytes: size of the zip comment behind them.
         expect: is called with the bytes that ``peek`` will be asked for.
+        verified: numbers of the chunks of the file that were read and verified so far.
     """
 
     source: ByteSource
@@ -67,6 +71,7 @@ class RawFile(NamedTuple):
     check_sums: bool
     expect: Callable[[int, int], object] | None = None
     comment_bytes: int = 0
+    verified: Collection[int] = ()
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
         """Return its contents."""
@@ -82,11 +87,26 @@ class RawFile(NamedTuple):
         )
 
 
+@final
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint file that is open.
+
+    Attributes:
+        file: its contents.
+        progress: to be called with each number of bytes read.
+        verified: numbers of the chunks of this rank's file that were read and verified so far.
+    """
+
+    file: TorchFile
+    progress: BytesRead
+    verified: Collection[int]
+
+
 @contextlib.contextmanager
 def opened(
     path: Path, *, map_location: MapLocation = "cpu", trust: bool = False, progress_bar: bool = False
-) -> Generator[tuple[TorchFile, BytesRead]]:
-    """The checkpoint file ``path``, and the callbacks for bytes read of it.
+) -> Generator[OpenCheckpoint]:
+    """Open the checkpoint file ``path``.
 
     A file with a record is verified: by chunks as they are read, or before that if it is compressed. One without is
     compared with its own checksums, and a warning says that this is all. The function that the environment variable
@@ -99,11 +119,11 @@ def opened(
         ConfigError: the function cannot be imported.
     """
 
-    def torch_file(raw: RawFile) -> TorchFile:
-        return raw.torch_file(map_location=map_location, trust=trust)
+    def torch_file(raw: RawFile) -> tuple[TorchFile, Collection[int]]:
+        return raw.torch_file(map_location=map_location, trust=trust), raw.verified
 
-    with opened_as(torch_file, path, progress_bar=progress_bar) as found:
-        yield found
+    with opened_as(torch_file, path, progress_bar=progress_bar) as ((file, verified), progress):
+        yield OpenCheckpoint(file, progress, verified)
 
 
 @contextlib.contextmanager
@@ -152,20 +172,24 @@ def _version(path: Path) -> tuple[int, int, int, int] | None:
 
 def _raw_file(stack: contextlib.ExitStack, path: Path) -> RawFile:
     """The bytes of the torch file: compared with its record as they are read, or all before if it is packed."""
-    catalog, name = home_of(path)
+    place, name = home_of(Folder(path.parent), path.name)
+    catalog = Catalog(place)
     manifest = catalog.manifest_of(name)
     if manifest is None:
         log.warning("checkpoint %s has no record: loading it unverified", path)
     if is_packed(path):
+        verified: Collection[int] = ()
         if manifest is not None:
             catalog.verify(manifest)
+            verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
         size_bytes = None if manifest is None else manifest.unpacked_bytes or None
         file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-        beside = UnverifiedFile(file)
-        return RawFile(beside, file.seek(0, os.SEEK_END), beside.read, manifest is None, beside.expect)
+        beside, size_bytes = UnverifiedFile(file), file.seek(0, os.SEEK_END)
+        return RawFile(beside, size_bytes, beside.read, manifest is None, beside.expect, verified=verified)
     beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
     source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-    return RawFile(source, source.size_bytes, beside.read, manifest is None, beside.expect, source.tail_bytes)
+    tail_bytes, verified = source.tail_bytes, source.verified
+    return RawFile(source, source.size_bytes, beside.read, manifest is None, beside.expect, tail_bytes, verified)
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
@@ -229,7 +253,7 @@ Known = dict[tuple[int, int], bytes]
 @contextlib.contextmanager
 def opened_together(
     path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False, rank0_only: bool = False
-) -> Generator[tuple[TorchFile, BytesRead]]:
+) -> Generator[OpenCheckpoint]:
     """The file of rank 0, on every rank: all call the same methods of it in the same order.
 
     Rank 0 reads it, and so does the first rank of each other node that has the very same file under that path; what a
@@ -265,7 +289,7 @@ def opened_together(
         spread = stack.enter_context(dist.node_broadcast(f"reading {name}", sources))
         raw = _shared(spread, mine)
         with group.all_or_none(f"reading {name}"):
-            yield raw.torch_file(trust=trust), progress
+            yield OpenCheckpoint(raw.torch_file(trust=trust), progress, () if mine is None else mine.raw.verified)
 
 
 def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:

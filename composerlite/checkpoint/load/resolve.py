@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from composerlite import storage
+from composerlite.checkpoint.format import INDEX, MODEL
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.format.weight_files import (
     WEIGHTS_SUFFIX,
@@ -26,10 +27,9 @@ from composerlite.checkpoint.format.weight_files import (
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.directory import INDEX, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.directory import Directory, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
-from composerlite.checkpoint.place.step import MODEL, StepFolder, step_folder_of
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
@@ -56,7 +56,6 @@ __all__ = [
     "fetched",
     "followed",
     "get_file",
-    "home_of",
     "is_read_in_place",
     "located",
     "manifest_at",
@@ -66,6 +65,8 @@ __all__ = [
     "transferring",
     "what_is_there",
 ]
+
+D = TypeVar("D", bound=Directory)
 
 
 @final
@@ -95,22 +96,23 @@ class Located:
         """The directory, from this rank; that of the model and the optimizer if it is that of a step."""
         if self.step:
             return self.step_folder(object_store).model()
-        if self.path is not None:
+        if self.path is not None and self.path.is_file():
             path = Path(os.path.realpath(self.path))
-            if path.is_file():
-                return ShardedDirectory.of_file(Folder(path.parent), path.name)
-            return ShardedDirectory.on_disk(path)
+            return ShardedDirectory(Folder(path.parent), "", path.name)
         if self.is_file:
             store = open_store(self.uri) if object_store is None else object_store
-            return ShardedDirectory.of_file(Bucket.of(store, closes=object_store is None), self.key)
-        return ShardedDirectory.in_store(object_store, self.key) if object_store is not None else directory_at(self.uri)
+            folder, _, file = self.key.rpartition("/")
+            return ShardedDirectory(Bucket.of(store, closes=object_store is None), folder, file)
+        return self._opened(ShardedDirectory, object_store)
 
     def step_folder(self, object_store: ObjectStore | None) -> StepFolder:
         """The directory of the step, from this rank."""
+        return self._opened(StepFolder, object_store)
+
+    def _opened(self, kind: type[D], object_store: ObjectStore | None) -> D:
         if object_store is None or self.path is not None:
-            return step_folder_of(str(self.path or self.uri))
-        above, _, name = self.key.rpartition("/")
-        return StepFolder(Bucket.of(object_store, above), name)
+            return kind.of(self.path or self.uri)
+        return kind.in_store(object_store, self.key)
 
 
 def source_of(name: str) -> str:
@@ -245,7 +247,7 @@ def _elsewhere(
             has_index = bool(key) and transfer.exists(f"{key}/{INDEX}")
             if not has_index and (found := stack.enter_context(engine_folder(name, object_store))) is not None:
                 return _merged(stack, name, *found, merge)
-            if not has_index and not (key and holds_weights(ShardedDirectory.in_store(transfer.store, key).names())):
+            if not has_index and not (key and holds_weights(Bucket(transfer).names(key))):
                 raise
             return Located(name, is_directory=True, uri=transfer.store.get_uri(key), key=key)
 
@@ -429,11 +431,6 @@ def followed(transfer: Transfer, name: str) -> str:
 
 
 # ── who knows it ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def home_of(path: Path) -> tuple[Catalog, str]:
-    """Return the catalog of the folder of ``path``, and the name of ``path`` there."""
-    return Catalog(path.parent), path.name
-
-
 def manifest_at(transfer: Transfer, name: str) -> tuple[Catalog, Manifest | None]:
     """Return the catalog of the folder of the object ``name``, and the record of the checkpoint of that name."""
     folder, _, last = name.rpartition("/")

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from composerlite import dist
-from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
-from composerlite.checkpoint.load.reader import opened, readable
-from composerlite.checkpoint.load.resolve import BytesRead, Located, located, source_of
-from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.contents import (
+from composerlite.checkpoint.contents import (
     IgnoreKeys,
+    Loaded,
     RestorePlan,
     TrainingState,
     check_ignore_keys,
@@ -27,12 +24,16 @@ from composerlite.checkpoint.record.contents import (
     half_loaded,
     without,
 )
+from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
+from composerlite.checkpoint.load.reader import opened, opened_together, readable
+from composerlite.checkpoint.load.resolve import BytesRead, Located, located, source_of
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["load_checkpoint", "read_checkpoint"]
+__all__ = ["FileOptions", "load_checkpoint", "read_checkpoint", "read_in_place"]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def read_checkpoint(
     """
     path = Path(path)
     ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
-    with opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar) as (file, progress):
+    opening = opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar)
+    with opening as (file, progress, _):
         check_kind(file.contents, str(path))
         file.contents = without(file.contents, ignore_keys)
         file.read(progress=progress)
@@ -98,7 +100,7 @@ def load_checkpoint(
 
     What does not fit is said, whole, before anything in ``state`` is changed. Tensors that have the
     form of the saved ones are then read in place, and verified as they are: a file whose damage shows only there leaves
-    ``state`` unusable, and the error says so. Autoresume verifies a file first.
+    ``state`` unusable, and the error says so. Autoresume then restores an older checkpoint.
 
     Args:
         path: a file or directory, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``,
@@ -122,8 +124,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all that differs.
     """
-    group = dist.get_group()
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
+    group = dist.get_group()
     name = group.from_first("naming the checkpoint", lambda: format_name_with_dist(str(path), state.run_name))
     plan = RestorePlan(
         state,
@@ -136,49 +138,69 @@ def load_checkpoint(
     )
     if state.deepspeed is not None:
         return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)
+    options = FileOptions(progress_bar, trust_checkpoint, monolith_rank0_only)
+    return read_in_place(name, plan, object_store, options).restore()
+
+
+@final
+class FileOptions(NamedTuple):
+    """The way in which a checkpoint that is one file is read.
+
+    Attributes:
+        progress_bar: show one on a terminal while a large file is downloaded or read.
+        trust: load any type, **running whatever code the file holds**.
+        rank0_only: no rank but the first reads it.
+    """
+
+    progress_bar: bool
+    trust: bool
+    rank0_only: bool
+
+
+def read_in_place(name: str, plan: RestorePlan, object_store: ObjectStore | None, options: FileOptions) -> Loaded:
+    """Read the tensors of a checkpoint into the state of ``plan``. Nothing else changes until :meth:`Loaded.restore`.
+
+    If damage shows on one rank, all raise it: then another checkpoint must be read into the state.
+
+    Args:
+        name: the same on every rank, without format variables.
+        plan: what to restore.
+        object_store: the store that ``name`` is a name in.
+        options: of a file.
+
+    Raises:
+        CheckpointError: as :func:`load_checkpoint`.
+    """
 
     def merge(place: Place, folder: str, target: Path) -> Path:
         from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
 
-        return merged_file(place, folder, target, trust=trust_checkpoint)
+        return merged_file(place, folder, target, trust=options.trust)
 
-    with located(name, object_store, progress_bar=progress_bar, merge=merge) as place:
+    with located(name, object_store, progress_bar=options.progress_bar, merge=merge) as place:
         if place.is_directory:
             from composerlite.checkpoint.load.sharded import load_directory
 
             step = place.step_folder(object_store) if place.step else None
             return load_directory(place.folder(object_store), plan, step)
-        return _load_file(
-            place, plan, progress_bar=progress_bar, trust=trust_checkpoint, rank0_only=monolith_rank0_only
-        )
+        return _read_file(place, plan, options)
 
 
-def _load_file(
-    place: Located, plan: RestorePlan, *, progress_bar: bool, trust: bool, rank0_only: bool
-) -> list[dict[str, Any]] | None:
-    group = dist.get_group()
-    with _opened(place, progress_bar=progress_bar, trust=trust, rank0_only=rank0_only) as (file, progress):
-        with group.all_or_none("comparing the checkpoint with the run"):
-            file.contents = plan.wanted(file.contents)
-            live = plan.places(file.contents)
-        _read_in_place(file, live, progress, place.path)
-        contents = file.contents
-    with group.all_or_none("restoring the run"):
-        return plan.load(contents)
-
-
-def _opened(
-    place: Located, *, progress_bar: bool, trust: bool, rank0_only: bool
-) -> contextlib.AbstractContextManager[tuple[TorchFile, BytesRead]]:
+def _read_file(place: Located, plan: RestorePlan, options: FileOptions) -> Loaded:
     if dist.get_world_size() == 1:
         assert place.path is not None
-        return opened(place.path, trust=trust, progress_bar=progress_bar)
-    from composerlite.checkpoint.load.reader import opened_together  # a run of one process has no others
+        opening = opened(place.path, trust=options.trust, progress_bar=options.progress_bar)
+    else:
+        opening = opened_together(place.path, place.name, **options._asdict())
+    with opening as (file, progress, verified):
+        with dist.get_group().all_or_none("comparing the checkpoint with the run"):
+            file.contents = plan.wanted(file.contents)
+            live = plan.places(file.contents)
+        _read_tensors(file, live, progress, place.path)
+        return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
 
-    return opened_together(place.path, place.name, trust=trust, progress_bar=progress_bar, rank0_only=rank0_only)
 
-
-def _read_in_place(file: TorchFile, live: StateDict, progress: BytesRead, path: Path | None) -> None:
+def _read_tensors(file: TorchFile, live: StateDict, progress: BytesRead, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
     file.contents, targets = placed(file.contents, live, file.unread(), file.ring)
     with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):

@@ -1,155 +1,33 @@
-"""The choice of the checkpoint that a run resumes from."""
+"""Resuming a run: list its checkpoints, sort them, restore the first whose bytes are those that were saved."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
+import gc
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, final
 
 from composerlite import dist
-from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.place.catalog import Catalog, Fault
+from composerlite.checkpoint.contents import Loaded
+from composerlite.checkpoint.load.candidates import Candidate, Listing, RunBucket, RunPlace, UnusableFile, listed
+from composerlite.checkpoint.load.resolve import download_bar
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.place.memory_replicas import NodeMemory
-from composerlite.checkpoint.record.manifest import (
-    RESUMABLE,
-    Manifest,
-    NewerManifestError,
-    continued,
-    highest_attempt,
-    living_line,
-    new_attempt,
-)
-from composerlite.checkpoint.record.naming import differ_by_rank, name_pattern
-from composerlite.errors import (
-    CheckpointError,
-    ConfigError,
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-    RankError,
-    UntrustedCheckpointError,
-)
+from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.naming import name_pattern
+from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
+from composerlite.storage import verify_file
 from composerlite.types import Lineage
 
 __all__ = ["Choice", "RunBucket", "RunPlace", "choose"]
 
 log = logging.getLogger(__name__)
-
-
-@final
-class RunBucket(NamedTuple):
-    """Checkpoints in a bucket that a run may resume from.
-
-    Attributes:
-        remote: the bucket.
-        link: name of its link to the latest; ``None`` if it has none.
-        template: of the names of checkpoints; ``None``: damaged ones do not count.
-    """
-
-    remote: Catalog
-    link: str | None
-    template: str | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class RunPlace:
-    """Checkpoints of one saver of a run.
-
-    Attributes:
-        catalog: the folder. What is only in a bucket is fetched to it.
-        template: of the names of checkpoints; ``None``: only what has a record counts.
-        link: of the names of links to the latest; ``None``: there are none. Only those that are called so and lead to a
-            checkpoint of ``template`` are mended or removed.
-        buckets: where else checkpoints are. Four requests find the latest of one, and a listing what other links are
-            there; only if that is not good, or another link leads to a later one, is everything in it looked at.
-        in_memory: the folder is in memory: of two checkpoints of the same moment, that in memory is taken.
-        memory: of all nodes, where each keeps replicas of another's: what this node's lacks is brought to it.
-    """
-
-    catalog: Catalog
-    template: str | None = None
-    link: str | None = None
-    buckets: Sequence[RunBucket] = ()
-    in_memory: bool = False
-    memory: NodeMemory | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    manifest: Manifest
-    catalog: Catalog
-    remote: Catalog | None = None  # it is there and not in the folder
-    in_memory: bool = False
-    elsewhere: int | None = None  # a part of it is in the memory of another node: the number of its place
-
-    @property
-    def whole(self) -> bool:
-        return not self.manifest.left_out
-
-    @property
-    def rank(self) -> tuple[bool, tuple[int, int, int], int, str]:
-        """Sort key: the greatest is tried first. Of two of one moment, the nearer one is."""
-        nearness = 0 if self.remote is not None else 1 if not self.in_memory else 2 if self.elsewhere is not None else 3
-        return self.whole, self.manifest.order[:3], nearness, self.manifest.saved_at
-
-    @property
-    def is_directory(self) -> bool:
-        return self.manifest.is_directory
-
-    @property
-    def place(self) -> Path | str:
-        """The place of it once it was checked: directories stay where they are."""
-        if self.remote is not None and self.is_directory:
-            return self.remote.place.uri(self.manifest.name)
-        return self.catalog.folder / self.manifest.name
-
-    def check(self, progress: Callable[[int, int], object] | None) -> None:
-        """See that it is good, and bring it to the folder if it is a file that is not there.
-
-        Raises:
-            CorruptCheckpointError: it is not, or something of it is gone.
-        """
-        try:
-            self._check(progress)
-        except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"checkpoint {self.source!r}: something of it is gone: {e}") from e
-
-    def _check(self, progress: Callable[[int, int], object] | None) -> None:
-        if self.remote is None:
-            self.catalog.verify(self.manifest)
-            return
-        if self.is_directory:
-            self.remote.check_sizes(self.manifest)  # bytes are verified as they are read
-            return
-        try:
-            self.remote.fetch(self.manifest, self.catalog, progress)
-        except CorruptCheckpointError as e:
-            log.warning("fetching it once more, it may have been damaged on its way: %s", e)
-            self.remote.fetch(self.manifest, self.catalog, progress)
-
-    @property
-    def source(self) -> str:
-        name = self.manifest.name
-        if self.elsewhere is not None:
-            return f"{name} in the memory of several nodes"
-        return str(self.catalog.folder / name) if self.remote is None else self.remote.place.uri(name)
-
-
-@final
-class Offer(NamedTuple):
-    """A candidate, as all ranks know it."""
-
-    manifest: Manifest
-    folder: Path | None
-    place: Path | str
-    elsewhere: int | None
+_LOOKING = "looking for checkpoints"
 
 
 @final
@@ -159,35 +37,61 @@ class Choice(NamedTuple):
     Attributes:
         place: the path, or the URI of a directory in a bucket; ``None``: the run has no checkpoint.
         lineage: of what the run saves from now on.
+        loaded: what was read of it.
     """
 
     place: Path | str | None
     lineage: Lineage
+    loaded: Loaded | None = None
+
+
+@final
+class _Rejected(NamedTuple):
+    """A candidate that the run does not resume from.
+
+    Attributes:
+        candidate: the checkpoint.
+        error: the reason.
+        is_lost: it was in memory that is gone; nothing of it was read.
+    """
+
+    candidate: Candidate
+    error: CheckpointError | OSError
+    is_lost: bool
+
+
+class _NotFiniteError(CheckpointError):
+    """Intact checkpoint of training with values that are not finite."""
 
 
 def choose(
-    places: Sequence[RunPlace], run_name: str, *, progress: Callable[[int, int], object] | None = None
+    places: Sequence[RunPlace],
+    run_name: str,
+    read: Callable[[Path | str], Loaded] | None = None,
+    *,
+    progress_bar: bool = False,
 ) -> Choice:
     """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
 
     Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
-    resumed from. What is newest in a bucket is fetched to its folder first; a directory stays there: its URI is
-    returned. A checkpoint that is marked as ``not_finite`` is skipped, and so is a damaged one, which is logged
-    with the reason; in a folder it is quarantined once an older one was found to be good, and in a bucket it stays:
-    it may be this machine that reads wrongly. One whose record cannot be read is skipped and stays. Weights alone
-    cannot be resumed from. One that was saved without some of its keys is taken only if there is no whole one: what it
-    lacks would start afresh in the middle of the run.
+    resumed from. A file in a bucket is fetched to its folder first. A candidate is verified while ``read`` reads it;
+    bytes in a folder that ``read`` leaves out are verified afterwards.
 
-    A file without a record, of another program, is never taken. If there is nothing else, that is an error: the run
-    does not start over beside it.
+    A candidate is skipped if it is damaged, marked as ``not_finite``, or in a folder that a rank cannot read. Once an
+    older one is found to be good, damaged ones in folders are quarantined. Those in a bucket stay: it may be this
+    machine that reads wrongly. Weights alone cannot be resumed from. A checkpoint that was saved without some of its
+    keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run. A file
+    without a record, of another program, is never taken. If there is nothing else, that is an error: the run does not
+    start over beside it.
 
-    Every rank of a run calls it and gets the same. Rank 0 looks; the files of a directory are verified by all ranks,
-    each its share. What a rank cannot read in a folder is skipped by all, and not quarantined.
+    Every rank of a run calls it and gets the same. Rank 0 lists.
 
     Args:
         places: of each of its savers.
         run_name: of the run.
-        progress: is called with (bytes received, total).
+        read: reads a candidate into the state of the run, together on all ranks. It is called again with the next
+            candidate if it raises CorruptCheckpointError or OSError. ``None``: candidates are verified only.
+        progress_bar: show one on a terminal while a large file is downloaded.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good, or all are marked.
@@ -197,347 +101,141 @@ def choose(
         ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
     """
     group = dist.get_group()
-    its_links = {
-        place.catalog.folder: _Links(name_pattern(place.link, run_name), name_pattern(place.template, run_name))
-        for place in places
-        if place.link is not None and place.template is not None
-    }
-    search: _Search | None = None
-    damaged: list[Manifest] = []
-    elsewhere = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
-    with group.all_or_none("looking for checkpoints"):
+    scattered = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
+    rejected: list[_Rejected] = []
+    listing, left = Listing(), list[Candidate]()  # of rank 0
+    with group.all_or_none(_LOOKING):
         if group.is_first:
-            search = _Search(places, run_name, its_links, elsewhere)
-    while True:
-        candidate: _Candidate | None = None
-        with group.all_or_none("looking for checkpoints"):
-            if search is not None:
-                candidate = search.next()
-        offer = group.broadcast(None if candidate is None else _offer(candidate))
-        lineage = Lineage()  # that of rank 0 counts
-        if offer is None:
-            if search is not None:
-                lineage = search.new_attempt()
-            return Choice(None, group.broadcast(lineage))
-        error = _checked(candidate, offer, places, progress)
-        with group.all_or_none("looking for checkpoints"):
-            if search is not None and candidate is not None:
-                if error is None:
-                    lineage = search.accept(candidate)
-                else:
-                    search.reject(candidate, error)
-            _follow(offer, error, damaged, its_links)
-        if error is None:
-            return Choice(offer.place, group.broadcast(lineage))
-
-
-@final
-class _Links(NamedTuple):
-    """Names of the links of a saver, and of what they lead to."""
-
-    names: re.Pattern[str]
-    targets: re.Pattern[str]
-
-
-def _mend(
-    catalog: Catalog, manifest: Manifest | None, links: Mapping[Path, _Links], quarantined: Sequence[Manifest] = ()
-) -> None:
-    """Repair broken links of the run's saver, and those to checkpoints that were just quarantined."""
-    if (own := links.get(catalog.folder)) is not None:
-        gone = (re.escape(path) for one in quarantined for path in (one.name, *(file.path for file in one.files)))
-        catalog.mend_links(manifest, own.names, re.compile("|".join([f"(?:{own.targets.pattern})", *gone])))
-
-
-class _NotFiniteError(CheckpointError):
-    """Intact checkpoint of training with values that are not finite."""
-
-
-@final
-class _Search:
-    """The candidates, on rank 0."""
-
-    def __init__(
-        self,
-        places: Sequence[RunPlace],
-        run_name: str,
-        links: Mapping[Path, _Links],
-        elsewhere: Mapping[int, Sequence[Manifest]],
-    ) -> None:
-        self._places = places
-        self._links = links
-        self._run_name = run_name
-        self._unreadable: list[OSError] = []
-        self._rejected: list[tuple[_Candidate, CheckpointError | OSError]] = []
-        self._skipped_records = False
-        """Checkpoints are left where they are whose record is damaged, in a bucket, or cannot be read here."""
-        self._damage: dict[str, CorruptCheckpointError] = {}
-        """Checkpoints of the run's names that are no candidates, since they or their records cannot be read."""
-        self._unlisted_damage: list[tuple[Catalog, str]] = []
-        """Those of them in folders that have no record."""
-        self._unseen: dict[str, RunBucket] = {}
-        """Buckets of which only the latest is a candidate, until that does not hold."""
-        found: list[_Candidate] = []
-        for place in places:
-            manifests = self._listed(place.catalog, place.template)
-            found += [_Candidate(one, place.catalog, in_memory=place.in_memory) for one in self._of_run(manifests)]
-        found += [
-            _Candidate(manifest, places[number].catalog, in_memory=True, elsewhere=number)
-            for number, manifests in elsewhere.items()
-            for manifest in manifests
-        ]
-        for catalog, bucket in [(place.catalog, bucket) for place in places for bucket in place.buckets]:
-            manifest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
-            if manifest is not None and manifest.kind in RESUMABLE and not self._may_be_later(bucket, manifest):
-                found.append(_Candidate(manifest, catalog, bucket.remote))
-                self._unseen[bucket.remote.place.uri()] = bucket
+            listing = listed(places, run_name, scattered)
+            left = listing.newest_first(())
+    while (candidate := group.broadcast(left.pop(0) if left else None)) is not None:
+        loaded, failure = _tried(candidate, places, read, progress_bar=progress_bar)
+        lineage = Lineage()
+        with group.all_or_none(_LOOKING):
+            if failure is None:
+                if group.is_first:
+                    lineage = _lineage_after(candidate, listing)
+                _clean_up(candidate, rejected, listing.faults, places, run_name)
             else:
-                found += self._everything_in(bucket, catalog)
-        self._known = found
-        self._look_at_line()
-
-    def _may_be_later(self, bucket: RunBucket, latest: Manifest) -> bool:
-        """Return true if another link than the bucket's own leads to a later checkpoint than ``latest``, or to nothing.
-
-        Links have other names where the run saved files before and saves directories now, and where the user says so.
-        """
-        own = None if bucket.link is None else PurePosixPath(bucket.link).name
-        for link in bucket.remote.place.announced_links():
-            if link == own:
-                continue
-            try:
-                found = bucket.remote.manifest_of(bucket.remote.place.announced_target(f"/{link}")[0])
-            except (FileNotFoundError, CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-                log.debug("%s does not lead to a checkpoint: %s", link, e)
-                return True
-            if found is None or (found.kind in RESUMABLE and self._of_run([found]) and found.order > latest.order):
-                return True
-        return False
-
-    def _everything_in(self, bucket: RunBucket, catalog: Catalog) -> list[_Candidate]:
-        """List all checkpoints of the run in a bucket, which takes a request for each."""
-        remote = bucket.remote
-        return [_Candidate(one, catalog, remote) for one in self._of_run(self._listed(remote, bucket.template))]
-
-    def _listed(self, catalog: Catalog, template: str | None) -> list[Manifest]:
-        """List the checkpoints of a place, and take note of the faults that hide others."""
-        manifests, faults = catalog.manifests_and_faults()
-        found: dict[str, Fault] = dict(faults)
-        if template is not None:
-            without = _files_without_record(catalog, template, self._run_name, manifests, faults)
-            found |= {**without.foreign, **without.damaged}
-            self._unlisted_damage += [(catalog, name) for name in without.damaged]
-        if catalog.place.path_of("") is None:  # damaged files of a folder are renamed, those of a bucket stay
-            self._skipped_records |= any(isinstance(fault, CorruptCheckpointError) for fault in found.values())
-        self._note(catalog, template, found)
-        return manifests
-
-    def _of_run(self, manifests: Iterable[Manifest]) -> list[Manifest]:
-        return [manifest for manifest in manifests if manifest.run_name == self._run_name]
-
-    def _note(self, catalog: Catalog, template: str | None, faults: Mapping[str, Fault]) -> None:
-        """Take note of checkpoints that cannot be read, if their names are the run's: so they may be its own.
-
-        Raises:
-            NewerManifestError: one of the run is of a newer version.
-        """
-        names = re.compile(r"(?!)") if template is None else name_pattern(template, self._run_name)
-        for name, fault in faults.items():
-            if isinstance(fault, NewerManifestError):
-                if fault.may_be_of(self._run_name):
-                    raise fault
-            elif names.fullmatch(name) is None:
-                continue
-            elif isinstance(fault, CorruptCheckpointError):
-                self._damage[catalog.place.uri(name)] = fault
-            else:
-                self._unreadable.append(fault)
-                self._skipped_records = True
-
-    def _look_at_line(self) -> None:
-        """Find the living line of the known checkpoints, and the ones of it that were not tried."""
-        tried = {id(one) for one, _ in self._rejected}
-        known = [candidate for candidate in self._known if candidate.manifest.kind in RESUMABLE]
-        self._candidates = living_line(known, _manifest)
-        self._left = [one for one in self._candidates if id(one) not in tried]
-
-    def new_attempt(self) -> Lineage:
-        """Begin an attempt: there is nothing to resume from."""
-        return new_attempt(highest_attempt(candidate.manifest for candidate in self._known))
-
-    def next(self) -> _Candidate | None:
-        """The newest that is left.
-
-        Raises:
-            OSError: there is none, but some cannot be read: that does not mean that there is nothing.
-            CheckpointError: there is none, but there were some that are damaged. What was lost with the memory of a
-                node does not count.
-        """
-        while self._left:
-            candidate = max(self._left, key=lambda candidate: candidate.rank)
-            self._left.remove(candidate)
-            if not (marks := candidate.manifest.not_finite):
-                return candidate
-            self.reject(candidate, _NotFiniteError(f"{', '.join(marks)} was not finite when it was saved."))
-        if self._unreadable:
-            raise self._unreadable[0]
-        rejected = [(one, error) for one, error in self._rejected if not _is_lost(one, error)]
-        marked = [candidate for candidate, error in rejected if isinstance(error, _NotFiniteError)]
-        if marked and len(marked) == len(rejected) + len(self._damage):
-            newest = marked[0]
-            raise CheckpointError(
-                f"run {self._run_name!r} has checkpoints, and all of them were saved while "
-                f"{newest.manifest.not_finite[0]} was not finite, so it does not resume by itself. Nothing was "
-                "changed. "
-                f"To resume from the newest all the same: load_path={newest.source!r} and autoresume=False. To start "
-                "over: another save_folder, or autoresume=False and save_overwrite=True."
-            )
-        found = [(candidate.source, error) for candidate, error in rejected] + [*self._damage.items()]
-        if found:
-            tried = "; ".join(f"{source}: {error}" for source, error in found)
-            raise CheckpointError(
-                f"run {self._run_name!r} has checkpoints, and none of them is good, so it does not start over by "
-                f"itself. Tried: {tried}. Nothing was changed. If the files are good on another machine, this one "
-                "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
-                "another save_folder, or with autoresume=False and save_overwrite=True."
-            )
-        for place in self._places:
-            _mend(place.catalog, None, self._links)
-        return None
-
-    def reject(self, candidate: _Candidate, error: CheckpointError | OSError) -> None:
-        """Skip a candidate that is damaged or marked, or that a rank cannot read."""
-        log.warning("skipped %s: %s", candidate.source, error)
-        self._rejected.append((candidate, error))
-        if isinstance(error, OSError) and not _is_lost(candidate, error):
-            self._unreadable.append(error)
-        uri = "" if candidate.remote is None else candidate.remote.place.uri()
-        if (bucket := self._unseen.pop(uri, None)) is not None:
-            others = self._everything_in(bucket, candidate.catalog)
-            self._known += [o for o in others if o.manifest.name != candidate.manifest.name]
-            self._look_at_line()
-
-    def accept(self, candidate: _Candidate) -> Lineage:
-        """Accept a candidate and quarantine damaged ones in folders. Returns the lineage of the following saves."""
-        quarantined: list[Manifest] = []
-        for rejected, error in self._rejected:
-            if rejected.place == candidate.place:
-                continue  # what is good was fetched from a bucket to take its place
-            is_here = rejected.remote is None and rejected.elsewhere is None
-            if is_here and isinstance(error, CorruptCheckpointError):
-                rejected.catalog.quarantine(rejected.manifest)  # the run will write one of that name again
-                quarantined.append(rejected.manifest)
-        self._quarantine_damaged(candidate)
-        newer = [c for c in self._candidates if not c.whole and c.manifest.order > candidate.manifest.order]
-        if not candidate.whole:
-            log.warning(
-                "resuming from %s, which was saved without %s: there is no other checkpoint",
-                candidate.source,
-                candidate.manifest.left_out,
-            )
-        elif newer:
-            log.info("%s is not the newest: newer ones were saved without some of their keys", candidate.source)
-        is_here = isinstance(candidate.place, Path)
-        _mend(candidate.catalog, candidate.manifest if is_here else None, self._links, quarantined)
-        known, resumable = [c.manifest for c in self._known], [c.manifest for c in self._candidates]
-        return continued(candidate.manifest, known, resumable, damaged=self._skipped_records)
-
-    def _quarantine_damaged(self, accepted: _Candidate) -> None:
-        """Quarantine damaged files of folders: the run will save these names again."""
-        for place in self._places if self._damage else ():
-            if place.template is not None:
-                place.catalog.quarantine_damaged(name_pattern(place.template, self._run_name))
-        for catalog, name in self._unlisted_damage:
-            if catalog.folder / name != accepted.place:  # what is good was fetched to take its place
-                catalog.quarantine_file(name)
+                rejected.append(failure)
+            if failure is not None and group.is_first:
+                log.warning("skipped %s: %s", candidate.source, failure.error)
+                if candidate.bucket is not None and not listing.is_whole:
+                    listing = listed(places, run_name, scattered, whole_buckets=True)
+                    left = listing.newest_first({(one.candidate.source, one.candidate.manifest.id) for one in rejected})
+        if failure is None:
+            return Choice(candidate.path, group.broadcast(lineage), loaded)
+    lineage = Lineage()
+    with group.all_or_none(_LOOKING):
+        if group.is_first:
+            _check_that_there_is_none(rejected, listing.faults, run_name)
+            for place in places:
+                _mend_links(place, None, run_name)
+            lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
+    return Choice(None, group.broadcast(lineage))
 
 
-def _is_lost(candidate: _Candidate, error: Exception) -> bool:
-    """Return true if a rank does not see it since it was in memory that is gone."""
-    return candidate.in_memory and isinstance(error, OSError)
-
-
-# ── on every rank ────────────────────────────────────────────────────────────────────────────────────────────────────
-def _offer(candidate: _Candidate) -> Offer:
-    folder = candidate.catalog.folder if candidate.remote is None else None
-    return Offer(candidate.manifest, folder, candidate.place, candidate.elsewhere)
-
-
-def _checked(
-    candidate: _Candidate | None,
-    offer: Offer,
+# ── one candidate, on every rank ─────────────────────────────────────────────────────────────────────────────────────
+def _tried(
+    candidate: Candidate,
     places: Sequence[RunPlace],
-    progress: Callable[[int, int], object] | None,
-) -> CorruptCheckpointError | OSError | None:
-    """Verify it; what is wrong with it, the same on every rank. What a bucket does not answer is raised."""
-    group = dist.get_group()
-    error: Exception | None = None
-    try:
-        if offer.elsewhere is not None and (memory := places[offer.elsewhere].memory) is not None:
-            memory.bring(offer.manifest)
-        if group.size > 1 and offer.folder is not None and len(offer.manifest.files) > 1:
-            _check_share(Catalog(offer.folder), offer.manifest)
-        elif candidate is not None:
-            candidate.check(progress)
-    except RankError:
-        raise  # the ranks cannot meet any more
-    except Exception as e:  # noqa: BLE001 - goes to every rank
-        error = e
-    outcomes = group.outcomes(f"verifying checkpoint {offer.manifest.name!r}", error)
-    return _verdict(outcomes, error, may_be_passed_over=offer.folder is not None)
-
-
-def _verdict(
-    outcomes: Mapping[int, BaseException], own: Exception | None, *, may_be_passed_over: bool
-) -> CorruptCheckpointError | OSError | None:
-    """Select the error to act on among those of all ranks. An unreadable checkpoint ends the run or is skipped.
+    read: Callable[[Path | str], Loaded] | None,
+    *,
+    progress_bar: bool,
+) -> tuple[Loaded | None, _Rejected | None]:
+    """Read a candidate and verify all of it that is in a folder; or return why it is not taken. The same on every rank.
 
     Raises:
         Exception: it says nothing of the checkpoint.
     """
-    group = dist.get_group()
-    if not outcomes:
-        return None
-    verdicts = (CorruptCheckpointError, OSError) if may_be_passed_over else (CorruptCheckpointError,)
-    if others := {rank: error for rank, error in outcomes.items() if not isinstance(error, verdicts)}:
-        raise group.first_error(others, own)
-    damages = {rank: e for rank, e in outcomes.items() if isinstance(e, CorruptCheckpointError)}
-    found = group.first_error(damages or outcomes, own)
-    assert isinstance(found, CorruptCheckpointError | OSError)
-    return found
-
-
-def _check_share(catalog: Catalog, manifest: Manifest) -> None:
-    """Verify this rank's share of the files of a directory, if all ranks see it, each on its node's disk."""
-    mine: Manifest | None = None
+    place, loaded, was_read = places[candidate.place], None, False
     try:
+        share = _checked(candidate, place, progress_bar=progress_bar)
+        if read is not None:
+            was_read = True
+            loaded = read(candidate.path)
+        _verify_rest(candidate.manifest, share, place.catalog, loaded)
+        return loaded, None
+    except RankError:
+        raise  # the ranks cannot meet any more
+    except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
+        if isinstance(e, OSError) and candidate.bucket is not None:
+            raise
+        error = copy.copy(e)  # without the frames, which hold what was read
+    gc.collect()  # there may not be memory for two checkpoints
+    return None, _Rejected(candidate, error, isinstance(error, OSError) and place.in_memory and not was_read)
+
+
+def _checked(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Manifest | None:
+    """See that the files of a candidate are there, with their sizes, and fetch a file from a bucket.
+
+    Returns:
+        The record, with those files that this rank verifies; ``None``: none.
+    """
+    group, manifest = dist.get_group(), candidate.manifest
+    if manifest.not_finite:
+        raise _NotFiniteError(f"{', '.join(manifest.not_finite)} was not finite when it was saved.")
+    if candidate.is_scattered and place.memory is not None:
+        place.memory.bring(manifest)
+    share = manifest if group.is_first and not isinstance(candidate.path, str) else None
+    if candidate.bucket is None and manifest.form != "file":
+        share = _share(manifest, place.catalog)
+    with group.all_or_none(f"looking at checkpoint {manifest.name!r}"):
+        if candidate.bucket is None:
+            if share is not None:
+                place.catalog.check_sizes(share)
+        elif group.is_first:
+            remote = place.buckets[candidate.bucket].remote
+            if manifest.is_directory:
+                remote.check_sizes(manifest)  # bytes are verified as they are read
+            else:
+                with download_bar(progress_bar) as tell:
+                    _fetch(remote, manifest, place.catalog, tell)
+    return share
+
+
+def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object]) -> None:
+    try:
+        remote.fetch(manifest, target, progress)
+    except CorruptCheckpointError as e:
+        log.warning("fetching it once more, it may have been damaged on its way: %s", e)
+        remote.fetch(manifest, target, progress)
+
+
+def _share(manifest: Manifest, catalog: Catalog) -> Manifest:
+    """Return the record of a checkpoint of several files, with the share of the files that this rank verifies.
+
+    Raises:
+        OSError: a rank does not see the checkpoint, or a file is on no disk of this run.
+        CorruptCheckpointError: the record is damaged, or a node of this run has lost the checkpoint.
+    """
+    group = dist.get_group()
+    mine: Manifest | None = None
+    with group.all_or_none(f"looking at checkpoint {manifest.name!r}"):
         mine = catalog.manifest_of(manifest.name)
-    except (CorruptCheckpointError, OSError) as e:
-        log.warning("%s cannot be read here: %s", manifest.name, e)
-    sees = mine is not None and mine.id == manifest.id
-    knows = sees or any(other.node is not None for other in _of(manifest.run_name, catalog.readable()))
-    absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
-    told = dist.get_group().gather((sees, knows, mine.node if mine is not None and sees else None, absent))
-    if blind := [rank for rank, its in enumerate(told) if not its[0]]:
-        raise _not_everywhere(catalog, manifest, blind, [rank for rank in blind if not told[rank][1]])
+        sees = mine is not None and mine.id == manifest.id
+        has_others = sees or any(other.run_name == manifest.run_name for other in catalog.readable())
+        absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
+    told = group.gather((sees, has_others, None if mine is None else mine.node, absent))
+    if blind := [rank for rank, (its_sees, *_) in enumerate(told) if not its_sees]:
+        raise _not_everywhere(catalog, manifest, blind, is_lost=all(told[rank][1] for rank in blind))
     nodes = [node for _, _, node, _ in told]
     lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}  # what is gone from its own disk shows
-    if lost := [file for file in manifest.files if file.node in lost]:
+    if gone := [file for file in manifest.files if file.node in lost]:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{lost[0].path!r} was saved to the disk of node {lost[0].node}, and no rank of this run has it. "
+            f"{gone[0].path!r} was saved to the disk of node {gone[0].node}, and no rank of this run has it. "
             f"{ON_ALL_NODES} No such file in",
             str(catalog.folder),
         )
-    rank = dist.get_global_rank()
-    company = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    company = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
     assert mine is not None
-    share = mine.here[company.index(rank) :: len(company)]
-    catalog.verify(dataclasses.replace(mine, files=share))
+    return dataclasses.replace(mine, files=mine.here[company.index(group.rank) :: len(company)])
 
 
-def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare: list[int]) -> Exception:
-    """Make the error of a checkpoint that is there for rank 0 and not for ``blind`` ranks; ``bare`` ones see none."""
-    if manifest.node is not None and not bare:  # their disks are those of this run: it was lost there
+def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], *, is_lost: bool) -> Exception:
+    """Make the error of a checkpoint that ``blind`` ranks do not see. ``is_lost``: they see others of the run."""
+    if manifest.node is not None and is_lost:
         return CorruptCheckpointError(
             f"checkpoint {str(catalog.folder / manifest.name)!r} is not on the disks of the ranks {blind}, which have "
             "others of this run."
@@ -550,92 +248,112 @@ def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], bare
     )
 
 
-def _follow(
-    offer: Offer,
-    error: CorruptCheckpointError | OSError | None,
-    damaged: list[Manifest],
-    links: Mapping[Path, _Links],
+def _verify_rest(manifest: Manifest, share: Manifest | None, catalog: Catalog, loaded: Loaded | None) -> None:
+    """Verify the bytes of the files in ``share`` that no rank has read."""
+    group = dist.get_group()
+    own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
+    every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
+    with group.all_or_none(f"verifying checkpoint {manifest.name!r}"):
+        for file in () if share is None else share.here:
+            name = file.path.removeprefix(manifest.home)
+            verified = set[int]().union(*(one.get(name, ()) for one in every))
+            verify_file(catalog.folder / file.path, file.digest, skip=verified)
+
+
+# ── what follows ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _check_that_there_is_none(rejected: Sequence[_Rejected], faults: Sequence[UnusableFile], run_name: str) -> None:
+    """See that the run has no checkpoint at all, but what was lost with the memory of a node.
+
+    Raises:
+        OSError: some cannot be read: that does not mean that there is nothing.
+        CheckpointError: all are damaged or marked.
+    """
+    rejected = [one for one in rejected if not one.is_lost]
+    for error in (one.error for one in (*faults, *rejected)):
+        if isinstance(error, OSError):
+            raise error
+    damaged = [fault for fault in faults if isinstance(fault.error, CorruptCheckpointError)]
+    marked = [one.candidate for one in rejected if isinstance(one.error, _NotFiniteError)]
+    if marked and len(marked) == len(rejected) + len(damaged):
+        raise CheckpointError(
+            f"run {run_name!r} has checkpoints, and all of them were saved while "
+            f"{marked[0].manifest.not_finite[0]} was not finite, so it does not resume by itself. Nothing was changed. "
+            f"To resume from the newest all the same: load_path={marked[0].source!r} and autoresume=False. To start "
+            "over: another save_folder, or autoresume=False and save_overwrite=True."
+        )
+    found = [(one.candidate.source, one.error) for one in rejected]
+    found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in damaged]
+    if found:
+        tried = "; ".join(f"{source}: {error}" for source, error in found)
+        raise CheckpointError(
+            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by "
+            f"itself. Tried: {tried}. No file was changed. If the files are good on another machine, this one "
+            "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
+            "another save_folder, or with autoresume=False and save_overwrite=True."
+        )
+
+
+def _lineage_after(chosen: Candidate, listing: Listing) -> Lineage:
+    """Return the lineage of what is saved after a resume from ``chosen``."""
+    resumable = listing.resumable
+    if not chosen.is_whole:
+        log.warning(
+            "resuming from %s, which was saved without %s: there is no other checkpoint",
+            chosen.source,
+            chosen.manifest.left_out,
+        )
+    elif any(not one.is_whole and one.manifest.order > chosen.manifest.order for one in resumable):
+        log.info("%s is not the newest: newer ones were saved without some of their keys", chosen.source)
+    known = [one.manifest for one in listing.known]
+    return continued(chosen.manifest, known, [one.manifest for one in resumable], damaged=listing.has_unread)
+
+
+def _clean_up(
+    chosen: Candidate,
+    rejected: Sequence[_Rejected],
+    faults: Sequence[UnusableFile],
+    places: Sequence[RunPlace],
+    run_name: str,
 ) -> None:
-    """Do, on the disks of all nodes but the first, the changes of :class:`_Search` on that one.
+    """Quarantine damaged files in folders, since the run will save those names again, and repair links.
 
-    ``damaged`` are the checkpoints that were found to be, to be quarantined when there is a good one.
+    Rank 0 does so, and where nodes have disks of their own the first rank of each other node, on its disk. What was
+    damaged at the path of ``chosen`` is gone: a good one was brought to that place.
     """
-    if offer.folder is None or offer.manifest.node is None or dist.get_local_rank() != 0 or dist.get_global_rank() == 0:
+    quarantined: list[Manifest] = []
+    for one, error, _ in rejected:
+        in_folder = one.bucket is None and not one.is_scattered and one.path != chosen.path
+        if in_folder and isinstance(error, CorruptCheckpointError):
+            catalog = places[one.place].catalog
+            if (own := _own_record(one, catalog)) is not None:
+                catalog.quarantine(own)
+                quarantined.append(own)
+    for fault in faults:
+        if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
+            fault.catalog.quarantine_file(fault.name)
+    place = places[chosen.place]
+    own = _own_record(chosen, place.catalog)
+    if dist.get_group().is_first or own is not None:
+        _mend_links(place, own if isinstance(chosen.path, Path) else None, run_name, quarantined)
+
+
+def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
+    """Return the record of a checkpoint on the disk that this rank cleans up; ``None``: another rank does so."""
+    manifest = candidate.manifest
+    if dist.get_global_rank() == 0:
+        return manifest
+    if dist.get_local_rank() != 0 or manifest.node is None:
+        return None
+    own = catalog.readable([manifest.name])
+    return own[0] if own and (candidate.is_scattered or own[0].node != manifest.node) else None
+
+
+def _mend_links(
+    place: RunPlace, manifest: Manifest | None, run_name: str, quarantined: Sequence[Manifest] = ()
+) -> None:
+    """Repair broken links of the run's saver, and those to checkpoints that were just quarantined."""
+    if place.link is None or place.template is None:
         return
-    catalog = Catalog(offer.folder)
-    mine = catalog.manifest_of(offer.manifest.name)
-    if mine is None or (mine.node == offer.manifest.node and offer.elsewhere is None):
-        return
-    if error is None:
-        for one in damaged:
-            if one.name != mine.name:  # what is good was brought to take its place
-                catalog.quarantine(one)
-        _mend(catalog, mine, links)
-    elif isinstance(error, CorruptCheckpointError):
-        damaged.append(mine)
-
-
-def _of(run_name: str, manifests: Sequence[Manifest]) -> list[Manifest]:
-    return [manifest for manifest in manifests if manifest.run_name == run_name and manifest.kind in RESUMABLE]
-
-
-def _manifest(candidate: _Candidate) -> Manifest:
-    return candidate.manifest
-
-
-# ── files without a record ───────────────────────────────────────────────────────────────────────────────────────────
-class _NoRecord(NamedTuple):
-    """Files of a run's names that have no record of that name, each with the reason why a run does not resume from it.
-
-    Attributes:
-        foreign: written by another program, or in a bucket, where nothing is renamed.
-        damaged: files in a folder that cannot be read, or that differ from the record in them.
-    """
-
-    foreign: Mapping[str, CorruptCheckpointError]
-    damaged: Mapping[str, CorruptCheckpointError]
-
-
-def _files_without_record(
-    catalog: Catalog, template: str, run_name: str, manifests: Sequence[Manifest], faults: Mapping[str, Fault]
-) -> _NoRecord:
-    """Find the files that ``template`` names and that are no checkpoints. Intact copies made by hand are left out.
-
-    Args:
-        catalog: the place.
-        template: of the names of the run's checkpoints.
-        run_name: of the run.
-        manifests: of the checkpoints in the place.
-        faults: of the names that have a damaged record.
-    """
-    pattern = name_pattern(template, run_name)
-    known = {record.path for manifest in manifests for record in manifest.files} | faults.keys()
-    foreign: dict[str, CorruptCheckpointError] = {}
-    damaged: dict[str, CorruptCheckpointError] = {}
-    for name in catalog.files():
-        if name in known or pattern.fullmatch(name) is None:
-            continue
-        if any(differ_by_rank(other, name, template, run_name) for other in faults):
-            continue  # the other one may list it
-        copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
-        try:
-            if copy is not None and path is not None:
-                catalog.verify(copy)
-            elif path is not None:
-                with opened(path):
-                    pass
-        except FileNotFoundError:
-            continue  # deleted since it was listed
-        except CorruptCheckpointError as e:
-            log.warning("skipped: %s", e)
-            damaged[name] = e
-            continue
-        except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
-            log.warning("left alone: %s", e)
-        if copy is None:
-            foreign[name] = CorruptCheckpointError(
-                f"{catalog.place.uri(name)!r} has no record of composerlite: it was cut off, or another program wrote "
-                "it. Name it in load_path to load it."
-            )
-            log.warning("skipped: %s", foreign[name])
-    return _NoRecord(foreign, damaged)
+    gone = (re.escape(path) for one in quarantined for path in (one.name, *(file.path for file in one.files)))
+    targets = "|".join([f"(?:{name_pattern(place.template, run_name).pattern})", *gone])
+    place.catalog.mend_links(manifest, name_pattern(place.link, run_name), re.compile(targets))

@@ -10,7 +10,6 @@ import contextlib
 import io
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast, final
@@ -36,14 +35,13 @@ from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite._torch_compat import with_versions
+from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
 from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.load.sharing import ReadRequests, RemoteShardFetcher, Report, all_alike
-from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.step import TRAIN, StepFolder
-from composerlite.checkpoint.record.contents import RestorePlan, half_loaded
+from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
@@ -66,13 +64,10 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-_RANK = re.compile(r"rank(\d+)\.pt")
 
 
-def load_directory(
-    folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None
-) -> list[dict[str, Any]] | None:
-    """Restore a state from the directory ``folder``, on every rank. Returns the states of random generators, if any.
+def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> Loaded:
+    """Read the directory ``folder`` into a state, on every rank.
 
     What it holds is compared with the state before a tensor is read. Tensors are then read in place.
 
@@ -92,16 +87,14 @@ def load_directory(
 
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
         wanted = read_whole(reader, dist.get_group(), read)
-    with dist.get_group().all_or_none("restoring the run"):
-        return plan.load(wanted)
+        return Loaded(plan, wanted, reader.verified)
 
 
 def _train_states(step: StepFolder) -> list[Any]:
     """The train state of each rank that has saved the step, on every rank."""
 
     def read() -> dict[str, bytes]:
-        names = {int(match[1]): f"{TRAIN}/{match[0]}" for name in step.names(TRAIN) if (match := _RANK.fullmatch(name))}
-        return {names[rank]: step.read(names[rank]) for rank in sorted(names)}
+        return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
 
     files = dist.get_group().from_first(f"reading the train states of {step.uri}", read)
     return [safe_contents(data, name, step.uri) for name, data in files.items()]

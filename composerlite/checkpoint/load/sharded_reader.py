@@ -19,6 +19,7 @@ from typing import Any, final
 
 import torch
 import xxhash
+from filelock import FileLock
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -39,14 +40,13 @@ from composerlite.checkpoint.format.torch_reader import (
 )
 from composerlite.checkpoint.format.weight_files import is_folder_index
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.place.directory import INDEX, PathOrUri, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory, directory_at
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.turns import turn_at
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from composerlite.storage import FileDigest, ObjectStore, WorkerPool, make_folder, number_of, parse_uri
+from composerlite.storage import FileDigest, ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
 
 __all__ = [
@@ -57,6 +57,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_FETCH_SECONDS = 7200
+"""Time that another rank of this machine may take to fetch a file."""
 
 
 def safe_contents(data: bytes, key: str, uri: str) -> Any:
@@ -86,7 +88,9 @@ class RemoteFileSystemReader(StorageReader):
 
     Attributes:
         bytes_read: of data files, so far.
+        verified: numbers of the chunks that were read and verified, by the name of the data file on this machine.
         ring: what goes to devices passes through it.
+        brought: a folder with files of the checkpoint that are on other disks, to be read from.
         warns: log a warning where the checkpoint cannot be verified.
     """
 
@@ -108,6 +112,7 @@ class RemoteFileSystemReader(StorageReader):
         self._work_dir = work_dir
         self.bytes_read = 0
         self.ring = shared_ring
+        self.brought: Path | None = None
         self.warns = True
         self._lock, self._fetch_lock = threading.Lock(), threading.Lock()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -119,6 +124,7 @@ class RemoteFileSystemReader(StorageReader):
         self._found: Manifest | None = None
         self._index_digest = ""
         self._is_raw = False
+        self.verified: dict[str, set[int]] = {}
 
     @property
     def uri(self) -> str:
@@ -291,6 +297,9 @@ class RemoteFileSystemReader(StorageReader):
         try:
             with self._opened(name, digest, threads) as source:
                 read_items(source, items, ours=self._manifest is not None, progress=self._count, ring=self.ring)
+                if isinstance(source, ParallelReader):
+                    with self._lock:
+                        self.verified.setdefault(name, set()).update(source.verified)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its file {name!r} is gone.") from e
         except RefusedError as e:
@@ -304,16 +313,31 @@ class RemoteFileSystemReader(StorageReader):
         here = self._folder.path
         if here is not None and self._folder.has(name):  # else its node has seen to that
             validate(here / name)
+        place, path = self._folder.place, self._folder.at(name)
+        if here is not None and not self._folder.has(name):
+            if self.brought is not None:
+                return Folder(self.brought).opened(name, digest, threads=threads)
+            self._refuse_elsewhere(name)
         if not self._fetching or here is not None:
-            return self._folder.opened(name, digest, threads=threads)
+            return place.opened(path, digest, threads=threads)
         folder = self._cache()
-        path = folder / name
-        make_folder(path.parent)
-        with self._fetch_lock, turn_at(folder / ".lock"):  # other ranks of this machine want the same files
-            if not path.exists() or (digest is not None and path.stat().st_size != digest.size_bytes):
-                self._folder.fetch(name, digest, path)
-        validate(path)
+        copy = folder / name
+        make_folder(copy.parent)
+        # Other ranks of this machine want the same files.
+        with self._fetch_lock, FileLock(folder / ".lock", timeout=_FETCH_SECONDS):
+            if not copy.exists() or (digest is not None and copy.stat().st_size != digest.size_bytes):
+                place.fetch(path, copy, digest)
+        validate(copy)
         return Folder(folder).opened(name, digest, threads=threads)
+
+    def _refuse_elsewhere(self, name: str) -> None:
+        """Raise if the missing file ``name`` was saved to the disk of another node."""
+        nodes = {file.path: file.node for file in (() if self._manifest is None else self._manifest.files)}
+        if (node := nodes.get(self._folder.at(name))) is not None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {node} of its run, and is "
+                f"not on this one. {ON_ALL_NODES}"
+            )
 
     def _cache(self) -> Path:
         """A folder for the files of this checkpoint alone: those of another save, or place, have another."""

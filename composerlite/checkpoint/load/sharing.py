@@ -329,13 +329,13 @@ class RemoteShardFetcher:
         with group.all_or_none(f"bringing parts of {self._source} to the nodes that need them"), self._files() as files:
             dist.move(f"bringing parts of {self._source}", moves, files.read, files.write)
         first = _first_of_node(everyone, told.node)
-        self._folder.brought = everyone[first].place
+        self._reader.brought = everyone[first].place
         if size := sum(one.size_bytes for one in moves if one.target == group.rank):
             log.info("fetched %s of %s from the disks of other nodes", bytes_text(size), self._source)
 
     def _told(self, wanted: StateDict) -> _NodeReport:
         assert self._folder is not None
-        self._manifest = self._manifest or self._folder.manifest()
+        self._manifest = self._manifest or self._folder.record()
         if self._manifest is None:
             raise CheckpointNotFoundError(
                 f"{self._source} is there for rank 0, and has no record in {self._folder.uri!r}"
@@ -429,7 +429,7 @@ class _SharedFiles:
 
 
 def _is_apart(folder: ShardedDirectory) -> bool:
-    manifest = folder.manifest()
+    manifest = folder.record()
     return manifest is not None and manifest.node is not None
 
 

@@ -6,28 +6,24 @@ There are no renames and no links: a link is an object that holds the name of an
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, final
 
 import xxhash
 
-from composerlite.checkpoint.place.commit import put_decider
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name, renew_leases
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Leftover, NewFile, Place, StoredFile
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
+from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
+from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile
+from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
     FileDigest,
     ObjectStore,
     Transfer,
     VerifiedObject,
-    WorkerPool,
     check_name,
     is_name,
     make_folder,
@@ -37,14 +33,9 @@ from composerlite.storage import (
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Bucket", "exists_error"]
+__all__ = ["Bucket"]
 
-T = TypeVar("T")
-R = TypeVar("R")
-_NEXT = ".next"
-"""End of the name of the object that names the checkpoint which is being uploaded, and so may be newer than a link."""
 _MOST_LINK_BYTES = 4096
-_READERS = 16
 _MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
 """What is in memory while an object is verified."""
@@ -60,62 +51,47 @@ class Bucket(Place):
     Args:
         transfer: moves the bytes.
         root: what stands before the names of checkpoints; may be empty.
-        closing: is called by ``close``.
     """
 
     where = "remote"
+    readers = 16
 
-    def __init__(self, transfer: Transfer, root: str = "", *, closing: Callable[[], object] | None = None) -> None:
+    def __init__(self, transfer: Transfer, root: str = "") -> None:
         self.transfer = transfer
         self.root = root.strip("/")
-        self._closing = closing
+        self._prefix = f"{self.root}/" if self.root else ""
+        self._owned = contextlib.ExitStack()
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
         """Bucket of the objects of ``store`` below ``root``; ``closes``: :meth:`close` closes ``store``, too."""
-        transfer = Transfer(store, threads=threads)
-
-        def close() -> None:
-            transfer.close()
-            if closes:
-                store.close()
-
-        return cls(transfer, root, closing=close)
+        bucket = cls(Transfer(store, threads=threads), root)
+        if closes:
+            bucket._owned.callback(store.close)
+        bucket._owned.callback(bucket.transfer.close)
+        return bucket
 
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     def uri(self, path: str = "") -> str:
-        if path or self.root:
-            return self.transfer.store.get_uri(self.name_of(path) if path else self.root)
-        return self.transfer.store.get_uri("x").removesuffix("x")
+        name, get_uri = self._full(path).rstrip("/"), self.transfer.store.get_uri
+        return get_uri(name) if name else get_uri("x").removesuffix("x")
 
     def name_of(self, path: str) -> str:
         """Return the full name of the object ``path``."""
-        return check_name(f"{self.root}/{path}" if self.root else path)
+        return check_name(self._full(path))
+
+    def _full(self, path: str) -> str:
+        return path[1:] if path.startswith("/") else self._prefix + path
 
     def path_of(self, path: str) -> None:
         return None
 
-    def at(self, root: str) -> Bucket:
-        """The same bucket below another prefix, usable until this one is closed."""
-        other = copy.copy(self)
-        other.root, other._closing = root.strip("/"), None
-        return other
+    @property
+    def top(self) -> PurePosixPath:
+        return PurePosixPath("/", self.root)
 
     def inside(self, path: str) -> Bucket:
-        return self.at(self.name_of(path) if path else self.root)
-
-    def above(self) -> Iterator[tuple[Bucket, str]]:
-        for parent in PurePosixPath(self.root).parents if self.root else ():
-            root = "" if str(parent) == "." else str(parent)
-            yield self.at(root), self.root.removeprefix(root).strip("/") + "/"
-
-    def check_writable(self) -> None:
-        self.transfer.check_writable(self.name_of("file"))
-
-    def check_deletable(self) -> None:
-        """See that objects can be deleted. Where they cannot, an empty one of one name is left."""
-        self.put(".deletable", b"")
-        self.delete(".deletable")
+        return Bucket(self.transfer, self._full(path))
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
@@ -127,9 +103,11 @@ class Bucket(Place):
             if is_name(info.name) and (path := info.name.removeprefix(self._prefix))
         }
 
-    @property
-    def _prefix(self) -> str:
-        return f"{self.root}/" if self.root else ""
+    def names(self, folder: str) -> list[str]:
+        prefix = f"{self.name_of(folder)}/" if folder else self._prefix
+        objects, folders = self.transfer.list_level(prefix)
+        found = {*(info.name for info in objects if is_name(info.name)), *folders}
+        return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def size(self, path: str) -> int:
         return self.transfer.size(self.name_of(path))
@@ -140,19 +118,12 @@ class Bucket(Place):
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         return self.transfer.read_tail(self.name_of(path), most_bytes)
 
-    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        everything = list(items)
-        if len(everything) < 2:
-            return [work(item) for item in everything]
-        with WorkerPool(min(_READERS, len(everything)), name="bucket") as pool:
-            doing = [pool.submit(functools.partial(work, item)) for item in everything]
-            return [done.result() for done in doing]
+    def opened(
+        self, path: str, digest: FileDigest | None, *, threads: int = 8
+    ) -> contextlib.AbstractContextManager[ByteSource]:
+        return contextlib.nullcontext(VerifiedObject(self.transfer, self.name_of(path), digest))
 
-    @contextlib.contextmanager
-    def opened(self, path: str, digest: FileDigest | None, *, threads: int = 8) -> Generator[ByteSource]:
-        yield VerifiedObject(self.transfer, self.name_of(path), digest)
-
-    def verify(self, record: FileRecord, progress: Callable[[int], object] = int) -> None:
+    def verify(self, record: FileRecord, progress: OnBytes = int) -> None:
         name = self.name_of(record.path)
         uri = self.uri(record.path)
         if (size := self.transfer.size(name)) != record.size_bytes:
@@ -167,163 +138,92 @@ class Bucket(Place):
         if digest.hexdigest() != record.xxh3_128 or not has_tail:
             raise CorruptCheckpointError(f"the bytes of {uri!r} are not those that were saved.")
 
-    def write_to(
-        self,
-        target: Path,
-        path: str,
-        digest: FileDigest | None,
-        progress: Callable[[int, int], object] | None = None,
+    def fetch(
+        self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
     ) -> None:
         make_folder(target.parent)
         self.transfer.download(
             self.name_of(path),
             target,
-            overwrite=True,
+            overwrite=not create_only,
             size_bytes=None if digest is None else digest.size_bytes,
-            callback=_renewing(progress),
+            callback=_telling(progress),
             check=None if digest is None else lambda file: verify_file(file, digest),
         )
 
-    def names(self, folder: str) -> list[str]:
-        prefix = f"{folder}/" if folder else ""
-        return sorted({path.removeprefix(prefix).partition("/")[0] for path in self.files(folder)})
-
-    def identity(self, paths: Iterable[str]) -> str:
-        return " ".join(self.uri(path) for path in paths)
-
-    def taken(self) -> Iterator[str]:
-        for path in self.files():
-            if not path.endswith(LINK_SUFFIX) and not PurePosixPath(path).name.startswith("."):
-                yield path
-            elif path.endswith("/.metadata"):
-                yield path.rpartition("/")[0]
-
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
+    def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
         digests: list[FileDigest] = []
         for file in files:
             name = PurePosixPath(file.path).name
             with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
-                digests += Folder(Path(folder)).write_all([file._replace(path=name)])
-                self.send(Path(folder) / name, file.path)
+                digests += Folder(folder).write([file._replace(path=name)])
+                self.put(file.path, Path(folder) / name)
         return digests
 
-    def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
-        self.transfer.upload(self.name_of(path), source, _renewing(progress))
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
+        if isinstance(data, Path):
+            self.transfer.upload(self.name_of(path), data, _telling(progress), create_only=create_only)
+        else:
+            self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
 
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
+    def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
+        for path in paths:
+            self.transfer.delete(self.name_of(path))
 
-    def stage_decider(self, path: str, save_id: str) -> _UnstagedDecider:
-        return _UnstagedDecider(self, path, save_id)
-
-    def delete(self, path: str, *, durable: bool = False) -> None:
-        self.transfer.delete(self.name_of(path))
+    def quarantine(self, path: str) -> None:
+        """Do nothing: names cannot be changed."""
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
-    def point(self, link: str, name: str | None) -> None:
-        pointer = self._link(link)
-        if name is not None and not link.startswith("/"):
-            self.check_link(link)
-        if name is None:
-            self.transfer.delete(pointer)
-        else:
-            self.transfer.put_bytes(pointer, self.name_of(name).encode())
+    @contextlib.contextmanager
+    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
+        for link in links:
+            if not link.startswith("/"):
+                self.check_link(link)
+        yield
+        for link, name in links.items():
+            self.put(link + LINK_SUFFIX, self.name_of(name).encode())
 
     def target_of(self, link: str) -> str:
-        return self._content_of(self._link(link)).removeprefix(self._prefix)
-
-    def announce_target(self, link: str, manifest: Manifest) -> None:
-        self.transfer.put_bytes(self._announcement(link), f"{self.name_of(manifest.name)}\n{manifest.id}".encode())
-
-    def announced_target(self, link: str) -> tuple[str, str]:
-        name, _, save_id = self._content_of(self._announcement(link)).partition("\n")
-        return name.removeprefix(self._prefix), save_id
-
-    def announced_links(self) -> Sequence[str]:
-        objects, _ = self.transfer.list_level(self._prefix)
-        names = [info.name.removeprefix(self._prefix) for info in objects]
-        return [name[1:].removesuffix(_NEXT) for name in names if name.startswith(".") and name.endswith(_NEXT)]
-
-    def _content_of(self, pointer: str) -> str:
-        """Return the text of the object ``pointer``. Raises CorruptCheckpointError if it holds none."""
+        path = link + LINK_SUFFIX
         try:
-            return self.transfer.read_all(pointer, most_bytes=_MOST_LINK_BYTES).decode().strip()
+            text = self.transfer.read_all(self.name_of(path), most_bytes=_MOST_LINK_BYTES).decode().strip()
         except UnicodeDecodeError as e:
-            raise CorruptCheckpointError(f"{self.transfer.store.get_uri(pointer)!r} holds no name: {e}") from e
+            raise CorruptCheckpointError(f"{self.uri(path)!r} holds no name: {e}") from e
+        return text.removeprefix(self._prefix)
 
-    def _announcement(self, link: str) -> str:
-        """Return the name of the object that says where a link is about to lead. It is hidden in the place."""
-        return self.name_of(f".{PurePosixPath(link).name}{_NEXT}")
+    def links(self) -> Mapping[str, str]:
+        links = [path.removesuffix(LINK_SUFFIX) for path in self.files() if path.endswith(LINK_SUFFIX)]
 
-    def _link(self, link: str) -> str:
-        """Return the name of the object that the link is."""
-        return check_name(link[1:] + LINK_SUFFIX) if link.startswith("/") else self.name_of(link + LINK_SUFFIX)
+        def read(link: str) -> str:
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):  # it leads to nothing
+                return self.target_of(link)
+            return ""
 
-    def lock(self, name: str, *, beat_seconds: float = 5.0, dead_seconds: float = 20.0) -> HeartbeatLease:
-        """Return the lease of the object name ``name``. For the seconds see :class:`HeartbeatLease`."""
-        full_name = self.name_of(lease_name(name))
-        return HeartbeatLease(self.transfer, full_name, beat_seconds=beat_seconds, dead_seconds=dead_seconds)
+        return dict(zip(links, self.each(read, links), strict=True))
+
+    def lock(self, name: str) -> HeartbeatLease:
+        return HeartbeatLease(self.transfer, self.name_of(lease_name(name)))
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
-    def in_use(self) -> set[str]:
-        files = self.files().values()
-        paths = [
-            file.path
-            for file in files
-            if file.path.endswith((LINK_SUFFIX, _NEXT)) and file.size_bytes <= _MOST_LINK_BYTES
-        ]
-        texts = (data.decode(errors="replace").strip() for data in self.read_all(paths) if data is not None)
-        return {text.partition("\n")[0].removeprefix(self._prefix) for text in texts}
-
-    def leftovers(self, older_than: timedelta) -> list[Leftover]:
+    def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
+        find = self.transfer.stale if dry_run else self.transfer.abort_stale
         return [
-            Leftover(
-                self.transfer.store.get_uri(upload.name),
-                f"the parts of an upload that was started {upload.started_at}",
-                0,
-            )
-            for upload in self.transfer.stale(self._prefix, older_than)
+            StoredFile(upload.name.removeprefix(self._prefix), 0, upload.started_at)
+            for upload in find(self._prefix, older_than)
         ]
 
-    def sweep(self, older_than: timedelta) -> None:
-        self.transfer.abort_stale(self._prefix, older_than)
-
     def close(self) -> None:
-        if self._closing is not None:
-            self._closing()
+        self._owned.close()
 
 
-@final
-class _UnstagedDecider:
-    """The deciding object of a directory, of which there is nothing before its commit: see :class:`StagedDecider`."""
+def _telling(progress: OnBytes) -> Callable[[int, int], object]:
+    """Callback of a transfer, which takes (bytes so far, total), and calls ``progress`` with the bytes since then."""
+    told = 0
 
-    def __init__(self, bucket: Bucket, path: str, save_id: str) -> None:
-        self._bucket = bucket
-        self._path = path
-        self._save_id = save_id
-
-    def commit(self, data: bytes, *, overwrite: bool) -> None:
-        put_decider(self._bucket, self._path, data, self._save_id, overwrite=overwrite)
-
-    def close(self) -> None:
-        """Do nothing: there is no temporary object."""
-
-
-def _renewing(progress: Callable[[int, int], object] | None) -> Callable[[int, int], object]:
-    """Return ``progress`` that renews the leases, too: a transfer without threads is one of the thread that trains."""
-
-    def tell(done: int, total: int) -> None:
-        renew_leases()
-        if progress is not None:
-            progress(done, total)
+    def tell(done: int, _: int) -> None:
+        nonlocal told
+        progress(done - told)
+        told = done
 
     return tell
-
-
-def exists_error(uri: str, there: Manifest) -> CheckpointExistsError:
-    """Error to raise where ``there`` is the record of another checkpoint at ``uri``."""
-    return CheckpointExistsError(
-        f"checkpoint {uri!r} exists, of run {there.run_name!r} at batch {there.batch}. Give names that differ, as with "
-        "'{run_name}' or '{batch}' in them, delete it, or pass overwrite=True (save_overwrite=True in the Trainer)."
-    )

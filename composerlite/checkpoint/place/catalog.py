@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Protocol, TypeAlias, TypeVar, final
+from typing import TypeAlias, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.place.bucket import exists_error
-from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
+from composerlite.checkpoint.place.commit import check_own, data_file_id, own_files
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError, bytes_text
@@ -24,29 +24,18 @@ from composerlite.checkpoint.record.tail import (
     unseal_index,
     unseal_weights_index,
 )
-from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "CollectiveStep", "Fault", "alone", "may_be_decider", "record_in", "with_node"]
+__all__ = ["Catalog", "Fault", "garbage", "home_of", "may_be_decider", "record_in", "with_node"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-R = TypeVar("R")
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason why a record is left out."""
+ANNOUNCED = ".next"
+"""End of the name of the object that names the checkpoint which is being uploaded, and so may be newer than a link."""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 """Ends of the names of files that contain no record."""
-
-
-class CollectiveStep(Protocol):
-    """A step of several processes: each calls ``write``, the first one then ``commit``, and all return its result."""
-
-    def __call__(self, write: Callable[[], T], commit: Callable[[list[T]], R], /) -> R: ...
-
-
-def alone(write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-    """CollectiveStep in one process."""
-    return commit([write()])
 
 
 def may_be_decider(path: str) -> bool:
@@ -58,7 +47,7 @@ def may_be_decider(path: str) -> bool:
 
 
 def record_in(place: Place, path: str) -> Manifest | None:
-    """Return the record that the file ``path`` contains; ``None``: there is no such file, or it has no record.
+    """Return the record that the file ``path`` contains; ``None``: there is no such file, or it decides about nothing.
 
     The digests of the data files of a directory have no chunks: see :meth:`Catalog.manifest_of`.
 
@@ -80,7 +69,8 @@ def record_in(place: Place, path: str) -> Manifest | None:
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
         raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
-    return None if found is None else with_node(place, found)
+    is_part = found is not None and found.form == "archives" and len(found.files) == 1  # of another rank
+    return None if found is None or is_part else with_node(place, found)
 
 
 def with_node(place: Place, manifest: Manifest) -> Manifest:
@@ -90,6 +80,51 @@ def with_node(place: Place, manifest: Manifest) -> Manifest:
         return manifest
     here = [node for node, path in sorted(firsts.items()) if place.exists(path)]
     return replace(manifest, node=here[0] if here else max(firsts) + 1)
+
+
+def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[str]:
+    """Return the data files of killed saves of directories: no record names them, and no living process writes them.
+
+    Args:
+        place: a folder after :meth:`Place.sweep`, in which living processes alone have temporary files; or a bucket
+            whose lease this process holds.
+        files: the paths to look at.
+        names: matches the names of the directories to look at.
+    """
+    found: dict[str, list[str]] = {}
+    for path in files:
+        if data_file_id(path) is not None and names.fullmatch(folder := path.rpartition("/")[0]):
+            found.setdefault(folder, []).append(path)
+    gone: list[str] = []
+    for folder, paths in found.items():
+        alive = {name.rpartition("-")[2] for name in place.names(folder) if ".tmp-" in name}
+        try:
+            indexes = [f"{folder}/{index}".lstrip("/") for index in INDEXES]
+            records = [record_in(place, path) for path in indexes]
+        except CorruptCheckpointError:
+            continue  # it is unknown which files it names
+        if any(record is None and place.exists(path) for record, path in zip(records, indexes, strict=True)):
+            continue  # an index that was cut off, or that another program wrote, may need them
+        named = {file.path for record in records if record is not None for file in record.files}
+        gone += [path for path in paths if path not in named and data_file_id(path) not in alive]
+    return gone
+
+
+def home_of(place: Place, name: str) -> tuple[Place, str]:
+    """Return the place that the checkpoint ``name`` was saved to, and its name there.
+
+    That is a place above the given one, if the record has a name with folders, as ``sub/ep1.pt``.
+    """
+    full = str(place.top / name)
+    for path in _deciders_of(name):
+        try:
+            record = record_in(place, path)
+        except CheckpointError:  # raised to those who open the checkpoint
+            break
+        for saved in () if record is None else (record.name, *record.also):
+            if saved != name and full.endswith(f"/{saved}"):
+                return place.inside(full.removesuffix(saved)), saved
+    return place, name
 
 
 @final
@@ -140,11 +175,8 @@ class Catalog:
 
         Only a damaged one may be acted on. One that a bucket does not let us read is raised.
         """
-        paths: Iterable[str]
-        if names is None:
-            paths = [path for path in self.place.files() if may_be_decider(path)]
-        else:
-            paths = [path for name in names for path in _deciders_of(name)]
+        listed = self.place.files() if names is None else [path for name in names for path in _deciders_of(name)]
+        paths = [path for path in listed if may_be_decider(path)]
         found = self.place.each(self._read, paths)
         faults: dict[str, Fault] = {}
         manifests: list[Manifest] = []
@@ -191,14 +223,13 @@ class Catalog:
                 return with_node(self.place, found.lying_at(name) or replace(found, name=name))
         return None
 
-    def latest(self, link: str, run_name: str) -> Manifest | None:
+    def latest(self, link: str, run_name: str, *, announced: bool = True) -> Manifest | None:
         """Find the newest checkpoint of a run in a bucket, with two or three requests.
 
-        It is the one that was being uploaded last, or, if that was not committed, the one that ``link`` leads to.
-
         Args:
-            link: full name of the link.
+            link: full name of the link that leads to it.
             run_name: of the run.
+            announced: look first for the checkpoint that was being uploaded last: the link may not lead to it yet.
 
         Returns:
             Its record; ``None`` if there is none, or it is damaged (which is logged) or of another run. Then
@@ -207,29 +238,23 @@ class Catalog:
         Raises:
             NewerManifestError: it is of a newer version.
         """
-        for announced in (True, False):
-            try:
-                if announced:
-                    name, save_id = self.place.announced_target(f"/{link}")
-                else:
-                    name, save_id = self.place.target_of(f"/{link}"), None
-                manifest = self.manifest_of(name)
-                if manifest is None:
-                    log.debug("%s leads to %s, which is no checkpoint", link, name)
-                    if announced and self.place.exists(name):  # cut off by a kill: the listing tells of it
-                        return None
-                    continue
-                self.check_sizes(manifest)
-                is_other = manifest.run_name != run_name or save_id not in (None, manifest.id)
-                return None if is_other else manifest
-            except FileNotFoundError as e:
-                log.debug("%s does not lead to a checkpoint: %s", link, e)
-            except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-                if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
-                    raise
-                log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
-                return None
-        return None
+        found: Manifest | None = None
+        try:
+            if announced:
+                with contextlib.suppress(FileNotFoundError):
+                    name, save_id = self.announced(PurePosixPath(link).name)
+                    found = self.manifest_of(name)
+                    if self.place.exists(name) if found is None else found.id != save_id:
+                        return None  # it was cut off by a kill, or replaced: the listing tells
+            if found is None:
+                found = self.manifest_of(self.place.target_of(f"/{link}"))
+        except FileNotFoundError as e:
+            log.debug("%s does not lead to a checkpoint: %s", link, e)
+        except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
+            if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
+                raise
+            log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
+        return found if found is not None and found.run_name == run_name else None
 
     def check_sizes(self, manifest: Manifest) -> None:
         """See that all files of a checkpoint are there, with their sizes. The deciding file was read already.
@@ -249,7 +274,7 @@ class Catalog:
                     f"{checkpoint}: {record.path!r} has {size} bytes and not {record.size_bytes}"
                 )
 
-        self.place.each(check, manifest.here[1:])
+        self.place.each(check, [file for file in manifest.here if file.path != manifest.deciders[0]])
 
     def files(self) -> Iterator[str]:
         """Yield the paths of all files that may be checkpoints, with a record or without."""
@@ -257,7 +282,10 @@ class Catalog:
 
     def names(self) -> list[str]:
         """Return all names that a new checkpoint would come into conflict with."""
-        return list(self.place.taken())
+        visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
+        in_bucket = self.place.path_of("") is None  # where data of a directory without an index are in nobody's way
+        whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
+        return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
 
     def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its record.
@@ -278,18 +306,20 @@ class Catalog:
             except CorruptCheckpointError as e:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
-    def check_free(self, name: str, *, overwrite: bool = False) -> None:
+    def check_free(self, name: str, *, overwrite: bool = False, directory: bool = False) -> None:
         """See that nothing in a folder has the name of a checkpoint to come.
 
         Args:
             name: of the checkpoint, relative to the folder.
             overwrite: accept a name that is taken.
+            directory: the checkpoint will be a directory. An empty one is free: a kill has left it.
 
         Raises:
             CheckpointExistsError: it is taken, and ``overwrite`` is false.
         """
         path = self.folder / name
-        if not overwrite and path.exists():
+        is_left_over = directory and path.is_dir() and not any(path.iterdir())
+        if not overwrite and path.exists() and not is_left_over:
             raise CheckpointExistsError(
                 f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
                 "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
@@ -309,6 +339,7 @@ class Catalog:
             CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no
                 checkpoint of that name in the place then, unless there was one.
         """
+        check_own(self.place, manifest)
         tell = by_total(manifest.size_bytes, progress)
         for record in (*manifest.files[1:], manifest.files[0]):
             uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
@@ -318,103 +349,26 @@ class Catalog:
             except FileNotFoundError as e:
                 raise CorruptCheckpointError(f"checkpoint file {uri!r} is gone: {e}") from e
 
-    def publish(
-        self,
-        manifest: Manifest,
-        files: Mapping[str, Path | bytes],
-        *,
-        link: str | None = None,
-        links: Mapping[str, str] | None = None,
-        overwrite: bool = False,
-        begins: CollectiveStep = alone,
-        ends: CollectiveStep = alone,
-    ) -> None:
-        """Make a checkpoint exist in a bucket, and point ``link`` to it: the deciding file is sent last.
-
-        A kill at any moment leaves it out of the listing or complete, and ``link`` on a complete one.
-
-        Args:
-            manifest: the record, as it lies in the bucket.
-            files: the files that this process sends, or their contents, by their paths in the bucket; the deciding file
-                among them in the first process.
-            link: full name of the link, without ``.symlink``.
-            links: full names of further ones, and the file that each leads to.
-            overwrite: replace a checkpoint of the same name. One of the same moment of the same run is replaced in any
-                case: a run that was interrupted does it again.
-            begins: the vote of processes that send files of it together over its begin. ends: over its commit.
-
-        Raises:
-            CheckpointExistsError: there is another checkpoint of that name.
-        """
-        decider = manifest.files[0].path
-        replaced: Manifest | None = None
-
-        def begin(_: object) -> bool:
-            nonlocal replaced
-            there = self._replaceable(manifest, overwrite=overwrite)
-            if there is not None and there.id == manifest.id:
-                return True
-            if link is not None:  # after a kill before the link is moved the next start looks here first
-                self.place.announce_target(f"/{link}", manifest)
-            replaced = there
-            if there is not None and there.form == "archives":
-                delete_checkpoint(self.place, there)
-            return False
-
-        def send() -> None:
-            for path, file in files.items():
-                if path != decider:
-                    self._send(file, path)
-
-        def finish(_: object) -> None:
-            if not is_there:
-                self._send(files[decider], decider)
-            for other, name in {**(links or {}), **({} if link is None else {link: manifest.name})}.items():
-                self.place.point(f"/{other}", name)
-            log.debug("published checkpoint %s", self.place.uri(manifest.name))
-            if replaced is not None:
-                kept = {file.path for file in manifest.files}
-                self.place.delete_all(file.path for file in replaced.files if file.path not in kept)
-
-        is_there = begins(lambda: None, begin)
-        ends(lambda: None if is_there else send(), finish)
-
-    def _send(self, file: Path | bytes, path: str) -> None:
-        if isinstance(file, bytes):
-            self.place.put(path, file)
-        else:
-            self.place.send(file, path)
-
-    def _replaceable(self, manifest: Manifest, *, overwrite: bool) -> Manifest | None:
-        """Return the checkpoint that has the name of ``manifest``; ``None``: there is none.
-
-        Raises:
-            CheckpointExistsError: it is another one, and may not be replaced.
-        """
-        try:
-            there = record_in(self.place, manifest.files[0].path)
-        except CorruptCheckpointError as e:
-            log.warning("replacing %s, which is damaged: %s", self.place.uri(manifest.name), e)
-            return None
-        if there is not None and there.id != manifest.id and not overwrite and _moment(there) != _moment(manifest):
-            raise exists_error(self.place.uri(there.name), there)
-        return there
-
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def leads(self, link: str, name: str) -> bool:
-        """Check if a link in a bucket leads to a checkpoint.
+    def announced(self, link: str) -> tuple[str, str]:
+        """Return the name and the id of the checkpoint that ``link`` in a bucket is about to lead to, or leads to.
 
-        Args:
-            link: full name of the link.
-            name: of the checkpoint.
+        The checkpoint of that name may have another id: the announced one is not in the place yet.
 
-        Returns:
-            True if it does. A damaged link leads nowhere.
+        Raises:
+            FileNotFoundError: nothing was announced.
         """
-        try:
-            return self.place.target_of(f"/{link}") == name
-        except (FileNotFoundError, CorruptCheckpointError):
-            return False
+        name, _, save_id = self.place.read(f".{link}{ANNOUNCED}").decode(errors="replace").partition("\n")
+        return name, save_id
+
+    def announcements(self) -> list[str]:
+        """Return the names of all links that :meth:`announced` knows."""
+        names = self.place.names("")
+        return [name[1:].removesuffix(ANNOUNCED) for name in names if name.startswith(".") and name.endswith(ANNOUNCED)]
+
+    def in_use(self) -> set[str]:
+        """Return the names that links lead to, or are about to."""
+        return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
 
     def mend_links(self, manifest: Manifest | None, links: re.Pattern[str], names: re.Pattern[str]) -> None:
         """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none.
@@ -424,19 +378,19 @@ class Catalog:
             links: matches the names of links that the saver makes. names: those of its checkpoints. A link that is not
                 called so, or leads elsewhere, is of somebody else and is left alone.
         """
-        for link, target in list(self.place.broken_links()):
-            if links.fullmatch(link) is None or names.fullmatch(target) is None:
+        for link, target in self.place.links().items():
+            if (self.folder / link).exists() or links.fullmatch(link) is None or names.fullmatch(target) is None:
                 continue
-            self.place.point(link, None if manifest is None else _as_before(manifest, target))
+            if manifest is None:
+                (self.folder / link).unlink(missing_ok=True)
+            else:
+                self.place.point(link, _as_before(manifest, target))
 
     # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
-    def delete(self, manifest: Manifest) -> None:
-        """Delete a checkpoint. What is gone already is not an error."""
-        delete_checkpoint(self.place, manifest)
-
     def quarantine(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``."""
-        paths = [file.path for file in manifest.files] if manifest.form == "archives" else [manifest.name]
+        is_spread = manifest.form == "archives"
+        paths = own_files(self.place, manifest, or_damaged=True) if is_spread else [manifest.name]
         for path in reversed(paths):  # after a kill the record is still there, and the next start continues
             self.quarantine_file(path)
 
@@ -445,23 +399,10 @@ class Catalog:
         self.place.quarantine(name)
         log.warning("quarantined %s as %s.damaged", self.place.uri(name), name)
 
-    def quarantine_damaged(self, names: re.Pattern[str]) -> None:
-        """Take checkpoints of ``names`` out of the way whose record is damaged.
-
-        The run will save these names again. Other files, such as a copy made by hand, are left alone.
-        """
-        for name, e in self.manifests_and_faults()[1].items():
-            if isinstance(e, CorruptCheckpointError) and names.fullmatch(name) is not None:
-                self.quarantine_file(name)
-
 
 def _deciders_of(name: str) -> tuple[str, ...]:
     """Return the paths that the deciding file of the checkpoint ``name`` may have."""
     return name, f"{name}/{INDEX}", f"{name}/{WEIGHTS_INDEX}", f"{name}/{MODEL}/{INDEX}"
-
-
-def _moment(manifest: Manifest) -> tuple[str, tuple[int, int]]:
-    return manifest.run_name, manifest.moment
 
 
 def _as_before(manifest: Manifest, target: str) -> str:

@@ -11,28 +11,22 @@ ranks have fixed names: a save that replaces one deletes the old one first.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composerlite.checkpoint.format import INDEX, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.format import SUFFIX
+from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
+from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import StagedFile, fsync_folder
+from composerlite.storage import StagedFile
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.place.place import Place
 
-__all__ = ["commit_file", "data_file_id", "delete_checkpoint", "garbage", "put_decider"]
+__all__ = ["check_own", "commit_file", "data_file_id", "delete_checkpoint", "own_files", "put_decider"]
 
 log = logging.getLogger(__name__)
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _DATA_FILE = re.compile(rf"(?:.*/)?[^/]+_([0-9a-f]{{16}})(?:{re.escape(SUFFIX)}|\.safetensors)")
 """Path of a data file of a directory; its group is the id of the save."""
 
@@ -49,100 +43,91 @@ def commit_file(staged: StagedFile, *, overwrite: bool) -> None:
         FileExistsError: there is a file of that name, and ``overwrite`` is false.
         OSError: the file system refused.
     """
-    if overwrite:
-        staged.publish()
-        return
-    if not _renamed_to_new(staged.temporary, staged.path):
-        os.link(staged.temporary, staged.path)
-        staged.temporary.unlink()
-    staged.leave_behind()  # the temporary name is gone
-    fsync_folder(staged.path.parent)
+    staged.publish(overwrite=overwrite)
 
 
-def _renamed_to_new(temporary: Path, path: Path) -> bool:
-    """Rename ``temporary`` to ``path``, which nothing may have; return false if the file system cannot do so."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    sys.audit("os.rename", str(temporary), str(path), -1, -1)
-    if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(temporary), None, str(path))
-
-
-def put_decider(place: Place, path: str, data: bytes, save_id: str, *, overwrite: bool) -> None:
-    """Put the deciding object ``path`` into a bucket with one request: the checkpoint exists.
+def put_decider(place: Place, path: str, data: bytes, staged: StagedFile | None, *, overwrite: bool) -> None:
+    """Give the deciding file of a directory its content and its name, durable, at one instant: the checkpoint exists.
 
     Args:
-        place: the bucket. All other files of the checkpoint are there.
-        path: of the object.
-        data: its content, which ends with the record.
-        save_id: of the save.
-        overwrite: replace the object of that name.
+        place: has all other files of the checkpoint.
+        path: of the file.
+        data: its content, which contains the record.
+        staged: the file under its temporary name; ``None``: the place is a bucket, and takes it with one request.
+        overwrite: replace the file of that name.
 
     Raises:
         CheckpointExistsError: there is one of another save, and ``overwrite`` is false.
     """
     try:
-        place.put(path, data, create_only=not overwrite)
+        if staged is None:
+            place.put(path, data, create_only=not overwrite)
+        else:
+            staged.file.write(data)
+            staged.flush()
+            commit_file(staged, overwrite=overwrite)
     except FileExistsError as e:
         if place.read(path) != data:  # else the answer to our own request was lost, and it was sent again
             raise CheckpointExistsError(
-                f"checkpoint {place.uri(path)!r} was saved by another process meanwhile, not by save {save_id}."
+                f"checkpoint {place.uri(path)!r} was saved by another process meanwhile."
             ) from e
 
 
 # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────────────
 def delete_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Delete a checkpoint: its deciding files first, then the files that its record names. Other files stay.
+    """Delete a checkpoint: its deciding files first, then the files of :func:`own_files`. Other files stay.
 
     Where nodes have disks of their own it deletes all that this disk has: one may have the parts of several nodes.
     A kill in between leaves files that no record names, see :func:`garbage`. A missing file is no error.
     """
-    for path in reversed(manifest.deciders):
-        place.delete(path, durable=len(manifest.files) > 1)
-    others = [file.path for file in manifest.files if file.path not in manifest.deciders]
-    place.delete_all(others)
-    if manifest.is_directory:
-        place.remove_empty(manifest.name)
+    others = [path for path in own_files(place, manifest) if path not in manifest.deciders]
+    place.delete(reversed(manifest.deciders), durable=bool(others), folders=manifest.is_directory)
+    place.delete(others, folders=manifest.is_directory)
     log.debug("deleted checkpoint %s", place.uri(manifest.name))
+
+
+def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> list[str]:
+    """Return the paths of the files that go with a checkpoint when it is deleted, renamed or replaced.
+
+    A planted record of archives can name any file of its folder. So the archive of another rank counts only if its own
+    record has the same id, and the name of the same deciding file.
+
+    Args:
+        place: has the checkpoint.
+        manifest: its record.
+        or_damaged: count archives, too, whose own record is missing or damaged.
+    """
+    first, *others = (file.path for file in manifest.files)
+    if manifest.form != "archives":
+        return [first, *others]
+
+    def is_own(path: str) -> bool:
+        try:
+            size_bytes, end = place.end(path, MOST_TAIL_BYTES)
+            found = unseal(path, size_bytes, end, place.uri(path))
+        except (FileNotFoundError, CorruptCheckpointError, NewerManifestError):
+            found = None
+        if found is None:
+            return or_damaged
+        names_first = f"/{first}".endswith(f"/{found.name}")
+        return found.form == "archives" and found.id == manifest.id and names_first
+
+    return [first, *(path for path, own in zip(others, place.each(is_own, others), strict=True) if own)]
+
+
+def check_own(place: Place, manifest: Manifest) -> None:
+    """See that all files of a checkpoint are its own, before they replace others elsewhere.
+
+    Raises:
+        CorruptCheckpointError: one is not: see :func:`own_files`.
+    """
+    strange = {file.path for file in manifest.files} - {*own_files(place, manifest)}
+    if strange:
+        uri = place.uri(min(strange))
+        raise CorruptCheckpointError(f"checkpoint {place.uri(manifest.name)!r} names {uri!r}, which is no part of it.")
 
 
 def data_file_id(path: str) -> str | None:
     """Return the id of the save that wrote the data file ``path`` of a directory; ``None`` if it is no such file."""
     match = _DATA_FILE.fullmatch(path)
     return None if match is None else match[1]
-
-
-def garbage(
-    place: Place, files: Iterable[str], names: re.Pattern[str], record_of: Callable[[str], Manifest | None]
-) -> list[str]:
-    """Return the data files of killed saves of directories: no record names them, and no living process writes them.
-
-    Args:
-        place: a folder after :meth:`Place.sweep`, in which living processes alone have temporary files; or a bucket
-            whose lease this process holds.
-        files: the paths to look at.
-        names: matches the names of the directories to look at.
-        record_of: returns the record in a deciding file; raises CorruptCheckpointError if that is damaged.
-    """
-    found: dict[str, list[str]] = {}
-    for path in files:
-        if data_file_id(path) is not None and names.fullmatch(folder := path.rpartition("/")[0]):
-            found.setdefault(folder, []).append(path)
-    gone: list[str] = []
-    for folder, paths in found.items():
-        alive = {name.rpartition("-")[2] for name in place.names(folder) if ".tmp-" in name}
-        try:
-            indexes = [f"{folder}/{index}".lstrip("/") for index in (INDEX, WEIGHTS_INDEX)]
-            records = [record_of(path) for path in indexes]
-        except CorruptCheckpointError:
-            continue  # it is unknown which files it names
-        if any(record is None and place.exists(path) for record, path in zip(records, indexes, strict=True)):
-            continue  # an index that was cut off, or that another program wrote, may need them
-        named = {file.path for record in records if record is not None for file in record.files}
-        gone += [path for path in paths if path not in named and data_file_id(path) not in alive]
-    return gone

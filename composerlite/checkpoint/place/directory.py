@@ -1,6 +1,10 @@
-"""The directory of a sharded checkpoint in any place: its files, and the deciding file with the record.
+"""The directory of a checkpoint in any place: its files, and the deciding file with the record.
 
 A directory without a record was written by another program, and is read unverified.
+
+A step has ``train/rank*.pt``, ``model_and_optim/`` and, last of all, ``.metadata.json``, which marks it as a checkpoint
+for OLMo-core. Its record is in ``model_and_optim/.metadata``, and names the files in ``train/``, too. Files of ranks
+have fixed names, which cannot be switched at one instant, so a save that replaces a step deletes that one first.
 """
 
 from __future__ import annotations
@@ -12,18 +16,21 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast, final
 
-from composerlite.checkpoint.format import INDEX, INDEXES, WEIGHTS_INDEX
+import xxhash
+
+from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
 from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import record_in, with_node
-from composerlite.checkpoint.place.commit import data_file_id, garbage
+from composerlite.checkpoint.place.catalog import garbage, record_in, with_node
+from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint, put_decider
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import NewFile, Place, StagedDecider
+from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_id
 from composerlite.checkpoint.record.tail import (
     index_of,
@@ -37,30 +44,32 @@ from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    IncompatibleCheckpointError,
     ObjectStoreError,
+    SaveError,
 )
-from composerlite.storage import FileDigest, ObjectStore, Sink, is_uri, open_store, parse_uri
-
-if TYPE_CHECKING:
-    from composerlite.checkpoint.format.torch_reader import ByteSource
+from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
 
 __all__ = [
     "INDEX",
+    "LEAST_CHUNK_BYTES",
     "MOST_CHUNKS",
     "ON_ALL_NODES",
+    "RANK_FILE",
+    "Directory",
     "PathOrUri",
     "SaveHandle",
     "ShardedDirectory",
-    "chunk_bytes_of",
+    "StepFolder",
     "directory_at",
-    "text_of",
 ]
 
 log = logging.getLogger(__name__)
-_LEAST_CHUNK_BYTES = 32 << 10
 _OLD = timedelta(days=1)
 """Age from which files that no record names are those of a killed save, where no lease tells."""
+_SEEN_SECONDS = 20.0
+"""A network file system shows what another machine made some time later."""
+LEAST_CHUNK_BYTES = 32 << 10
+"""Bytes of a file that are verified at once: few, since a read of a shard is often of one tensor among many."""
 MOST_CHUNKS = 1 << 15
 """Parts in which a file is verified: the digests of all are in one manifest."""
 ON_ALL_NODES = (
@@ -68,6 +77,8 @@ ON_ALL_NODES = (
     "nodes share, or to a bucket, to be free of that."
 )
 """What to do about files on the disks of other nodes."""
+RANK_FILE = re.compile(r"rank(\d+)\.pt")
+"""Name of the file of a rank in ``train/``."""
 
 
 class SaveHandle(NamedTuple):
@@ -76,10 +87,12 @@ class SaveHandle(NamedTuple):
     Attributes:
         id: of the save; the names of its data files end with it.
         decider: name of the deciding file in the directory.
+        overwrite: replace what is there.
     """
 
     id: str
     decider: str = INDEX
+    overwrite: bool = False
 
     @property
     def suffix(self) -> str:
@@ -87,76 +100,86 @@ class SaveHandle(NamedTuple):
         return f"_{self.id}"
 
 
-@final
-class ShardedDirectory:
-    """The directory of one sharded checkpoint. Used as a context manager, or until :meth:`close`.
-
-    A save: :meth:`claim` in one process; :meth:`write` on any rank, each file durable and under its final name;
-    :meth:`commit` in the process that claimed. Where nodes have disks of their own, one process of each other disk
-    calls :meth:`join` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
+class Directory:
+    """A directory in a place. Used as a context manager, or until :meth:`close`.
 
     Args:
-        place: that the directory is in; closed with it.
-        name: of the directory, below the place.
-
-    Attributes:
-        only: the one file of the folder ``name`` that counts, a file of weights; ``None``: all.
-        record: what the record says besides files, at the next commit; ``None``: as little as can be.
-        committed: the record of the last save, in the process that committed.
-        brought: a folder with files of this directory that are on other disks, to be read from.
+        place: that it is in; closed with it.
+        name: of the directory, below the place; empty: the place itself.
     """
 
     def __init__(self, place: Place, name: str) -> None:
         self.place = place
         self.name = name
-        self.only: str | None = None
-        self.record: Manifest | None = None
-        self.committed: Manifest | None = None
-        self.brought: Path | None = None
-        self._decider: StagedDecider | None = None
-        self._overwrite = False
 
     @classmethod
-    def on_disk(cls, path: Path, root: Path | None = None) -> ShardedDirectory:
-        """Return the directory ``path`` in the folder of checkpoints ``root``, or in that above it.
+    def of(cls, place: object, *, threads: int = 8) -> Self:
+        """Return the directory at a path or a URI. ``threads`` are those that move bytes to and from an object store.
 
         Raises:
-            ConfigError: there is none above it.
+            ConfigError: it is neither, or the URI names no store.
         """
-        path = Path(os.path.realpath(path))
-        folder = path.parent if root is None else Path(os.path.realpath(root))
-        if path == folder:
-            raise ConfigError(f"{str(path)!r} is no directory for a checkpoint: give one below it.")
-        return cls(Folder(folder), str(path.relative_to(folder)))
+        try:
+            text = os.fsdecode(cast("Any", place))
+        except TypeError as e:
+            kind = type(place).__name__
+            raise ConfigError(f"{place!r} is of the type {kind}: expected a path or a URI, as text.") from e
+        if is_uri(text):
+            return cls.in_store(open_store(text), parse_uri(text)[2], threads=threads, closes=True)
+        path = Path(os.path.realpath(parse_uri(text)[2]))
+        return cls(Folder(path.parent), path.name)
 
     @classmethod
-    def of_file(cls, place: Place, path: str) -> ShardedDirectory:
-        """Return the file of weights ``path``, whose header is its index, as a directory with nothing else in it."""
-        folder, _, file = path.rpartition("/")
-        found = cls(place, folder)
-        found.only = file
-        return found
-
-    @classmethod
-    def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> ShardedDirectory:
-        """Directory below ``root/`` of ``store``, moved by ``threads`` threads; ``closes``: closes ``store``, too.
-
-        Raises:
-            ConfigError: ``root`` is empty.
-        """
-        path = PurePosixPath(root.strip("/"))
-        if not path.name:
-            raise ConfigError(f"{store.get_uri('x')[:-1]!r} is a bucket: give a directory in it, as 'run/step100'.")
-        above = "" if str(path.parent) == "." else str(path.parent)
-        return cls(Bucket.of(store, above, threads=threads, closes=closes), path.name)
+    def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> Self:
+        """Directory below ``root/`` of ``store``, moved by ``threads`` threads; ``closes``: closes ``store``, too."""
+        above, _, name = root.strip("/").rpartition("/")
+        return cls(Bucket.of(store, above, threads=threads, closes=closes), name)
 
     @property
     def uri(self) -> str:
         """Path or URI of the directory, for messages."""
-        return self.place.uri(self.name) if self.only is None else self.place.uri(self._at(self.only))
+        return self.place.uri(self.name)
 
-    def _at(self, name: str) -> str:
-        return f"{self.name}/{name}" if self.name else name
+    def at(self, name: str) -> str:
+        """Return the path of the file ``name`` below the place."""
+        return "/".join(part for part in (self.name, name) if part)
+
+    def has(self, name: str) -> bool:
+        """Return true if there is the file ``name``."""
+        return self.place.exists(self.at(name))
+
+    def close(self) -> None:
+        """Close connections. May be called twice."""
+        self.place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@final
+class ShardedDirectory(Directory):
+    """The directory of one sharded checkpoint, or the file of weights ``only`` in it, whose header is its index.
+
+    A save: :meth:`claim` in one process; :meth:`write` on any rank, each file durable and under its final name;
+    :meth:`commit` in the process that claimed. Where nodes have disks of their own, one process of each other disk
+    calls :meth:`join` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
+    """
+
+    def __init__(self, place: Place, name: str, only: str | None = None) -> None:
+        super().__init__(place, name)
+        self._only = only
+        self._handle: SaveHandle | None = None
+        """Of the save that this process has begun, or joined."""
+        self._staged: StagedFile | None = None
+        """The deciding file of that save, where it is on this machine."""
+
+    @property
+    def uri(self) -> str:
+        """Path or URI of the directory, or of its one file, for messages."""
+        return self.place.uri(self.at(self._only or ""))
 
     @property
     def path(self) -> Path | None:
@@ -165,19 +188,13 @@ class ShardedDirectory:
 
     def identity(self) -> str:
         """Return the same on all ranks that see one and the same checkpoint here; another where they see a copy."""
-        if self.only is not None:
-            return self.place.identity([self._at(self.only)])
-        index = [self._at(INDEX)] if self.has(INDEX) else []  # a folder of weights has none
-        return self.place.identity([self.name, *index])
+        if (here := self.path) is None:
+            return self.uri
+        paths = [here, here / INDEX] if self._only is None else [here / self._only]  # weights have no index
+        seen = [path.stat() for path in paths if path.exists()]  # NFS shows all machines the same
+        return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def names(self) -> list[str]:
-        """Return the names of what is in it; none if it is not there."""
-        try:
-            return self.place.names(self.name)
-        except NotADirectoryError as e:
-            raise ConfigError(f"{self.uri!r} is a file and no directory of a sharded checkpoint.") from e
-
     def described(self) -> tuple[bytes, Manifest | None]:
         """Return the index and the record that is in the same file, ``None`` if another program wrote that.
 
@@ -185,311 +202,282 @@ class ShardedDirectory:
             FileNotFoundError: there is no index, and there are no weights.
             CorruptCheckpointError: the record or the index is damaged.
         """
-        if self.only is not None:
-            if not self.has(self.only):
-                raise FileNotFoundError(errno.ENOENT, "there is no such file", self.uri)
-            return self._of_weights([self.only], None), None
-        with contextlib.suppress(FileNotFoundError):
-            data = self.place.read(self._at(INDEX))
-            record = self._record_in(data)
-            return index_of(data, self.place.uri(self._at(INDEX))), record
-        if holds_weights(names := self.names()):
-            manifest = self._record_of_weights()
-            return self._of_weights(names, manifest), manifest
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", f"{self.uri}/{INDEX}")
-
-    def manifest(self) -> Manifest | None:
-        """Return the record; ``None`` if there is none. Raises CorruptCheckpointError if it is damaged."""
-        if self.only is not None:
-            return None
-        with contextlib.suppress(FileNotFoundError):
-            return self._record_in(self.place.read(self._at(INDEX)))
-        return self._record_of_weights()
-
-    def _record_in(self, data: bytes) -> Manifest | None:
-        found = unseal_index(self._at(INDEX), data, self.place.uri(self._at(INDEX)))
-        return None if found is None else with_node(self.place, found)
-
-    def _record_of_weights(self) -> Manifest | None:
-        path = self._at(WEIGHTS_INDEX)
-        with contextlib.suppress(FileNotFoundError):
-            return unseal_weights_index(path, self.place.read(path), self.place.uri(path))
-        return None
-
-    def _of_weights(self, names: Sequence[str], manifest: Manifest | None) -> bytes:
-        digests = {record.path: record.digest for record in (() if manifest is None else manifest.files[1:])}
+        if self._only is None:
+            with contextlib.suppress(FileNotFoundError):
+                data = self.place.read(self.at(INDEX))
+                return index_of(data, self.place.uri(self.at(INDEX))), self._unsealed(INDEX, data)
+        names = self.place.names(self.name) if self._only is None else [self._only]
+        if not (holds_weights(names) if self._only is None else self.has(self._only)):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(self.at(self._only or INDEX)))
+        record = self.record()
+        digests = {file.path: file.digest for file in (() if record is None else record.files[1:])}
 
         def read(name: str, offset: int, size: int) -> bytes:
-            digest = digests.get(self._at(name))
-            if digest is not None and (not digest.chunk_bytes or digest.size_bytes != self.size(name)):
+            path = self.at(name)
+            digest = digests.get(path)
+            if digest is not None and (not digest.chunk_bytes or digest.size_bytes != self.place.size(path)):
                 digest = None  # another program has written it anew, which the reader sees
-            with self.opened(name, digest, threads=1) as source:
+            with self.place.opened(path, digest, threads=1) as source:
                 return source.read(offset, size)
 
         try:
-            found = folder_index(names, self.size, read, only=self.only)
+            found = folder_index(names, lambda name: self.place.size(self.at(name)), read, only=self._only)
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {e}") from e
         assert found is not None
-        return found
+        return found, record
 
-    def has(self, name: str) -> bool:
-        """Return true if the file ``name`` is in it here."""
-        return self.place.exists(self._at(name))
+    def record(self) -> Manifest | None:
+        """Return the record; ``None`` if there is none. Raises CorruptCheckpointError if it is damaged."""
+        for index in INDEXES if self._only is None else ():
+            with contextlib.suppress(FileNotFoundError):
+                return self._unsealed(index, self.place.read(self.at(index)))
+        return None
 
-    def size(self, name: str) -> int:
-        """Return the size of the file ``name``, in bytes; FileNotFoundError."""
-        return self.place.size(self._at(name))
-
-    def opened(
-        self, name: str, digest: FileDigest | None, *, threads: int
-    ) -> contextlib.AbstractContextManager[ByteSource]:
-        """Open the file ``name``, whose bytes are compared with ``digest`` as they are read; FileNotFoundError."""
-        if self.path is not None and not self.has(name):
-            if self.brought is not None:
-                return Folder(self.brought).opened(name, digest, threads=threads)
-            self._refuse_elsewhere(name)
-        return self.place.opened(self._at(name), digest, threads=threads)
-
-    def _refuse_elsewhere(self, name: str) -> None:
-        records = () if (manifest := self.manifest()) is None else manifest.files
-        nodes = [record.node for record in records if record.path == f"{self.name}/{name}"]
-        if nodes and nodes[0] is not None:
-            raise IncompatibleCheckpointError(
-                f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {nodes[0]} of its run, and "
-                f"is not on this one. {ON_ALL_NODES}"
-            )
-
-    def fetch(self, name: str, digest: FileDigest | None, target: Path) -> None:
-        """Make the file ``name`` the local file ``target``, verified."""
-        self.place.write_to(target, self._at(name), digest)
+    def _unsealed(self, index: str, data: bytes) -> Manifest | None:
+        """Return the record in the file ``index``, which contains ``data``."""
+        path = self.at(index)
+        found = (unseal_index if index == INDEX else unseal_weights_index)(path, data, self.place.uri(path))
+        return None if found is None else with_node(self.place, found)
 
     def missing(self) -> CheckpointNotFoundError:
         """Error to raise where there is no ``.metadata``."""
-        names = self.names()
+        names = self.place.names(self.name)
         if not names:
             return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
-        hint = ""
-        if "model_and_optim" in names:
-            hint = f" Did you mean {self.uri.rstrip('/') + '/model_and_optim'!r}?"
+        hint = f" Did you mean '{self.uri.rstrip('/')}/{MODEL}'?" if MODEL in names else ""
         return CheckpointNotFoundError(
             f"{self.uri!r} is no sharded checkpoint, or one whose save did not end: it has no {INDEX!r} and holds "
             f"{', '.join(sorted(names)[:8])}.{hint}"
         )
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def check_free(self, *, overwrite: bool) -> bool:
-        """See that a checkpoint may be saved here; return whether anything is there.
-
-        Leftovers of a killed save do not count.
+    def check_free(self, *, overwrite: bool) -> None:
+        """See that a checkpoint may be saved here. Leftovers of a killed save do not count.
 
         Raises:
             CheckpointExistsError: there is something, and ``overwrite`` is false.
             ConfigError: a checkpoint cannot have this name.
         """
         self.place.check_name(self.name)
-        names = self.names()
+        names = self.place.names(self.name)
         left_over = all(data_file_id(name) is not None or ".tmp-" in name for name in names)
         if not overwrite and not left_over:
             what = "holds a checkpoint" if not {*INDEXES}.isdisjoint(names) else f"is not empty: it holds {names[0]!r}"
             raise CheckpointExistsError(
                 f"{self.uri!r} {what}. Give another directory, delete it, or pass save_overwrite=True."
             )
-        return bool(names)
-
-    def claim(self, *, overwrite: bool, index_name: str = INDEX) -> SaveHandle:
-        """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
-        self.check_free(overwrite=overwrite)
-        handle = SaveHandle(new_id(), index_name)
-        self._stage(handle, overwrite=overwrite)
-        return handle
 
     def sweep(self) -> None:
         """Remove leftovers of killed saves in the directory that are older than a day. Failures are logged.
 
         For saves without a lease, in one process for all.
+
+        Raises:
+            ConfigError: a checkpoint cannot have this name.
         """
+        self.place.check_name(self.name)
         try:
             self.place.inside(self.name).sweep(_OLD)
             until = datetime.now(UTC) - _OLD
             files = self.place.files(self.name).values()
             old = [file.path for file in files if file.modified_at is not None and file.modified_at < until]
             names = re.compile(re.escape(self.name))
-            self.place.delete_all(garbage(self.place, old, names, lambda path: record_in(self.place, path)))
+            unnamed = garbage(self.place, old, names)
+            self.place.delete(unnamed, folders=True)
         except (OSError, ObjectStoreError) as e:
             log.warning("could not remove leftovers of killed processes in %s: %s", self.uri, e)
 
-    def join(self, handle: SaveHandle, *, overwrite: bool) -> None:
+    def claim(self, *, overwrite: bool, index_name: str = INDEX) -> SaveHandle:
+        """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
+        self.check_free(overwrite=overwrite)
+        handle = SaveHandle(new_id(), index_name, overwrite)
+        self._stage(handle)
+        return handle
+
+    def join(self, handle: SaveHandle) -> None:
         """Take part in a save that another process has begun, for the disk that this one writes to.
 
         Raises:
             CheckpointExistsError: as :meth:`check_free`.
-            FileExistsError: it is the disk of that process, too.
+            SaveError: it is the disk of that process, too.
         """
-        self.check_free(overwrite=overwrite)
+        self.check_free(overwrite=handle.overwrite)
         try:
-            self._stage(handle, overwrite=overwrite)
+            self._stage(handle)
         except FileExistsError as e:
-            raise FileExistsError(
-                errno.EEXIST,
-                "the nodes had folders of their own when the run began, and now two of them see the same. Start the "
-                "run again when all nodes see what they are to see. It is there already",
-                str(self.path),
+            raise SaveError(
+                f"two nodes see the same {self.uri!r} now, and had folders of their own when the run began. Start it "
+                "again when all nodes see what they are to see."
             ) from e
 
-    def _stage(self, handle: SaveHandle, *, overwrite: bool) -> None:
-        self._overwrite = overwrite
-        self._decider = self.place.stage_decider(self._at(handle.decider), handle.id)
+    def _stage(self, handle: SaveHandle) -> None:
+        """Make the directory, with the deciding file under a temporary name, locked as long as this process lives.
 
-    def write(
-        self,
-        handle: SaveHandle,
-        name: str,
-        most_bytes: int,
-        fill: Callable[[Sink], object],
-        most_chunks: int = MOST_CHUNKS,
-    ) -> FileDigest:
-        """Make a durable file of what ``fill`` gives, at most ``most_bytes``; return what it contains.
-
-        It is verified in ``most_chunks`` parts at most.
+        The data files with the id of the save are no garbage as long as that is there. A bucket has no such file.
         """
-        (digest,) = self.write_all(handle, [NewFile(name, most_bytes, fill, chunk_bytes_of(most_bytes, most_chunks))])
-        return digest
+        if (folder := self.path) is not None:
+            make_folder(folder)
+            self._staged = StagedFile(folder / handle.decider, handle.id)
+        self._handle = handle
 
-    def write_all(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
-        """Make durable files, by their names, in their order; return what they contain."""
-        if self._decider is None:
-            self.place.wait_until_seen(self._at(handle.decider), handle.id)
-        return self.place.write_all(file._replace(path=f"{self.name}/{file.path}") for file in files)
+    def write(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
+        """Make durable files, by their names in the directory, in their order; return what they contain.
 
-    def commit(
-        self,
-        handle: SaveHandle,
-        index: bytes,
-        files: Mapping[str, FileDigest],
-        facts: Mapping[str, object],
-        *,
-        nodes: Mapping[str, int] | None = None,
-    ) -> None:
+        Raises:
+            FileNotFoundError: the claim of another machine is not seen: the machines have folders of their own.
+        """
+        if self._handle is None and (folder := self.path) is not None:
+            staged = StagedFile.temporary_of(folder / handle.decider, handle.id)
+            deadline = time.monotonic() + _SEEN_SECONDS
+            while not staged.exists():
+                if time.monotonic() > deadline:
+                    raise FileNotFoundError(
+                        errno.ENOENT,
+                        f"the first rank made this file {_SEEN_SECONDS:g} s ago, and here it is not: each rank writes "
+                        "its part of a sharded checkpoint. Give a folder that all nodes share, or a bucket; or "
+                        "state_dict_type='full', with which rank 0 writes one file. Not here",
+                        str(staged),
+                    )
+                time.sleep(0.05)
+        return self.place.write(file._replace(path=self.at(file.path)) for file in files)
+
+    def commit(self, index: bytes, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest) -> Manifest:
         """Make the checkpoint exist, in the process that claimed, or joined: put ``index`` with the record.
 
         Args:
-            handle: what :meth:`claim` gave.
             index: the content of the index.
-            files: digests of all other files, by name.
-            facts: further fields of the record.
-            nodes: by file, the node whose disk has it, where nodes have disks of their own.
+            files: digests of all other files, by name, with the node whose disk has each, where nodes have their own.
+            record: what it says of the checkpoint; and the files that are beside the directory.
+
+        Returns:
+            The record as it can be read now.
 
         Raises:
             CheckpointExistsError: another process has saved here meanwhile, and that must not be replaced.
         """
-        assert self._decider is not None
-        manifest = self._record_with(handle, files, facts, nodes or {})
-        replaced = self._replaced() if self._overwrite else None
-        is_weights = manifest.form == "weights"
-        data = seal_weights_index(manifest, json.loads(index)) if is_weights else seal_index(manifest, index)
-        if not self._overwrite:
-            self.check_free(overwrite=False)
-        try:
-            self._decider.commit(data, overwrite=self._overwrite)
-        except CheckpointExistsError:
-            raise
-        except FileExistsError as e:
-            raise CheckpointExistsError(f"checkpoint {self.uri!r} was saved by another process meanwhile.") from e
-        self._decider = None
-        if is_weights:
-            path = self._at(WEIGHTS_INDEX)
-            self.committed = unseal_weights_index(path, data, self.place.uri(path))
+        handle = self._handle
+        assert handle is not None
+        own = [FileRecord.of(self.at(name), *what) for name, what in sorted(files.items())]
+        is_weights = handle.decider == WEIGHTS_INDEX
+        form = "step" if record.form == "step" else "weights" if is_weights else "sharded"
+        record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
+        data = seal_weights_index(record, json.loads(index)) if is_weights else seal_index(record, index)
+        replaced: Sequence[FileRecord] = ()
+        if handle.overwrite:
+            with contextlib.suppress(CorruptCheckpointError):  # nothing says which files it has: they become garbage
+                replaced = () if (there := self.record()) is None else there.files[1:]
         else:
-            self.committed = self._record_in(data)
-        kept = {file.path for file in manifest.files}
-        for file in () if replaced is None else replaced.files[1:]:
-            if file.path not in kept:
-                self.place.delete(file.path)
+            self.check_free(overwrite=False)
+        put_decider(self.place, self.at(handle.decider), data, self._staged, overwrite=handle.overwrite)
+        self._end()
+        kept = {file.path for file in record.files}
+        self.place.delete(file.path for file in replaced if file.path not in kept)
+        committed = self._unsealed(handle.decider, data)
+        assert committed is not None
+        return committed
 
-    def _replaced(self) -> Manifest | None:
-        try:
-            return self.manifest()
-        except CorruptCheckpointError:
-            return None  # nothing says which files it has: garbage collection finds them
-
-    def _record_with(
-        self,
-        handle: SaveHandle,
-        files: Mapping[str, FileDigest],
-        facts: Mapping[str, object],
-        nodes: Mapping[str, int],
-    ) -> Manifest:
-        form = "weights" if any(name.endswith(".safetensors") for name in files) else "sharded"
-        minimal = Manifest(
-            name=self.name, kind="sharded", template=self.name, run_name="", timestamp={"batch": 0}, files=()
-        )
-        record = dataclasses.replace(minimal, **facts) if self.record is None else self.record  # type: ignore[arg-type]
-        form = record.form if record.form == "step" else form
-        record = dataclasses.replace(record, form=form, id=handle.id)
-        own = [FileRecord.of(self._at(name), digest, nodes.get(name)) for name, digest in sorted(files.items())]
-        return dataclasses.replace(record, files=(*own, *record.files))
-
-    def abandon(self, handle: SaveHandle) -> None:
+    def abandon(self) -> None:
         """Remove the files written so far, after an error, when no rank writes any more. Raises nothing.
 
-        In the process that claimed, or joined; in others it does nothing.
+        In the process that claimed, or joined; in others it does nothing. The files stay if the checkpoint exists: the
+        error came after its commit, as where the folder could not be flushed or the answer of a bucket was lost.
         """
-        decider, self._decider = self._decider, None
-        if decider is None:
+        handle = self._handle
+        if handle is None:
             return
+        there: Manifest | None = None
         try:
-            for name in self.names():
-                if data_file_id(name) == handle.id:
-                    self.place.delete(self._at(name))
-            decider.close()
-            self.place.remove_empty(self.name)
+            with contextlib.suppress(CorruptCheckpointError):  # of a save before
+                there = record_in(self.place, self.at(handle.decider))
+            if there is not None and there.id == handle.id:
+                log.warning("checkpoint %s exists and is whole, although its save failed", self.uri)
+            else:
+                self.place.delete(
+                    self.at(name) for name in self.place.names(self.name) if data_file_id(name) == handle.id
+                )
+            self._end()
+            if (folder := self.path) is not None:
+                with contextlib.suppress(OSError):  # it holds something else
+                    folder.rmdir()
         except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
             log.warning("%s: files of a save that failed are left behind: %s", self.uri, e)
 
+    def _end(self) -> None:
+        staged, self._staged, self._handle = self._staged, None, None
+        if staged is not None:
+            staged.__exit__(None, None, None)
+
     def close(self) -> None:
-        """Close connections. May be called twice."""
-        if self._decider is not None:
-            self._decider.close()
-            self._decider = None
+        """Give up a save, and close connections. May be called twice."""
+        self._end()
         self.place.close()
 
-    def __enter__(self) -> ShardedDirectory:
-        return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+@final
+class StepFolder(Directory):
+    """The directory of one step. Used as a context manager, or until :meth:`close`."""
+
+    def model(self, *, bare: bool = False) -> ShardedDirectory:
+        """Return the directory of the model and the optimizer; ``bare``: this directory is that of a model alone."""
+        return ShardedDirectory(self.place.inside(""), self.name if bare else self.at(MODEL))
+
+    def rank_files(self) -> dict[int, str]:
+        """Return the paths of the files in ``train/``, by rank."""
+        names = self.place.names(self.at(TRAIN))
+        return {int(match[1]): self.at(f"{TRAIN}/{match[0]}") for name in names if (match := RANK_FILE.fullmatch(name))}
+
+    def record(self) -> Manifest | None:
+        """Return the record of the model, which is that of the step if its form is ``'step'``; ``None``: it has none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        return record_in(self.place, self.at(f"{MODEL}/{INDEX}"))
+
+    def is_checkpoint(self) -> bool:
+        """Return true if there is all that a checkpoint has, or that of a model alone."""
+        return self.has(INDEX) or all(self.has(name) for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt"))
+
+    def version(self) -> str:
+        """Digest of this checkpoint: equal on every rank, and another once the checkpoint is replaced."""
+        digest = xxhash.xxh3_128()
+        for name in (MARKER, f"{MODEL}/{INDEX}", INDEX):
+            with contextlib.suppress(FileNotFoundError):
+                digest.update(self.place.read(self.at(name)))
+        return digest.hexdigest()
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """See that a checkpoint may be saved here. Files of a save that did not end are no checkpoint.
+
+        Raises:
+            CheckpointExistsError: there is one, and ``overwrite`` is false.
+            ConfigError: a checkpoint cannot have this name.
+        """
+        if self.name:  # else a bucket
+            self.place.check_name(self.name)
+        has_model_alone = False
+        with contextlib.suppress(CorruptCheckpointError):  # a damaged one says nothing
+            has_model_alone = (found := self.record()) is not None and found.form != "step"
+        if not overwrite and (has_model_alone or self.has(MARKER) or self.has(INDEX)):
+            raise CheckpointExistsError(
+                f"{self.uri!r} holds a checkpoint. Give another directory, delete it, or set save_overwrite=True."
+            )
+
+    def uncommit(self) -> None:
+        """Delete the step that is there, in one process for all, and what a killed save has left of one."""
+        self.place.delete([self.at(MARKER)], durable=True)
+        with contextlib.suppress(CorruptCheckpointError):  # nothing says which files it has
+            if (old := self.record()) is not None and old.form == "step":
+                delete_checkpoint(self.place, dataclasses.replace(old, name=self.name))
+        self.place.delete(self.rank_files().values())
+        self.model().sweep()
 
 
 PathOrUri = str | os.PathLike[str] | ShardedDirectory
 """Where a sharded checkpoint is: a path, or a URI of an object store."""
 
 
-def text_of(place: object) -> str:
-    """The path or URI ``place`` as text. Raises ConfigError if it is neither."""
-    try:
-        return os.fsdecode(cast("Any", place))
-    except TypeError as e:
-        raise ConfigError(f"{place!r} is of the type {type(place).__name__}: expected a path or a URI, as text.") from e
-
-
 def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDirectory:
-    """Return the directory at ``place``. ``threads`` are those that move bytes to and from an object store.
-
-    Raises:
-        ConfigError: it is no path, or the URI names no store, or nothing in it.
-    """
-    if isinstance(place, ShardedDirectory):
-        return place
-    text = text_of(place)
-    if is_uri(text):
-        return ShardedDirectory.in_store(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
-    return ShardedDirectory.on_disk(Path(parse_uri(text)[2]))
-
-
-def chunk_bytes_of(size_bytes: int, most_chunks: int) -> int:
-    """Bytes that are verified at once: few, since a read of a shard is often of one tensor among many."""
-    chunk_bytes = _LEAST_CHUNK_BYTES
-    while size_bytes > chunk_bytes * most_chunks:
-        chunk_bytes *= 2
-    return chunk_bytes
+    """Return the directory at ``place``, as :meth:`Directory.of` does."""
+    return place if isinstance(place, ShardedDirectory) else ShardedDirectory.of(place, threads=threads or 8)

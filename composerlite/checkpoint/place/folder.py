@@ -8,37 +8,28 @@ import logging
 import os
 import shutil
 import stat
-import tempfile
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, final
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.commit import commit_file
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
-from composerlite.checkpoint.place.place import (
-    Leftover,
-    NewFile,
-    Place,
-    StoredFile,
-    by_steps,
-    by_total,
-)
+from composerlite.checkpoint.place.place import NewFile, OnBytes, Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     FileDigest,
     ParallelReader,
     StagedFile,
+    StagedLink,
     StreamWriter,
     WindowRing,
     abandoned_temporaries,
     fsync_folder,
     is_temporary,
     make_folder,
-    replace_symlink,
     reserve,
     verify_file,
 )
@@ -49,10 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Folder"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-R = TypeVar("R")
-_SEEN_SECONDS = 20.0
-"""A network file system shows what another machine made some time later."""
 
 
 @final
@@ -60,6 +47,7 @@ class Folder(Place):
     """The checkpoints in the folder ``path``."""
 
     where = "local"
+    readers = 1
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -71,18 +59,12 @@ class Folder(Place):
     def path_of(self, path: str) -> Path:
         return self.path / path
 
+    @property
+    def top(self) -> PurePosixPath:
+        return PurePosixPath(self.path.resolve())
+
     def inside(self, path: str) -> Folder:
         return Folder(self.path / path)
-
-    def above(self) -> Iterator[tuple[Folder, str]]:
-        folder = self.path.resolve()
-        for parent in folder.parents:
-            yield Folder(parent), f"{folder.relative_to(parent)}/"
-
-    def check_writable(self) -> None:
-        make_folder(self.path)
-        with tempfile.TemporaryFile(dir=self.path):
-            pass
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
@@ -90,13 +72,28 @@ class Folder(Place):
         if below and (root.is_symlink() or (root.exists() and not root.is_dir())):
             log.warning("left out: %s is no folder of this one", root)
             return {}
-        return {file.path: file for file in _below(root, f"{below}/" if below else "")}
+        found: dict[str, StoredFile] = {}
+        for path, entry in _walk(root, f"{below}/" if below else ""):
+            with contextlib.suppress(FileNotFoundError):  # deleted since
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and not is_temporary(entry.name):
+                    found[path] = StoredFile(path, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+        return found
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(path.name for path in (self.path / folder).iterdir())
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as e:
+            raise ConfigError(f"{self.uri(folder)!r} is a file and no directory of a sharded checkpoint.") from e
 
     def exists(self, path: str) -> bool:
         return (self.path / path).is_file()
 
     def size(self, path: str) -> int:
-        return (self.path / path).stat().st_size
+        with _no_such_file():
+            return _size(self.path / path, (self.path / path).stat())
 
     def read(self, path: str) -> bytes:
         with _no_such_file():
@@ -107,61 +104,31 @@ class Folder(Place):
         with _no_such_file():
             descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(errno.ENOENT, "there is no file of that name", str(target))
-            return status.st_size, os.pread(descriptor, most_bytes, max(0, status.st_size - most_bytes))
+            size = _size(target, os.fstat(descriptor))
+            return size, os.pread(descriptor, most_bytes, max(0, size - most_bytes))
         finally:
             os.close(descriptor)
 
-    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        return [work(item) for item in items]
+    def opened(
+        self, path: str, digest: FileDigest | None, *, threads: int = 8
+    ) -> contextlib.AbstractContextManager[ByteSource]:
+        return ParallelReader(self.path / path, digest, threads=threads)
 
-    @contextlib.contextmanager
-    def opened(self, path: str, digest: FileDigest | None, *, threads: int = 8) -> Generator[ByteSource]:
-        with ParallelReader(self.path / path, digest, threads=threads) as reader:
-            yield reader
-
-    def verify(self, record: FileRecord, progress: Callable[[int], object] = int) -> None:
+    def verify(self, record: FileRecord, progress: OnBytes = int) -> None:
         verify_file(self.path / record.path, record.digest, progress)
 
-    def write_to(
-        self,
-        target: Path,
-        path: str,
-        digest: FileDigest | None,
-        progress: Callable[[int, int], object] | None = None,
+    def fetch(
+        self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
     ) -> None:
         make_folder(target.parent)
         with StagedFile(target) as staged:
-            with (self.path / path).open("rb", buffering=0) as source:
-                shutil.copyfileobj(source, staged.file, 8 << 20)
-            staged.flush()
+            _copy(self.path / path, staged)
             if digest is not None:
-                verify_file(staged.temporary, digest, by_total(digest.size_bytes, progress))
-            staged.publish()
-
-    def names(self, folder: str) -> list[str]:
-        try:
-            return sorted(path.name for path in (self.path / folder).iterdir())
-        except FileNotFoundError:
-            return []
-
-    def identity(self, paths: Iterable[str]) -> str:
-        seen = [(self.path / path).stat() for path in paths]  # NFS shows all machines the same
-        return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
-
-    def taken(self) -> Iterator[str]:
-        folders: set[str] = set()
-        for name in self.files():
-            if not any(part.startswith(".") for part in name.split("/")):
-                yield name
-                new = {str(folder) for folder in Path(name).parents[:-1]} - folders
-                folders |= new
-                yield from new
+                verify_file(staged.temporary, digest, progress)
+            commit_file(staged, overwrite=not create_only)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write_all(self, files: Iterable[NewFile]) -> list[FileDigest]:
+    def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
         wanted = [(self.path / file.path, file) for file in files]
         for path, file in wanted:
             make_folder(path.parent)
@@ -178,47 +145,30 @@ class Folder(Place):
             fsync_folder(folder)  # the files have their names before the file that decides about them
         return digests
 
-    def stage_decider(self, path: str, save_id: str) -> _StagedFileDecider:
-        target = self.path / path
-        make_folder(target.parent)
-        return _StagedFileDecider(target, save_id)
-
-    def wait_until_seen(self, path: str, save_id: str) -> None:
-        staged = StagedFile.temporary_of(self.path / path, save_id)
-        deadline = time.monotonic() + _SEEN_SECONDS
-        while not staged.exists():
-            if time.monotonic() > deadline:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    f"the first rank made this file {_SEEN_SECONDS:g} s ago, and here it is not: each rank writes its "
-                    "part of a sharded checkpoint. Give a folder that all nodes share, or a bucket; or "
-                    "state_dict_type='full', with which rank 0 writes one file. Not here",
-                    str(staged),
-                )
-            time.sleep(0.05)
-
-    def send(self, source: Path, path: str, progress: Callable[[int, int], object] | None = None) -> None:
-        Folder(source.parent).write_to(self.path / path, source.name, None, progress)
-
-    def take(self, source: Place, record: FileRecord, progress: Callable[[int], object] = int) -> None:
-        source.write_to(self.path / record.path, record.path, record.digest, by_steps(progress))
-
-    def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
+    def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
         target = self.path / path
         make_folder(target.parent)
         with StagedFile(target) as staged:
-            staged.file.write(data)
-            staged.flush()
+            if isinstance(data, Path):
+                _copy(data, staged)
+            else:
+                staged.file.write(data)
+                staged.flush()
             commit_file(staged, overwrite=not create_only)
 
-    def delete(self, path: str, *, durable: bool = False) -> None:
-        target = self.path / path
-        if not self._is_own(target):
-            return
-        target.unlink(missing_ok=True)
-        if durable:
-            with contextlib.suppress(FileNotFoundError):  # another process deletes the same, and is ahead
-                fsync_folder(target.parent)
+    def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
+        targets = [self.path / path for path in paths]
+        for target in targets:
+            if not self._is_own(target):
+                continue
+            target.unlink(missing_ok=True)
+            if durable:
+                with contextlib.suppress(FileNotFoundError):  # another process deletes the same, and is ahead
+                    fsync_folder(target.parent)
+        above = {folder for target in targets for folder in target.parents if self.path in folder.parents}
+        for folder in sorted(above, reverse=True) if folders else ():
+            with contextlib.suppress(OSError):  # it holds something else: it stays
+                folder.rmdir()
 
     def _is_own(self, path: Path) -> bool:
         """Return true if ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
@@ -233,34 +183,29 @@ class Folder(Place):
     def _is_behind_a_link(self, path: Path) -> bool:
         return any((self.path / parent).is_symlink() for parent in path.relative_to(self.path).parents[:-1])
 
-    def remove_empty(self, folder: str, *, above: bool = False) -> None:
-        path = self.path / folder
-        with contextlib.suppress(OSError):  # it holds something else: it stays
-            while path != self.path:
-                path.rmdir()
-                if not above:
-                    return
-                path = path.parent
-
     def quarantine(self, path: str) -> None:
         target = self.path / path
-        if not target.is_dir() or target.is_symlink():
-            if not self._is_own(target):
-                return
-        elif self._is_behind_a_link(target):
+        if target.is_symlink() or self._is_behind_a_link(target):
             return
+        taken = self.names(path.rpartition("/")[0])
+        numbers = ("", *(f"-{count}" for count in range(2, len(taken) + 3)))
+        name = next(name for number in numbers if (name := f"{target.name}.damaged{number}") not in taken)
         with contextlib.suppress(FileNotFoundError):
-            target.rename(self.path / self.damaged_name(path))
+            target.rename(target.with_name(name))
 
     # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
-    def point(self, link: str, name: str | None) -> None:
-        path = self.path / link
-        if name is None:
-            path.unlink(missing_ok=True)
-            return
-        self.check_link(link)
-        make_folder(path.parent)
-        replace_symlink(path, "../" * (len(Path(link).parts) - 1) + name)
+    @contextlib.contextmanager
+    def pointing(self, links: Mapping[str, str]) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            staged: list[StagedLink] = []
+            for link, name in links.items():
+                self.check_link(link)
+                path = self.path / link
+                make_folder(path.parent)
+                staged.append(stack.enter_context(StagedLink(path, "../" * (len(Path(link).parts) - 1) + name)))
+            yield
+            for one in staged:
+                one.publish()
 
     def check_link(self, link: str) -> None:
         super().check_link(link)
@@ -275,75 +220,29 @@ class Folder(Place):
         path = self.path / link
         if not path.is_symlink():
             raise FileNotFoundError(errno.ENOENT, "there is no such link", str(path))
-        return os.path.relpath(path.parent / path.readlink(), self.path)
+        return self._end_of(path)
 
-    def broken_links(self) -> Iterator[tuple[str, str]]:
-        for folder in self._folders():
-            for path in sorted(folder.iterdir()):
-                if path.is_symlink() and not path.exists():
-                    link = str(path.relative_to(self.path))
-                    yield link, self.target_of(link)
+    def links(self) -> Mapping[str, str]:
+        return {path: self._end_of(entry.path) for path, entry in _walk(self.path) if entry.is_symlink()}
+
+    def _end_of(self, link: str | Path) -> str:
+        return os.path.relpath(os.path.realpath(link), os.path.realpath(self.path))
 
     def lock(self, name: str) -> Lease:
         return FileLease(self.path / lease_name(name))
 
     # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
-    def in_use(self) -> set[str]:
-        real = os.path.realpath(self.path)
-        links = [path for folder in self._folders() for path in folder.iterdir() if path.is_symlink()]
-        return {os.path.relpath(os.path.realpath(path), real) for path in links}
-
-    def leftovers(self, older_than: timedelta) -> list[Leftover]:
-        return [
-            Leftover(str(path), "a file that was not written to its end", path.lstat().st_size)
-            for folder in self._folders()
-            for path in abandoned_temporaries(folder)
-        ]
-
-    def sweep(self, older_than: timedelta) -> None:
-        for folder in self._folders():
-            for path in abandoned_temporaries(folder):
-                path.unlink(missing_ok=True)
-                log.info("removed %s, left by a process that died while it wrote", path)
-
-    def _folders(self) -> list[Path]:
-        """Return the place and every folder below it. Links are not followed.
-
-        Raises:
-            OSError: a folder cannot be read. What is not seen is not absent.
-        """
-
-        def refuse(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError):  # another process deleted it
-                raise error
-
-        return sorted(Path(folder) for folder, _, _ in os.walk(self.path, onerror=refuse))
-
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
-
-
-@final
-class _StagedFileDecider:
-    """The deciding file of a directory, under its temporary name: see :class:`StagedDecider`."""
-
-    def __init__(self, path: Path, save_id: str) -> None:
-        self._staged = StagedFile(path, save_id)
-
-    def commit(self, data: bytes, *, overwrite: bool) -> None:
-        self._staged.file.write(data)
-        self._staged.flush()
-        commit_file(self._staged, overwrite=overwrite)
-        self.close()
-
-    def close(self) -> None:
-        self._staged.__exit__(None, None, None)
-
-    def __enter__(self) -> _StagedFileDecider:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
+        folders = ["", *(f"{path}/" for path, entry in _walk(self.path) if entry.is_dir(follow_symlinks=False))]
+        found: list[StoredFile] = []
+        for folder in folders:
+            for path in abandoned_temporaries(self.path / folder):
+                with contextlib.suppress(FileNotFoundError):  # another process removes the same, and is ahead
+                    found.append(StoredFile(folder + path.name, path.lstat().st_size, None))
+                    if not dry_run:
+                        path.unlink()
+                        log.info("removed %s, left by a process that died while it wrote", path)
+        return found
 
 
 @contextlib.contextmanager
@@ -355,21 +254,35 @@ def _no_such_file() -> Generator[None]:
         raise FileNotFoundError(errno.ENOENT, "there is no such file", e.filename) from e
 
 
-def _below(folder: Path, prefix: str) -> Iterator[StoredFile]:
+def _size(path: Path, status: os.stat_result) -> int:
+    """Return the size of a file; FileNotFoundError if it is a folder, a pipe or a device."""
+    if not stat.S_ISREG(status.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "there is no file of that name", str(path))
+    return status.st_size
+
+
+def _copy(source: Path, staged: StagedFile) -> None:
+    """Copy the bytes of ``source``, durable."""
+    with source.open("rb", buffering=0) as file:
+        shutil.copyfileobj(file, staged.file, 8 << 20)
+    staged.flush()
+
+
+def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield all that is in ``folder`` and in those below it, with its path after ``prefix``, in order.
+
+    Links are not followed, and temporary folders not entered.
+
+    Raises:
+        OSError: a folder cannot be read. What is not seen is not absent.
+    """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:
+    except FileNotFoundError:  # another process deleted it
         return
     except NotADirectoryError as e:
         raise CorruptCheckpointError(f"{str(folder)!r} is a file and no folder of checkpoints.") from e
     for entry in entries:
-        if entry.is_symlink() or is_temporary(entry.name):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _below(folder / entry.name, f"{prefix}{entry.name}/")
-        else:
-            with contextlib.suppress(FileNotFoundError):  # deleted since
-                status = entry.stat(follow_symlinks=False)
-                if not stat.S_ISREG(status.st_mode):
-                    continue  # a pipe or a device
-                yield StoredFile(prefix + entry.name, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+        yield prefix + entry.name, entry
+        if entry.is_dir(follow_symlinks=False) and not is_temporary(entry.name):
+            yield from _walk(entry.path, f"{prefix}{entry.name}/")

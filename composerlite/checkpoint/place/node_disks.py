@@ -1,28 +1,20 @@
-"""Disks that nodes have of their own: who sees the same one, and the end of what a killed run has left on each."""
+"""Disks that nodes have of their own: which ranks see the same one."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import logging
-import secrets
 import time
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from composerlite import dist
+from composerlite.checkpoint.record.manifest import new_id
 from composerlite.errors import ConfigError
-from composerlite.storage import make_folder
+from composerlite.storage import StagedFile, make_folder
 
-__all__ = [
-    "Disks",
-    "check_one_disk",
-    "disks_of",
-]
+__all__ = ["Disks", "disks_of"]
 
-log = logging.getLogger(__name__)
 _APPEARS_SECONDS = 5.0
 """A network file system may show a new file on other machines a moment later."""
 _PAUSE_SECONDS = 0.1
@@ -52,43 +44,32 @@ class Disks:
         return rank == self.leaders[rank]
 
 
-def check_one_disk(folder: Path) -> None:
-    """See that all ranks see one ``folder``. Every rank calls it.
-
-    Raises:
-        ConfigError: nodes have disks of their own.
-    """
-    if disks_of(folder) is not None:
-        raise ConfigError(
-            f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files that "
-            "the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file system "
-            "that all nodes mount."
-        )
-
-
 def disks_of(folder: Path) -> Disks | None:
     """Find out which ranks share ``folder``, and create it if missing; ``None``: all share one. Collective.
 
-    The first rank of each node tries to make one and the same file: on a file system that several nodes mount one of
-    them makes it, whatever the others have seen so far.
+    The first rank of each node tries to make one and the same file, with its number in it: on a file system that
+    several nodes mount one of them makes it, whatever the others have seen so far.
 
     Raises:
         ConfigError: a rank sees the folder of none of them, or it cannot be written to; on every rank.
     """
     group = dist.get_group()
-    mark = folder / f".seen-by-all.tmp-{group.from_first('naming a file', lambda: secrets.token_hex(8))}"
+    mark, mark_id = folder / "seen-by-all", group.from_first("naming a file", new_id)
     with contextlib.ExitStack() as stack:
         with group.all_or_none("writing to the folder of checkpoints"):
             if dist.get_local_rank() == 0:
                 try:
                     make_folder(folder)
-                    stack.enter_context(_marked(mark))
+                    with contextlib.suppress(FileExistsError):  # another rank sees the same folder, and made it
+                        file = stack.enter_context(StagedFile(mark, mark_id)).file
+                        file.write(f"{dist.get_global_rank()}\n".encode())
+                        file.flush()
                 except OSError as e:
                     raise ConfigError(
                         f"the folder of checkpoints {str(folder)!r} cannot be written to on node "
                         f"{dist.get_node_rank()}: {e}. Choose another folder."
                     ) from e
-        leaders = group.gather(_leader(mark))
+        leaders = group.gather(_leader(StagedFile.temporary_of(mark, mark_id)))
     if blind := [rank for rank, leader in enumerate(leaders) if leader is None]:
         raise ConfigError(
             f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "
@@ -98,25 +79,6 @@ def disks_of(folder: Path) -> Disks | None:
         )
     disks = Disks(tuple(leader for leader in leaders if leader is not None))
     return disks if len(set(disks.leaders)) > 1 else None
-
-
-@contextlib.contextmanager
-def _marked(mark: Path) -> Generator[None]:
-    """Create ``mark``, which holds this rank's number, for the duration of the block, unless another rank has."""
-    try:
-        file = mark.open("x")
-    except FileExistsError:
-        yield
-        return
-    with file:
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(f"{dist.get_global_rank()}\n")
-            file.flush()
-            yield
-        finally:
-            mark.unlink(missing_ok=True)
 
 
 def _leader(mark: Path) -> int | None:

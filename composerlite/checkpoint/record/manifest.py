@@ -5,39 +5,35 @@ The record is in the deciding file of its checkpoint: :mod:`composerlite.checkpo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import platform
 import secrets
-import types
-import typing
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast, final
+
+import msgspec
 
 from composerlite._version import VERSION
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, WEIGHTS_INDEX
 from composerlite.checkpoint.record.naming import differ_by_rank
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
 
 __all__ = [
     "RESUMABLE",
-    "Amount",
-    "CheckpointMetadata",
+    "Count",
     "FileRecord",
     "Manifest",
     "NewerManifestError",
     "Position",
-    "RelativePath",
     "bytes_text",
     "continued",
     "highest_attempt",
@@ -54,6 +50,8 @@ __all__ = [
     "versions",
 ]
 
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A whole number that a file may give."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")
 """The kinds of checkpoints that autoresume takes."""
 _DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
@@ -97,13 +95,13 @@ class FileRecord:
             that has the manifest.
     """
 
-    path: RelativePath
-    size_bytes: int
+    path: str
+    size_bytes: Count
     xxh3_128: str
-    chunk_bytes: int = 0
+    chunk_bytes: Count = 0
     chunks: str = ""
-    node: int | None = None
-    tail_bytes: int = 0
+    node: Count | None = None
+    tail_bytes: Count = 0
     tail_xxh3_128: str = ""
 
     @classmethod
@@ -162,22 +160,22 @@ class Manifest:
             best.
     """
 
-    name: RelativePath
+    name: str
     kind: str
     template: str
     run_name: str
-    timestamp: Mapping[str, Amount]
+    timestamp: Mapping[str, int | float]
     files: tuple[FileRecord, ...]
-    fit_calls: int = 0
-    world_size: int = 1
+    fit_calls: Count = 0
+    world_size: Count = 1
     left_out: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    unpacked_bytes: int = 0
+    unpacked_bytes: Count = 0
     ephemeral: bool = False
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
-    node: int | None = None
+    node: Count | None = None
     lineage: Lineage = field(default_factory=Lineage)
     not_finite: tuple[str, ...] = ()
     form: str = "file"
@@ -259,11 +257,11 @@ class Manifest:
         """
         if type(self.timestamp.get("batch")) is not int or self.batch < 0:
             raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
+        if strange := [name for name, value in self.timestamp.items() if not -(2**63) < value < 2**63]:
+            raise ValueError(f"its timestamp has no number of the usual size for {strange[0]!r}")
         paths = [file.path for file in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("it names a file twice")
-        for path in paths:
-            relative_path(path)
         if self.form == "file" and len(paths) > 1:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
         if self.form == "archives":
@@ -414,60 +412,9 @@ def _at(moment: tuple[int, int]) -> dict[str, int]:
     return {"fit_calls": moment[0], "batch": moment[1]}
 
 
-# ── the marker of a step ─────────────────────────────────────────────────────────────────────────────────────────────
-@final
-@dataclass(frozen=True)
-class CheckpointMetadata:
-    """The contents of ``.metadata.json``.
-
-    Attributes:
-        version: of composerlite, which saved it.
-        ephemeral: it may be deleted as soon as there is a newer one.
-        world_size: number of ranks that saved it; 0: another program has, and does not say.
-    """
-
-    version: str = field(default_factory=lambda: versions()["composerlite"])
-    ephemeral: bool = False
-    world_size: int = 0
-
-    def to_json(self) -> bytes:
-        """Return the bytes that are written."""
-        return json.dumps(dataclasses.asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes, source: str) -> CheckpointMetadata:
-        """Parse ``.metadata.json`` as written by this package or by OLMo-core.
-
-        Args:
-            data: content of the file.
-            source: path or URI of the file, for errors.
-
-        Returns:
-            The metadata.
-
-        Raises:
-            CorruptCheckpointError: it is nothing of that kind; names ``source``.
-        """
-        try:
-            found = json_object(data)
-            known = {name: found[name] for name in ("ephemeral", "world_size") if name in found}
-            return recorded(cls, {"version": str(found.get("version", "")), **known})
-        except ValueError as e:
-            raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
-
-
 # ── values that come from files ──────────────────────────────────────────────────────────────────────────────────────
-_LARGEST = 2**63  # excluded
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
 _AROUND_NAMES = len("..tmp-") + 16  # of a temporary name, and of its number
-_Check: TypeAlias = Callable[[Any], Any]
-
-_PATH: Final = "path"
-_AMOUNT: Final = "amount"
-RelativePath: TypeAlias = Annotated[str, _PATH]
-"""A path inside a folder: see :func:`relative_path`."""
-Amount: TypeAlias = Annotated[int | float, _AMOUNT]
-"""A number that is finite."""
 
 
 def relative_path(value: object) -> str:
@@ -488,7 +435,7 @@ def relative_path(value: object) -> str:
         rule = "expected the path of a file inside the folder, relative to it, without '..'"
     elif any(ord(character) < 32 or ord(character) == 127 for character in value):
         rule = "it has control characters"
-    elif "\\" in value and (value.startswith("\\") or ".." in value.split("\\")):
+    elif value.startswith("\\") or ".." in value.replace("\\", "/").split("/"):
         rule = "it leads out of the folder where backslashes separate folders"
     elif sum(map(len, encoded)) + len(parts) > _LONGEST_PATH or max(map(len, encoded)) > _LONGEST_PART:
         rule = f"file systems take {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in all"
@@ -535,104 +482,10 @@ def json_object(data: bytes | str) -> dict[str, Any]:
 def recorded(kind: type[T], fields: object) -> T:
     """The dataclass ``kind`` of JSON ``fields``, each of which is checked against its annotation.
 
-    Numbers of type ``int`` must not be negative, nor larger than 64 bits hold.
-
     Raises:
-        ValueError: a field is missing, not known or of another type; the message names it.
+        ValueError: a field is missing or of another type; the message names it.
     """
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"{_short(fields)} is no object")
-    given = cast("Mapping[str, Any]", fields)
-    checks = _checks_of(kind)
-    if unknown := [name for name in given if name not in checks]:
-        raise ValueError(f"field {_short(unknown[0])} is not known")
-    values: dict[str, Any] = {}
-    for name, (check, needed) in checks.items():
-        if name in given:
-            try:
-                values[name] = check(given[name])
-            except ValueError as e:
-                raise ValueError(f"field {name!r}: {e}") from e
-        elif needed:
-            raise ValueError(f"field {name!r} is missing")
-    return kind(**values)
-
-
-@functools.cache
-def _checks_of(kind: type[Any]) -> Mapping[str, tuple[_Check, bool]]:
-    """Map each field to the check of its value and whether the field is required."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    missing = dataclasses.MISSING
-    return {
-        field.name: (_check_of(hints[field.name]), field.default is missing and field.default_factory is missing)
-        for field in dataclasses.fields(kind)
-    }
-
-
-def _check_of(hint: Any) -> _Check:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return {_PATH: relative_path, _AMOUNT: _amount}[arguments[1]]
-    if origin in (typing.Union, types.UnionType):
-        return functools.partial(_any_of, [_check_of(argument) for argument in arguments])
-    if origin is tuple:
-        return functools.partial(_each, _check_of(arguments[0]))
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(recorded, cast("type[Any]", hint))
-    if origin is not None:  # Mapping
-        return functools.partial(_by_name, _check_of(arguments[1]))
-    return {int: _count, float: _number}.get(hint, functools.partial(_exactly, hint))
-
-
-def _any_of(checks: list[_Check], value: object) -> Any:
-    failed: ValueError | None = None
-    for check in checks:
-        try:
-            return check(value)
-        except ValueError as e:
-            failed = failed or e
-    assert failed is not None
-    raise failed
-
-
-def _each(check: _Check, value: object) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"{_short(value)} is no list")
-    return tuple(check(item) for item in cast("list[object]", value))
-
-
-def _by_name(check: _Check, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{_short(value)} is no object")
-    return {name: check(item) for name, item in cast("dict[str, object]", value).items()}
-
-
-def _exactly(kind: type[Any], value: object) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{_short(value)} is not of type {kind.__name__}")
-    return value
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST:
-        raise ValueError(f"{_short(value)} is no whole number from 0 on that 64 bits hold")
-    return value
-
-
-def _number(value: object) -> int | float:
-    if type(value) in (int, float):
-        number = cast("int | float", value)
-        with contextlib.suppress(OverflowError):
-            float(number)
-            return number
-    raise ValueError(f"{_short(value)} is no number, or too large for one")
-
-
-def _amount(value: object) -> int | float:
-    number = _number(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{_short(value)} is not finite")
-    return number
+    return msgspec.convert(fields, kind)
 
 
 def _short(value: object) -> str:

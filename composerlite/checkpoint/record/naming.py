@@ -31,6 +31,7 @@ __all__ = [
     "get_save_filename",
     "name_pattern",
     "names_of_ranks",
+    "root_and_template",
     "variables_in",
 ]
 
@@ -58,12 +59,13 @@ class TimestampLike(Protocol):
 
 
 class NamedState(Protocol):
-    """A training state, as far as a name needs it."""
-
-    run_name: str
+    """A training state, or the record of a checkpoint, as far as a name needs it."""
 
     @property
-    def timestamp(self) -> TimestampLike: ...
+    def run_name(self) -> str: ...
+
+    @property
+    def timestamp(self) -> TimestampLike | Mapping[str, Any]: ...
 
 
 def variables_in(template: str, source: str) -> list[str]:
@@ -211,13 +213,15 @@ def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
     return _fill(template, {**_dist_values(run_name), **extra})
 
 
-def format_name_with_dist_and_time(template: str, run_name: str, timestamp: TimestampLike, **extra: object) -> str:
+def format_name_with_dist_and_time(
+    template: str, run_name: str, timestamp: TimestampLike | Mapping[str, Any], **extra: object
+) -> str:
     """``template`` with the variables of ranks and of time filled in; wall-clock times are seconds.
 
     Args:
         template: a name with format variables.
         run_name: value of ``{run_name}``.
-        timestamp: gives ``{epoch}``, ``{batch}`` and the like.
+        timestamp: gives ``{epoch}``, ``{batch}`` and the like; or its state dict.
         **extra: values of further variables.
 
     Returns:
@@ -226,9 +230,24 @@ def format_name_with_dist_and_time(template: str, run_name: str, timestamp: Time
     Raises:
         ConfigError: a variable does not exist.
     """
-    fields = timestamp.state_dict()
+    fields = timestamp if isinstance(timestamp, Mapping) else timestamp.state_dict()
     times = {name: _seconds(fields[name]) if name in _CLOCKS else int(fields[name]) for name in TIME_VARIABLES}
     return _fill(template, {**_dist_values(run_name), **times, **extra})
+
+
+def root_and_template(remote: str, local: str) -> tuple[str, str]:
+    """Cut the template ``remote`` of names in a bucket: what all begin with, without variables of time, and the rest.
+
+    It is cut as in the folder if it ends with ``local``, the template there. Otherwise the root is the folders at its
+    beginning whose names do not change with time.
+    """
+    if remote == local or remote.endswith(f"/{local}"):
+        return remote.removesuffix(local).rstrip("/"), local
+    parts = remote.split("/")
+    fixed = 0
+    while fixed < len(parts) - 1 and set(variables_in(parts[fixed], remote)) <= set(DIST_VARIABLES):
+        fixed += 1
+    return "/".join(parts[:fixed]), "/".join(parts[fixed:])
 
 
 def _seconds(clock: timedelta | float) -> float:

@@ -32,7 +32,14 @@ import xxhash
 
 from composerlite.checkpoint.format import MOST_TAIL_BYTES, TAIL_START
 from composerlite.checkpoint.format.compression import last_frame
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError, json_object, recorded
+from composerlite.checkpoint.record.manifest import (
+    FileRecord,
+    Manifest,
+    NewerManifestError,
+    json_object,
+    recorded,
+    relative_path,
+)
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
 
@@ -271,6 +278,8 @@ def _checked(text: bytes, source: str) -> dict[str, Any]:
 def _manifest(fields: Mapping[str, Any], decider: FileRecord) -> Manifest:
     """Return the record as that of the checkpoint that lies where ``decider`` does: a copy may have another name."""
     saved = recorded(Manifest, fields["record"])
+    for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
+        relative_path(path)
     moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
     if saved.form == "archives":
         dataclasses.replace(saved, files=(decider, *saved.files)).check()

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 
 from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, gather
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, tar_bytes
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import commit_file
+from composerlite.checkpoint.place.commit import commit_file, delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.node_disks import Disks, check_one_disk, disks_of
-from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, gather
+from composerlite.checkpoint.place.node_disks import Disks, disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
+    NamedState,
     archive_template,
     directory_template,
     format_name_with_dist_and_time,
@@ -231,7 +232,8 @@ class FileWriter:
         name: of the file. template: of the name, which tells the format.
         overwrite: replace what has the names of the checkpoint.
         record: the record of the checkpoint, without files. If it is one file, that contains the record when it is
-            flushed; of archives of ranks the first one gets the record at the commit.
+            flushed. So does the archive of another rank, to tell which checkpoint it is a part of; that of the first
+            rank gets the record of all at the commit.
         weights: tensors of the first image whose checksums are wanted.
         gathering: of what is sharded over ranks; the image has places for it.
     """
@@ -335,7 +337,8 @@ class FileWriter:
         record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
         try:
             with self._named():
-                digest = self._sink.finish(partial(seal, record, room=self._room) if record.form == "file" else None)
+                decides_for_all = record.form == "archives" and self._name == record.name
+                digest = self._sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
         except BaseException as e:
             self._leave(e)
             raise
@@ -382,7 +385,7 @@ class FileWriter:
         if self._overwrite:
             old = self._catalog.manifest_of(self._name)
             if old is not None:
-                self._catalog.delete(old)
+                delete_checkpoint(self._catalog.place, old)
         for one in others:
             one.temporary.replace(self._catalog.folder / one.name)
         for folder in {(self._catalog.folder / one.name).parent for one in others}:
@@ -562,7 +565,7 @@ class _Directory(Form):
         own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
         return ShardWriter(
             lambda: request.gathered(generators=own),
-            ShardedDirectory.on_disk(request.path, request.catalog.folder),
+            ShardedDirectory(request.catalog.place, request.names[0]),
             overwrite=request.overwrite,
             disks=request.disks,
             of_run=True,
@@ -602,8 +605,12 @@ class _Archives(Form):
                 )
 
     def disks(self, folder: Path) -> Disks | None:
-        if dist.get_world_size() > 1:
-            check_one_disk(folder)
+        if dist.get_world_size() > 1 and disks_of(folder) is not None:
+            raise ConfigError(
+                f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files "
+                "that the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file "
+                "system that all nodes mount."
+            )
         return None
 
     def expected_bytes(self, gathered: Gathered) -> int | None:
@@ -622,7 +629,7 @@ class _Archives(Form):
         )
 
 
-def first_name(template: str, state: TrainingState) -> str:
+def first_name(template: str, state: NamedState) -> str:
     """Return the name that ``template`` gives now on rank 0."""
     return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
 

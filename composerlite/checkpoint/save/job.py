@@ -7,6 +7,7 @@ what is to follow. The thread that saves pays for :meth:`PendingSave.stage`; the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -24,10 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, final
 from torch.optim import Optimizer
 
 from composerlite import dist
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text, plain_timestamp, versions
+from composerlite.checkpoint.record.manifest import Manifest, bytes_text, new_id, plain_timestamp, versions
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import RankWriter, SaveRequest, first_name, form_of, gathering
@@ -101,8 +103,8 @@ class FollowUp:
     Attributes:
         catalog: the folder's checkpoints.
         latest: links to point to it: their names, and the file that each leads to.
-        publish: gets the record after the commit, before anything is given up. On rank 0; where there are
-            several disks on all, and on others without files.
+        publish: is called after the commit, before anything is given up. On rank 0; where there are several disks on
+            all.
         retention: which older checkpoints are to go after that. On rank 0.
         is_leader: this rank is the one that points ``latest`` and deletes checkpoints in the folder that it sees.
         is_routine: its line in the log is below INFO.
@@ -110,7 +112,7 @@ class FollowUp:
 
     catalog: Catalog
     latest: Mapping[str, str] = field(default_factory=dict[str, str])
-    publish: Callable[[Manifest], object] | None = None
+    publish: Callable[[], object] | None = None
     retention: Retention | None = None
     is_leader: bool = True
     is_routine: bool = False
@@ -408,17 +410,17 @@ class PendingSave:
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
         seconds = self._note_ranks(parts)
         before_commit = time.perf_counter()
-        manifest = self.writer.commit(
-            dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
-        )
-        self._point_latest()
+        with self._pointing():
+            manifest = self.writer.commit(
+                dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
+            )
         return self._after_commit(manifest, before_commit)
 
-    def _point_latest(self) -> None:
-        """Point this rank's links to the checkpoint, which is committed."""
-        if (after := self.follow_up) is not None:
-            for link, name in after.links.items():
-                after.catalog.place.point(link, name)
+    def _pointing(self) -> contextlib.AbstractContextManager[None]:
+        """Point this rank's links to the checkpoint at the end of the block, in which it is committed."""
+        if (after := self.follow_up) is None:
+            return contextlib.nullcontext()
+        return after.catalog.place.pointing(after.links)
 
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
         """Commit where nodes have disks of their own: the checkpoint exists if every disk has its deciding file.
@@ -427,22 +429,26 @@ class PendingSave:
         """
         written, committed = self.votes
 
+        def finish() -> _RankPart:
+            part = self._finish()
+            stack.enter_context(self._pointing())
+            return part
+
         def seal(parts: Sequence[_RankPart]) -> SealedIndex:
             timings = self._note_ranks(parts)
             return writer.seal(dataclasses.replace(self.manifest, timings=timings), [part.what for part in parts])
 
-        sealed: SealedIndex = written.run(self._finish, seal)
-        before_commit = time.perf_counter()
-
         def conclude(_: object) -> SaveReport:
-            self._point_latest()
+            assert writer.committed is not None
+            stack.close()  # now the links are moved
             return self._after_commit(writer.committed, before_commit)
 
-        report: SaveReport = committed.run(lambda: writer.commit_part(sealed), conclude)
-        if not self.group.is_first:
-            self._point_latest()
-            if self.follow_up is not None and self.follow_up.publish is not None:
-                self.follow_up.publish(self.manifest)
+        with contextlib.ExitStack() as stack:
+            sealed: SealedIndex = written.run(finish, seal)
+            before_commit = time.perf_counter()
+            report: SaveReport = committed.run(lambda: writer.commit_part(sealed), conclude)
+        if not self.group.is_first and self.follow_up is not None and self.follow_up.publish is not None:
+            self.follow_up.publish()
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float) -> SaveReport:
@@ -461,7 +467,7 @@ class PendingSave:
                     manifest.not_finite[0],
                 )
             if after.publish is not None:
-                after.publish(manifest)
+                after.publish()
             if after.retention is not None:
                 deleted = [old.name for old in after.retention.given_up(after.catalog.readable(), manifest.template)]
         return SaveReport(
@@ -481,7 +487,7 @@ class PendingSave:
         if self.follow_up is not None and self.to_delete:
             catalog = self.follow_up.catalog
             for manifest in catalog.readable(self.to_delete):
-                catalog.delete(manifest)
+                delete_checkpoint(catalog.place, manifest)
 
     def _as_seen_here(self, report: SaveReport) -> SaveReport:
         """Report of rank 0 with this rank's path of the folder and its stall."""
@@ -585,7 +591,7 @@ class Pipeline:
         after_crash: bool = False,
         metrics: Mapping[str, float] | None = None,
         also: Mapping[str, str] | None = None,
-        publish: Callable[[Manifest], object] | None = None,
+        publish: Callable[[], object] | None = None,
         retention: Retention | None = None,
         disks: Disks | None = None,
         files: int | None = None,
@@ -613,7 +619,7 @@ class Pipeline:
             after_crash: the state is that in which an exception left it; nobody resumes from it unasked.
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
             also: other names under which the same file is uploaded, each with its template.
-            publish: called with the record after the commit, perhaps on another thread.
+            publish: called after the commit, perhaps on another thread.
             retention: which older checkpoints of the same template are deleted after that.
             disks: which ranks see the same folder, where all write to it and not all see one.
             files: that a rank writes of a directory at most; ``None``: as many as it likes.
@@ -649,7 +655,7 @@ class Pipeline:
         # Before the ranks meet to gather: a name that is taken is told as that.
         with group.all_or_none(f"checkpoint {name!r}"):
             for one in names if is_leader else ():
-                catalog.check_free(one, overwrite=overwrite)
+                catalog.check_free(one, overwrite=overwrite, directory=form.kind == "sharded")
         record = Manifest(
             name=name,
             kind="crash" if after_crash else "weights" if weights_only else form.kind,
@@ -667,6 +673,7 @@ class Pipeline:
             lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
             also=dict(also or {}),
             form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
+            id=group.broadcast(new_id()) if len(names) > 1 else new_id(),
         )
         with group.all_or_none(f"checkpoint {name!r}"):
             gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)

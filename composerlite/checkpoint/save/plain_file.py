@@ -23,26 +23,31 @@ def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
     return write_safetensors if use_safetensors else write_torch
 
 
-def write_torch(path: Path, contents: Any) -> None:
+def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
     """Make the file ``path`` that ``torch.load`` opens.
 
     Args:
         path: of the file.
         contents: what it holds.
+        overwrite: replace a file of that name.
+
+    Raises:
+        FileExistsError: there is one, and ``overwrite`` is false.
     """
     image = TorchImage(contents)
     with StagedFile(path) as staged:
         with StreamWriter(staged.temporary, image.size_bytes) as sink:
             image.write(sink)
             sink.finish()
-        staged.publish()
+        staged.publish(overwrite=overwrite)
 
 
-def write_safetensors(path: Path, contents: Mapping[str, Any]) -> None:
+def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: bool = True) -> None:
     """Make the file ``path`` of safetensors, of the tensors in ``contents``. Arguments as :func:`write_torch`.
 
     Raises:
         SaveError: the format has none of that type or layout.
+        FileExistsError: there is a file of that name, and ``overwrite`` is false.
     """
     tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
     if left_out := sorted(set(contents) - set(tensors)):
@@ -58,4 +63,4 @@ def write_safetensors(path: Path, contents: Mapping[str, Any]) -> None:
             for entry in entries:
                 write_tensor(sink, tensors[entry.name])
             sink.finish()
-        staged.publish()
+        staged.publish(overwrite=overwrite)

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -16,12 +17,21 @@ from typing import Any, Protocol, SupportsInt, final
 import xxhash
 
 from composerlite import dist
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
+from composerlite.checkpoint.memory.folder import (
+    folder_key,
+    make_private,
+    mark_of_bucket,
+    new_mark,
+    read_mark,
+    warn_of_others,
+    write_mark,
+)
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog, record_in
-from composerlite.checkpoint.place.commit import data_file_id, garbage
-from composerlite.checkpoint.place.lease import Lease, renew_leases, take_leases
+from composerlite.checkpoint.place.catalog import Catalog, garbage
+from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
+from composerlite.checkpoint.place.lease import FileLease, HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.record.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
 from composerlite.checkpoint.record.manifest import (
     Manifest,
     NewerManifestError,
@@ -44,15 +54,6 @@ from composerlite.checkpoint.record.naming import (
 )
 from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of
-from composerlite.checkpoint.save.memory_folder import (
-    folder_key,
-    make_private,
-    mark_of_bucket,
-    new_mark,
-    read_mark,
-    warn_of_others,
-    write_mark,
-)
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, naming
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import Lineage, StateDict
@@ -456,7 +457,9 @@ class RunFolder:
                 else than a link that is called as the link to the newest.
         """
         try:
-            self.own_catalog.place.check_writable()
+            make_folder(self.root)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
             if self._options.bucket is not None:
                 self._stage_for(self._options.bucket, state.run_name)
         except OSError as e:
@@ -473,7 +476,7 @@ class RunFolder:
         place = self.own_catalog.place
         place.sweep(timedelta())
         names = name_pattern(self.filename.filename, self._run_name)
-        return garbage(place, place.files(), names, lambda path: record_in(place, path))
+        return garbage(place, place.files(), names)
 
     def _check_link(self, link: str) -> None:
         """See that ``link`` can be made. A copy of a checkpoint in its place, as ``scp -r`` leaves one, is removed."""
@@ -546,7 +549,7 @@ class RunFolder:
         if self.disks is not None:
             self._delete_partial(own, unnamed)
         with group.all_or_none("removing what killed processes have left"):
-            self.own_catalog.place.delete_all(unnamed)
+            self.own_catalog.place.delete(unnamed, folders=True)
 
     def _delete_partial(self, own: Sequence[Manifest], unnamed: Sequence[str]) -> None:
         """Delete the checkpoints that a killed process has left on some disks, and not on all.
@@ -564,7 +567,7 @@ class RunFolder:
             for one in own:
                 is_deleted = not group.is_first and first and one.id not in first
                 if one.node is not None and (one.id in partial or is_deleted):
-                    self.catalog.delete(one)
+                    delete_checkpoint(self.catalog.place, one)
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
     def catch_up(self, newest: Manifest, state: SavedState) -> None:
@@ -603,7 +606,7 @@ class RunFolder:
             if path == saved[-1]:
                 self.catch_up(manifest, state)
             if deletes and manifest.node is not None and path not in saved:
-                self.catalog.delete(manifest)
+                delete_checkpoint(self.catalog.place, manifest)
 
     # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
     def refuse_conflicts(self, state: SavedState, buckets: Iterable[tuple[Catalog, str]]) -> None:
@@ -656,12 +659,11 @@ class RunFolder:
         self._leases = list(leases.values())
 
     def check_leases(self) -> None:
-        """Raise if a lease was lost, without waiting for a store. Renews leases that have no thread.
+        """Raise if a lease is known to be lost. Makes no request to a store.
 
         Raises:
             RunInUseError: another process took a lease over. This process must not write any more.
         """
-        renew_leases()
         for lease in self._leases:
             if lease.lost_to is not None:
                 raise RunInUseError(
@@ -679,7 +681,8 @@ class RunFolder:
             ObjectStoreError: the store does not answer.
         """
         for lease in self._leases:
-            lease.confirm()
+            if isinstance(lease, HeartbeatLease):
+                lease.confirm()
         self.check_leases()
 
     def keep_leases(self, saved: Sequence[str]) -> list[str]:
@@ -694,7 +697,7 @@ class RunFolder:
         Raises:
             RunInUseError: another process holds a lease by now.
         """
-        kept = [lease.keep() for lease in self._leases]
+        kept = [lease.keep() for lease in self._leases if isinstance(lease, FileLease)]
         self.check_leases()
         if all(kept):
             return []

@@ -26,12 +26,12 @@ from composerlite.checkpoint.format import WEIGHTS_INDEX
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.sharded_index import Whole
 from composerlite.checkpoint.format.torch_file import StorageCopy
-from composerlite.checkpoint.place.directory import MOST_CHUNKS, SaveHandle, ShardedDirectory, chunk_bytes_of
+from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import Planner, plan_together
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink
+from composerlite.storage import FileDigest, HostMemory, Sink, chunk_bytes_for
 from composerlite.types import StateDict
 
 __all__ = ["LARGEST_FILE_BYTES", "SafetensorsWriter", "most_chunks"]
@@ -224,7 +224,6 @@ class SafetensorsWriter:
         self._planner = Planner(of_run=False)
         self._own: dict[_Key, Tensor] = {}
         self._written: list[tuple[str, FileDigest]] = []
-        self._claim: SaveHandle | None = None
         self._turn = 0
 
         def local_plan() -> SavePlan:
@@ -238,11 +237,10 @@ class SafetensorsWriter:
         known, _ = plan_together(self._group, self._planner, local_plan, lambda count: [None] * count, reuse=False)
 
         def divided(tables: list[Table]) -> list[_Share]:
-            self._claim = folder.claim(overwrite=overwrite, index_name=WEIGHTS_INDEX)
-            return _shares(tables, self._claim, largest_file_bytes, self._claim.suffix)
+            claim = folder.claim(overwrite=overwrite, index_name=WEIGHTS_INDEX)
+            return _shares(tables, claim, largest_file_bytes, claim.suffix)
 
         self._share = self._group.reduce_scatter("planning a save", lambda: self._table(known.final), divided)
-        self._claim = self._share.claim
 
     def _is_written(self, item: WriteItem) -> bool:
         """Return true for a tensor that the format has; SaveError for another."""
@@ -283,7 +281,7 @@ class SafetensorsWriter:
         names = [file.name for file in self._share.files]
         failure: BaseException | None = None
         try:
-            digests = self._folder.write_all(self._share.claim, map(self._new_file, self._share.files))
+            digests = self._folder.write(self._share.claim, map(self._new_file, self._share.files))
             self._written = list(zip(names, digests, strict=True))
         except BaseException as e:  # noqa: BLE001 - raised below
             failure = e
@@ -305,7 +303,8 @@ class SafetensorsWriter:
             self._exchange(sink)
 
         size = len(header) + sum(entry.size_bytes for entry in file.tensors)
-        return NewFile(file.name, size, fill, chunk_bytes_of(size, most_chunks(size, len(file.tensors))))
+        chunk_bytes = chunk_bytes_for(size, LEAST_CHUNK_BYTES, most_chunks(size, len(file.tensors)))
+        return NewFile(file.name, size, fill, chunk_bytes)
 
     def _exchange_before(self, turn: int) -> None:
         """Make the transfers of all rounds before ``turn``, in which this rank has no file, or has failed."""
@@ -349,19 +348,13 @@ class SafetensorsWriter:
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0: write the index with the record."""
-        assert self._claim is not None
-        files: dict[str, FileDigest] = dict(itertools.chain.from_iterable(parts))
-        self._folder.record = manifest
-        self._folder.commit(self._claim, self._share.index, files, {})
-        self._claim = None
-        assert self._folder.committed is not None
-        return self._folder.committed
+        files = {name: (digest, None) for name, digest in itertools.chain.from_iterable(parts)}
+        return self._folder.commit(self._share.index, files, manifest)
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files unless they are committed, or may be. May be called twice."""
-        claim, self._claim = self._claim, None
-        if claim is not None and not may_be_committed:
-            self._folder.abandon(claim)
+        if not may_be_committed:
+            self._folder.abandon()
 
 
 @final

@@ -8,11 +8,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, Protocol, final
 
 from composerlite import dist
-from composerlite.checkpoint.place.lease import renew_leases
+from composerlite.checkpoint.memory.replication import Replication
+from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
 from composerlite.checkpoint.save.publish import (
@@ -20,9 +22,7 @@ from composerlite.checkpoint.save.publish import (
     Publication,
     Publisher,
     Publishing,
-    PublishingNews,
 )
-from composerlite.checkpoint.save.replication import Replication
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import (
     CheckpointError,
@@ -323,18 +323,18 @@ class Saver:
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
                 self.where.prepare(state)
-                if self._publishing is not None:
-                    self._publishing.open(state, logger)
-                    self._check_objects_are_its_own(state)
         self.where.find_disks(form)
+        if self._publishing is not None:
+            self._publishing.open(state, logger)
+            with group.all_or_none("comparing the names in buckets"):
+                if group.is_first:
+                    self._check_objects_are_its_own(state)
         if self.options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
             self.replication = Replication(
                 self.where.root, levels=levels, gigabytes_per_second=self.options.replication
             )
             self.counters += self.replication.counters
-        if self._publishing is not None:
-            self._publishing.begin(state, logger)
 
     def _check_objects_are_its_own(self, state: SavedState) -> None:
         """Refuse names in a bucket that another saver of this run has, of those that are open."""
@@ -362,20 +362,24 @@ class Saver:
         if self.replication is not None:
             self.replication.take_up(map(self._name_of, self.saved_checkpoints))
         publishing = self._publishing
-        again = [] if publishing is None else publishing.again(behind, state.run_name, self._may_overwrite)
+        again = [
+            publishing.of(name, [number], overwrite=self._may_overwrite(name))
+            for name, number in behind
+            if publishing is not None
+        ]
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader and not group.is_first:
                 self.where.follow(self.saved_checkpoints, state, deletes=self._deletes)
             for publish in again:
                 publish()
 
-    def _take_up(self, state: SavedState) -> tuple[list[str], bool, list[tuple[int, str]]]:
+    def _take_up(self, state: SavedState) -> tuple[list[str], bool, list[tuple[str, int]]]:
         """Return the paths of the run's checkpoints, whether any are to be deleted, and which are to be published."""
         manifests = self.where.manifests(state)
         paths = [self.where.path(manifest.name) for manifest in manifests]
         if manifests:
             self.where.catch_up(manifests[-1], state)
-        behind = [] if self._publishing is None else self._publishing.behind(manifests, state.run_name)
+        behind = [] if self._publishing is None else self._publishing.behind(manifests)
         return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
 
     def begin(self, state: SavedState, *, several: bool) -> None:
@@ -425,11 +429,7 @@ class Saver:
         self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
         for publisher, own in zip(self.publishers, leases, strict=True):
             if any(lease.taken_over for lease in own.values()):
-                publisher.abort_uploads(run_name)
-
-    def renew_leases(self) -> None:
-        """Renew the leases of the run that no thread renews, between the calls of :meth:`look`."""
-        renew_leases()
+                publisher.remove_uploads(timedelta(), run_name)
 
     def settle(self, state: SavedState) -> bool:
         """Collect the last save of a call of ``fit`` that raised; return false if it is not known to be a checkpoint.
@@ -461,8 +461,8 @@ class Saver:
             arrived = self.replication.look(None if self.newest is None else self._name_of(self.newest))
             if arrived is not None:
                 self.outcomes.replicated(arrived)
-        if self._publishing is not None and self._publishing.has_news:
-            self._note_publishing(self._publishing.take_news_of_all())
+        if self._publishing is not None and self._publishing.ranks_with_news.total:
+            self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
 
     @property
     def is_checked(self) -> bool:
@@ -537,7 +537,7 @@ class Saver:
         is_own = self._may_overwrite(name)
         held = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         publishing = self._publishing
-        publish = None if publishing is None else publishing.of_next(name, state.run_name, overwrite=is_own)
+        publish = None if publishing is None else publishing.of(name, overwrite=is_own)
         also = None if publishing is None else publishing.names_in_buckets(name, state)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
@@ -603,7 +603,9 @@ class Saver:
 
     def published(self, seconds: float) -> bool | None:
         """Wait until all is published, ``seconds`` at most; whether it is, on every rank; ``None``: nowhere to."""
-        return None if self._publishing is None else self._publishing.published(seconds)
+        if self._publishing is None:
+            return None
+        return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
 
     @property
     def newest(self) -> str | None:
@@ -683,16 +685,16 @@ class Saver:
         self._forget(path)
         self.saved_checkpoints.append(path)
 
-    def _note_publishing(self, news: PublishingNews) -> None:
+    def _note_publishing(self, outcomes: Sequence[Publication]) -> None:
         """Take note of uploads that have ended.
 
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
-        self.outcomes.deleted(news.gone, str(self.where.root))
-        for name in news.gone:
+        for name in [one.gone for one in outcomes if one.gone is not None]:
+            self.outcomes.deleted([name], str(self.where.root))
             self._forget(self.where.path(name))
-        for outcome in news.outcomes:
+        for outcome in outcomes:
             self.outcomes.published(outcome)
 
     def _may_overwrite(self, name: str) -> bool:
@@ -731,8 +733,8 @@ class Saver:
         """
         self.collect_all()
         if self._publishing is not None:
-            self._publishing.wait_together()
-            self._note_publishing(self._publishing.take_news_of_all())
+            self._publishing.wait(dist.get_group())
+            self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
 
     def close(self) -> None:
         """Wait for the save in flight and for all uploads, whatever ended training.
@@ -755,7 +757,7 @@ class Saver:
             self.collect_all(alone=True)  # each rank for itself: others may have failed and not come here
 
     def _end_publishing(self, publishing: Publishing) -> None:
-        publishing.wait()
+        publishing.wait(dist.SingleProcess())
         self._note_publishing(publishing.take_news())
 
     def _empty(self) -> None:
@@ -770,7 +772,7 @@ class Saver:
         catalog = self.where.catalog
         for manifest in catalog.readable():
             if manifest.moment <= max(saved):
-                catalog.delete(manifest)
+                delete_checkpoint(catalog.place, manifest)
 
     @property
     def publishers(self) -> list[Publisher]:

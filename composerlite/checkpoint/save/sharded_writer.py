@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -37,14 +38,21 @@ from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.directory import PathOrUri, SaveHandle, ShardedDirectory, directory_at
+from composerlite.checkpoint.memory.folder import make_own
+from composerlite.checkpoint.place.directory import (
+    LEAST_CHUNK_BYTES,
+    MOST_CHUNKS,
+    PathOrUri,
+    SaveHandle,
+    ShardedDirectory,
+    directory_at,
+)
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.place.turns import turn_at
+from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
-from composerlite.checkpoint.save.memory_folder import make_own
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
 from composerlite.checkpoint.save.staging import UncopiedState
-from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, number_of
+from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
 
 __all__ = [
@@ -59,6 +67,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 _ITEM_FRAME_BYTES = 16 << 10
 _ALIGNMENT = 64
+_TURN_SECONDS = 7200
+"""Time that a throttled save waits for other ranks of this machine."""
 
 
 class _FileWritten(NamedTuple):
@@ -177,10 +187,6 @@ class RemoteFileSystemWriter(StorageWriter):
             for plan, assignment in zip(plans, self.assignments(len(plans)), strict=True)
         ]
 
-    def join(self, claim: SaveHandle) -> None:
-        """Take part in the save ``claim``, for the disk that this process writes to."""
-        self._claim = claim
-
     def assignments(self, count: int) -> list[WriteAssignment]:
         """Claim the directory on the first of ``count`` ranks; return the assignment of each."""
         self._claim = self._folder.claim(overwrite=self._overwrite)
@@ -252,8 +258,9 @@ class RemoteFileSystemWriter(StorageWriter):
                 results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
             self._was_read()
 
-        chunks = {} if self.layout is None else {"most_chunks": self.layout.most_chunks}
-        digest = self._folder.write(self._claim, name, most, fill, **chunks)
+        most_chunks = MOST_CHUNKS if self.layout is None else self.layout.most_chunks
+        chunk_bytes = chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks)
+        (digest,) = self._folder.write(self._claim, [NewFile(name, most, fill, chunk_bytes)])
         written = _FileWritten(name, digest, next(iter(not_finite), None))
         return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
 
@@ -273,7 +280,9 @@ class RemoteFileSystemWriter(StorageWriter):
             results: results of :meth:`write_data` of each rank.
         """
         index, files = self.indexed(metadata, results)
-        self.commit(index, files)
+        record = record_of_directory(self._folder.name, self._world_size)
+        seconds = {"save": round(time.perf_counter() - self._started, 6)}
+        self.commit(index, files, dataclasses.replace(record, timings=seconds))
         size = sum(digest.size_bytes for digest, _ in files.values())
         log.debug("wrote checkpoint %s (%s in %d files)", self._folder.uri, bytes_text(size), len(files))
 
@@ -310,36 +319,30 @@ class RemoteFileSystemWriter(StorageWriter):
         self,
         index: bytes,
         files: Mapping[str, tuple[FileDigest, int]],
-        *,
+        record: Manifest,
         nodes: Sequence[int] = (),
-    ) -> None:
+    ) -> Manifest:
         """Put the deciding file, in the process that claimed the directory or has joined the save.
 
         Args:
             index: as :meth:`indexed` returns it.
             files: as well.
+            record: of the checkpoint, but for these files.
             nodes: by rank, the node whose disk has its files; empty: one folder has all.
+
+        Returns:
+            The record.
         """
-        assert self._claim is not None
-        facts = {
-            "world_size": self._world_size,
-            "timings": {"save": round(time.perf_counter() - self._started, 6)},
-            "versions": versions(),
-        }
-        digests = {name: digest for name, (digest, _) in files.items()}
-        places = {name: nodes[rank] for name, (_, rank) in files.items()} if nodes else None
+        placed = {name: (digest, nodes[rank] if nodes else None) for name, (digest, rank) in files.items()}
         try:
-            self._folder.commit(self._claim, index, digests, facts, nodes=places)
+            return self._folder.commit(index, placed, record)
         except BaseException:
             self.abandon()
             raise
-        self._claim = None
 
     def abandon(self) -> None:
         """Remove the files written so far, after an error, when no rank writes. Raises nothing; may be called twice."""
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            self._folder.abandon(claim)
+        self._folder.abandon()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -349,17 +352,18 @@ class RemoteFileSystemWriter(StorageWriter):
 
 @contextlib.contextmanager
 def _turn_of_this_node() -> Generator[None]:
-    """Within it no other process of this machine and user is in one.
+    """Let one thread or process of this machine and user at a time execute the block.
 
-    Where others may have made the folder of the turns nobody waits, and the log says so: a file in it may be a link, or
+    Where others may have made the folder of the lock file nobody waits, and the log says so: the file may be a link, or
     be locked for good.
 
     Raises:
-        TimeoutError: see :func:`turn_at`.
+        TimeoutError: others held the lock for longer than two hours.
     """
     folder = Path(tempfile.gettempdir(), f"composerlite-{os.getuid()}")
     if (reason := make_own(folder)) is None:
-        with turn_at(folder / ".turn"):
+        # Shared by the calls of a thread: a handler of a signal that saves in the middle of a save does not wait.
+        with FileLock(folder / ".turn", timeout=_TURN_SECONDS, is_singleton=True):
             yield
         return
     log.warning(
@@ -438,6 +442,9 @@ class ShardWriter:
         throttle: only one rank of a node uploads at a time.
         reuse_plan: use the plan of an earlier save if on no rank a key, shape, type or placement differs.
         watched: storages of weights: the record of a run's checkpoint says if one has a value that is not finite.
+
+    Attributes:
+        committed: the record of the checkpoint, on the first rank of each disk once it is committed.
     """
 
     def __init__(
@@ -458,8 +465,8 @@ class ShardWriter:
         self.may_stream = not throttle  # else it may have to wait for its turn
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
+        self.committed: Manifest | None = None
         self._folder = folder
-        self._of_run = of_run
         self._group = dist.get_group() if group is None else group
         self._disks = disks
         self._results: list[WriteResult] = []
@@ -493,7 +500,7 @@ class ShardWriter:
         self._metadata = known.metadata
         self._writer.layout = known.layout
         if disks is not None:
-            self._join(disks, overwrite=overwrite)
+            self._join(disks)
         self._planner.find_tensors(self._plan.items)
         self._writer.watched = {
             index: "/".join(map(str, self._planner.mappings[index.fqn][1:]))
@@ -502,13 +509,12 @@ class ShardWriter:
         }
         self.size_bytes = self._lay_out()
 
-    def _join(self, disks: Disks, *, overwrite: bool) -> None:
+    def _join(self, disks: Disks) -> None:
         """Make the directory on the disks that rank 0 does not see. All of them or none, and all ranks know."""
 
         def each() -> None:
             if disks.is_folder_leader and not self._group.is_first:
-                self._folder.join(self._assignment.claim, overwrite=overwrite)
-                self._writer.join(self._assignment.claim)
+                self._folder.join(self._assignment.claim)
 
         try:
             self._group.agree("making the directory on other disks", each)
@@ -582,13 +588,8 @@ class ShardWriter:
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0, and return the record."""
         self.commit_part(self.seal(manifest, parts))
-        return self.committed if self._of_run else manifest
-
-    @property
-    def committed(self) -> Manifest:
-        """The record of the checkpoint, on the first rank of each disk once it is committed."""
-        assert self._folder.committed is not None
-        return self._folder.committed
+        assert self.committed is not None
+        return self.committed
 
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> SealedIndex:
         """Return the index, the digests of all files and the record, on rank 0."""
@@ -598,12 +599,9 @@ class ShardWriter:
 
     def commit_part(self, sealed: SealedIndex) -> None:
         """Put the deciding file, on the first rank of each disk."""
-        if self._of_run or sealed.manifest.form == "step":
-            self._folder.record = sealed.manifest
-        if self._disks is None:
-            self._writer.commit(sealed.content, sealed.files)
-        elif self._disks.is_folder_leader:
-            self._writer.commit(sealed.content, sealed.files, nodes=self._disks.nodes)
+        if self._disks is None or self._disks.is_folder_leader:
+            nodes = () if self._disks is None else self._disks.nodes
+            self.committed = self._writer.commit(sealed.content, sealed.files, sealed.manifest, nodes)
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it is committed, or may be. May be called twice."""
@@ -630,6 +628,7 @@ def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") ->
         timestamp={"batch": 0},
         files=(),
         world_size=world_size,
+        versions=versions(),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from composerlite.checkpoint.api.state_dict import save_safetensors, save_state_dict
+from composerlite.checkpoint.api.state_dict import save_safetensors
 from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.foreign.outgoing import lightning_contents, taken_of
 from composerlite.checkpoint.format.archive import STATES
@@ -69,19 +69,16 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     """
     state = cast("StateDict", contents)
     make_folder(path.parent)
-    folder = ShardedDirectory.on_disk(path)
+    folder = ShardedDirectory.of(path)
     record = _record(manifest, folder.name, "sharded")
-    if not isinstance(state.get("state"), Mapping):  # of no run: as the functions on state dicts save it
-        if not isinstance(state.get("model"), Mapping):
-            state = {"model": weights_of(contents, str(path))}
-        folder.record = record
-        save_state_dict(folder, state, save_overwrite=overwrite)
-        return
+    of_run = isinstance(state.get("state"), Mapping)  # else it is as the functions on state dicts save it
+    if not of_run and not isinstance(state.get("model"), Mapping):
+        state = {"model": weights_of(contents, str(path))}
     generators = state.get("rng")
-    if isinstance(generators, list):
+    if of_run and isinstance(generators, list):
         own = enumerate(cast("list[Any]", generators))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in own}}
-    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=True, reuse_plan=True), record, path)
+    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run, reuse_plan=of_run), record, path)
 
 
 def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
@@ -99,8 +96,7 @@ def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str
         ConfigError: ``rename`` gives two weights one name, or changes none.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    _check_free(path, overwrite=overwrite)
-    plain_file.write_safetensors(path, weights)
+    _write_plain(plain_file.write_safetensors, path, weights, overwrite=overwrite)
 
 
 def write_safetensors_folder(
@@ -117,8 +113,7 @@ def write_state_dict(contents: Any, path: Path, *, overwrite: bool, source: str,
     :func:`write_safetensors`.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    _check_free(path, overwrite=overwrite)
-    write_torch(path, weights)
+    _write_plain(write_torch, path, weights, overwrite=overwrite)
 
 
 def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
@@ -130,10 +125,18 @@ def write_lightning(contents: Any, path: Path, *, overwrite: bool, source: str, 
     """
     taken = taken_of(contents, source, rename or Rename())
     written = lightning_contents(taken)
-    _check_free(path, overwrite=overwrite)
-    write_torch(path, written)
+    _write_plain(write_torch, path, written, overwrite=overwrite)
     if taken.left:
         log.info("%s: not written for Lightning: %s", source, ", ".join(map(str, taken.left)))
+
+
+def _write_plain(write: Callable[..., None], path: Path, contents: StateDict, *, overwrite: bool) -> None:
+    """Write a file without a record. Raises as :func:`_check_free`, also for a file that appears meanwhile."""
+    _check_free(path, overwrite=overwrite)
+    try:
+        write(path, contents, overwrite=overwrite)
+    except FileExistsError as e:
+        raise CheckpointExistsError(f"{str(path)!r} was written by another process meanwhile, and stays.") from e
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

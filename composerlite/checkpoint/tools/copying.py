@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from composerlite.checkpoint.format import MARKER
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import check_own, delete_checkpoint, own_files
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.checkpoint.tools.surveying import Found
+from composerlite.checkpoint.tools.surveying import Found, sealed
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -46,34 +45,44 @@ def copy(
         progress: is called with each number of bytes.
 
     Raises:
-        CheckpointExistsError: there is another one of that name, or a file of the same name with other bytes. Also with
-            ``overwrite`` if the one is a file and the other a directory.
+        CheckpointExistsError: there is another one of that name, also one that was saved during the copy, or a file of
+            the same name with other bytes. With ``overwrite`` if the one is a file and the other a directory.
         CorruptCheckpointError: it is incomplete, or a file is not what was saved. Nothing was copied.
         CheckpointNotFoundError: it has no record.
         IncompatibleCheckpointError: a part of it is on the disks of other nodes.
     """
     manifest = _whole(source, found)
     _check_kind(target, manifest)
-    there = _record_there(target, manifest)
-    if there is not None and there.id == manifest.id and _is_complete(target, manifest):
+    found_there = sealed(target, manifest.files[0].path)
+    there = None if found_there is None else found_there.manifest
+    is_same = there is not None and there.id == manifest.id
+    if is_same and found_there is not None and not found_there.faults:
         return False
-    is_taken = there is not None or target.exists(manifest.files[0].path)
-    if is_taken and not overwrite and (there is None or there.id != manifest.id):
+    is_taken = found_there is not None or target.exists(manifest.files[0].path)
+    if is_taken and not overwrite and not is_same:
         raise CheckpointExistsError(
             f"{target.uri(manifest.name)!r} is another checkpoint of that name. Copy to another place, or give "
             "--overwrite to replace it."
         )
     if is_taken:  # nothing of what is there goes for what is damaged
         _verify(source, manifest)
+    replaced = [] if there is None else own_files(target, there)
     if there is not None and manifest.form in ("step", "archives"):
         delete_checkpoint(target, there)
-    for record in manifest.files[1:]:
-        _bring(source, record, target, overwrite=overwrite or is_taken, progress=progress)
-    _take(source, manifest.files[0], target, progress)
-    if manifest.form == "step":
-        target.put(f"{manifest.name}/{MARKER}", source.read(f"{manifest.name}/{MARKER}"))
-    kept = {record.path for record in manifest.files}
-    target.delete_all(file.path for file in (() if there is None else there.files) if file.path not in kept)
+    replaces = overwrite or is_taken
+    try:
+        for record in manifest.files[1:]:
+            _bring(source, record, target, overwrite=replaces, progress=progress)
+        _take(source, manifest.files[0], target, overwrite=replaces, progress=progress)
+        if manifest.form == "step":
+            marker = f"{manifest.name}/{MARKER}"
+            target.put(marker, source.read(marker), create_only=not replaces)
+    except FileExistsError as e:
+        raise CheckpointExistsError(
+            f"{target.uri(manifest.name)!r} was saved by another process meanwhile. Copy to another place, or give "
+            "--overwrite to replace it."
+        ) from e
+    target.delete({*replaced} - {record.path for record in manifest.files})
     return True
 
 
@@ -92,6 +101,7 @@ def _whole(source: Place, found: Found) -> Manifest:
             f"{uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to one "
             "folder, or save to a bucket."
         )
+    check_own(source, found.manifest)
     return found.manifest
 
 
@@ -104,27 +114,6 @@ def _check_kind(target: Place, manifest: Manifest) -> None:
             f"{target.uri(manifest.name)!r} is {kinds[0]}, which {kinds[1]} does not replace. Copy to another place, "
             "or remove it first."
         )
-
-
-def _record_there(target: Place, manifest: Manifest) -> Manifest | None:
-    """Return the record of the checkpoint that has the name in ``target``; ``None`` if there is none to be read."""
-    try:
-        return record_in(target, manifest.files[0].path)
-    except CorruptCheckpointError:
-        return None
-
-
-def _is_complete(target: Place, manifest: Manifest) -> bool:
-    """Return true if all files of the checkpoint are in ``target``, with their sizes."""
-
-    def has(record: FileRecord) -> bool:
-        try:
-            return target.size(record.path) == record.size_bytes
-        except FileNotFoundError:
-            return False
-
-    is_marked = manifest.form != "step" or target.exists(f"{manifest.name}/{MARKER}")
-    return is_marked and all(target.each(has, manifest.files))
 
 
 def _verify(source: Place, manifest: Manifest) -> None:
@@ -153,11 +142,13 @@ def _bring(
             ) from e
     else:
         return
-    _take(source, record, target, progress)
+    _take(source, record, target, overwrite=overwrite, progress=progress)
 
 
-def _take(source: Place, record: FileRecord, target: Place, progress: Callable[[int], object]) -> None:
+def _take(
+    source: Place, record: FileRecord, target: Place, *, overwrite: bool, progress: Callable[[int], object]
+) -> None:
     try:
-        target.take(source, record, progress)
+        target.take(source, record, progress, create_only=not overwrite)
     except FileNotFoundError as e:
         raise CorruptCheckpointError(f"{source.uri(record.path)!r} is gone: {e}") from e

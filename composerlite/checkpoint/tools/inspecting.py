@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composerlite.checkpoint.format import MODEL
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.format.torch_reader import ByteSource
 from composerlite.checkpoint.format.weight_files import holds_model_states
@@ -20,7 +21,6 @@ from composerlite.checkpoint.load.reader import RawFile, opened, readable
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.place.step import MODEL
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.errors import CheckpointNotFoundError
 
@@ -85,7 +85,8 @@ def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
     if found.kind == "step":
         return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(".safetensors"):
-        return ShardedDirectory.of_file(place, found.name)
+        folder, _, file = found.name.rpartition("/")
+        return ShardedDirectory(place, folder, file)
     if any(file.path.startswith(f"{found.name}/") for file in found.files):
         return ShardedDirectory(place.inside(""), found.name)
     return None
@@ -167,7 +168,7 @@ class _HeaderBytes:
 
 
 def _local_file(path: Path) -> Any:
-    with opened(path, map_location="meta") as (file, _):
+    with opened(path, map_location="meta") as (file, *_):
         return file.contents
 
 

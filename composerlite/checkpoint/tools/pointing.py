@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
+from composerlite.checkpoint.format import MARKER, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved
 from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.place.step import MARKER
 from composerlite.checkpoint.tools.surveying import UNLISTED, Found, sealed, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
@@ -43,7 +45,7 @@ class Pointed(NamedTuple):
         """
         if self.name is None:
             return survey(self.place)
-        if (one := sealed(self.place, self.name)) is not None:
+        if (one := sealed(self.place, self.name)) is not None and one.name == self.name:
             return [one]
         listed = survey(self.place)
         chosen = [one for one in listed if one.name == self.name]
@@ -133,8 +135,11 @@ def _on_disk(path: Path, text: str) -> Pointed:
     if is_relative and path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())  # as it was asked for
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
-        return Pointed(Folder(path.parent), path.name, text)
+        place, name = home_of(Folder(path.parent), path.name)
+        return Pointed(place if path.is_absolute() else Folder(os.path.relpath(place.uri())), name, text)
     if path.is_dir():
+        if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # its index is gone
+            return Pointed(Folder(path.parent), path.name, text)
         above = path.resolve().parent
         if deepspeed_save(Folder(above), path.resolve().name) is not None:
             return Pointed(Folder(above), path.resolve().name, text)
@@ -149,8 +154,8 @@ def _in_bucket(whole: Bucket, text: str) -> Pointed:
     name = followed(whole.transfer, whole.root) if whole.root else ""
     folder, _, last = name.rpartition("/")
     if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):
-        return Pointed(whole.at(folder), last, text)
-    return Pointed(whole.at(name), None, text)
+        return Pointed(*home_of(whole.inside(f"/{folder}"), last), text)
+    return Pointed(whole.inside(f"/{name}"), None, text)
 
 
 def _what_is_there(listed: list[Found]) -> str:

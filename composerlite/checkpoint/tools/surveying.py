@@ -129,9 +129,8 @@ def is_in_checkpoint(place: Place) -> bool:
         OSError, ObjectStoreError: that cannot be seen. What is not seen is not absent.
     """
     deciders = (*INDEXES, f"{MODEL}/{INDEX}", MARKER)
-    if any(place.exists(path) for path in deciders):
-        return True
-    return any(up.exists(f"{prefix.partition('/')[0]}/{path}") for up, prefix in place.above() for path in deciders)
+    folders = (place.top, *place.top.parents)
+    return any(place.exists(str(folder / path)) for folder in folders for path in deciders)
 
 
 def survey(place: Place) -> list[Found]:
@@ -167,15 +166,22 @@ def survey(place: Place) -> list[Found]:
 
 
 def sealed(place: Place, path: str) -> Found | None:
-    """The checkpoint that is the one file ``path``; ``None`` if there is no such file, or it has no record."""
+    """The checkpoint whose deciding file is ``path``; ``None`` if there is no such file, or it has no record."""
     try:
         record = record_in(place, path)
-        file = StoredFile(path, place.size(path), None)
-    except FileNotFoundError:
-        return None
     except CheckpointError as e:
         return Found(path, "", None, (str(e),), (StoredFile(path, place.size(path), None),), path)
-    return None if record is None or record.is_directory else _of_record(path, record, {path: file})
+    if record is None:
+        return None
+
+    def stored(name: str) -> StoredFile | None:
+        with contextlib.suppress(FileNotFoundError):
+            return StoredFile(name, place.size(name), None)
+        return None
+
+    marker = [f"{record.path_of(path)}/{MARKER}"] if record.form == "step" else []
+    files = place.each(stored, [*(file.path for file in record.here), *marker])
+    return _of_record(path, record, {file.path: file for file in files if file is not None})
 
 
 def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
@@ -201,7 +207,8 @@ def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
             if record_in(place, path) is not None:
                 return False
     if not dry_run:
-        place.delete_all(sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{INDEX}")))
+        paths = sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{INDEX}"))
+        place.delete(paths, folders=True)
     return True
 
 

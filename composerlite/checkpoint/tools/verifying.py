@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from isal import isal_zlib
 
 from composerlite.checkpoint.foreign.systems import recognised
+from composerlite.checkpoint.format import TRAIN
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.sharded_index import untrusted
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile, Window
@@ -16,7 +17,6 @@ from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.place.step import TRAIN
 from composerlite.checkpoint.tools.inspecting import contents_of, deepspeed_in, model_directory
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.checkpoint.trust.trusted import RefusedError
@@ -70,10 +70,10 @@ def _items(directory: ShardedDirectory) -> Iterator[tuple[str, Window]]:
             if name.endswith(WEIGHTS_SUFFIX) or name in whole:
                 continue
             try:
-                with directory.opened(name, None, threads=1) as source:
+                with directory.place.opened(directory.at(name), None, threads=1) as source:
                     if of_torch:
                         whole.add(name)
-                        yield name, Window(source, 0, directory.size(name))
+                        yield name, Window(source, 0, directory.place.size(directory.at(name)))
                     else:
                         yield index.fqn, Window(source, stored.offset, stored.length)
             except FileNotFoundError as e:

@@ -115,8 +115,8 @@ def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
 
 def _file(path: Path, part: Callable[[Any], Any]) -> Any:
     if is_read_in_place(path):
-        return _directory(ShardedDirectory.of_file(Folder(path.parent), path.name), ("",))
-    with opened(path) as (file, progress):
+        return _directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
+    with opened(path) as (file, progress, _):
         file.contents = part(file.contents)
         file.read(progress=progress)
         return file.contents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -11,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +21,11 @@ from typing import IO, Protocol, final
 
 import xxhash
 
-from composerlite.errors import CorruptCheckpointError
-
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 """Names of files and folders that are not written to their end."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """A temporary without a change for so long has no writer, where no lock can tell."""
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
 
@@ -45,36 +46,6 @@ def temporary_name(name: str, save_id: str = "") -> str:
 def is_temporary(name: str) -> bool:
     """Return true if ``name`` is one that :func:`temporary_name` gives."""
     return TEMPORARY.fullmatch(name) is not None
-
-
-def read_small_file(path: Path, most_bytes: int = 64 << 20) -> bytes:
-    """Return the bytes of the file ``path``. A link is not followed, and a pipe does not keep us waiting.
-
-    Args:
-        path: of the file.
-        most_bytes: largest size that is accepted.
-
-    Returns:
-        The content.
-
-    Raises:
-        CorruptCheckpointError: it is no regular file, or larger than ``most_bytes``.
-        FileNotFoundError: it is not there.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError as e:
-        if e.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
-            raise CorruptCheckpointError(f"{str(path)!r} is a link, a socket or a device, and no file.") from e
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise CorruptCheckpointError(f"{str(path)!r} is a folder, a pipe or a device, and no file.")
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise CorruptCheckpointError(f"{str(path)!r} is larger than {most_bytes} bytes.")
-    return data
 
 
 def open_direct(path: Path, flags: int) -> int | None:
@@ -170,10 +141,22 @@ class StagedFile:
         """Keep the temporary file if it is not published, for :func:`abandoned_temporaries` to find."""
         self._stays = True
 
-    def publish(self) -> None:
-        """Rename to ``path``, replacing what is there, and make the name durable. Call after :meth:`flush`."""
+    def publish(self, *, overwrite: bool = True) -> None:
+        """Rename to ``path`` and make the name durable. Call after :meth:`flush`.
+
+        Args:
+            overwrite: replace the file of that name, at the same instant.
+
+        Raises:
+            FileExistsError: there is a file of that name, and ``overwrite`` is false.
+            OSError: the file system refused.
+        """
         # The lock is still held: whoever looks for abandoned files sees either the lock or no temporary.
-        self.temporary.replace(self.path)
+        if overwrite:
+            self.temporary.replace(self.path)
+        elif not _renamed_to_new(self.temporary, self.path):
+            os.link(self.temporary, self.path)
+            self.temporary.unlink()
         self._published = True
         fsync_folder(self.path.parent)
 
@@ -188,6 +171,20 @@ class StagedFile:
         finally:
             with contextlib.suppress(OSError):  # what a full disk did not take is thrown away: no second error
                 self.file.close()
+
+
+def _renamed_to_new(temporary: Path, path: Path) -> bool:
+    """Rename ``temporary`` to ``path``, which nothing may have; return false if the file system cannot do so."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    sys.audit("os.rename", str(temporary), str(path), -1, -1)
+    if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(temporary), None, str(path))
 
 
 @final
@@ -416,10 +413,19 @@ class FileDigest:
         return [digests[at : at + 8] for at in range(0, len(digests), 8)]
 
 
-def chunk_bytes_for(size_bytes: int) -> int:
-    """The size of a chunk in a file of at most ``size_bytes``: 1 MiB, and more where that makes too many."""
-    chunk_bytes = _SMALLEST_CHUNK_BYTES
-    while size_bytes > chunk_bytes * _MOST_CHUNKS:
+def chunk_bytes_for(size_bytes: int, least: int = _SMALLEST_CHUNK_BYTES, most_chunks: int = _MOST_CHUNKS) -> int:
+    """The size of a chunk, of which a file has a digest each.
+
+    Args:
+        size_bytes: that the file has at most.
+        least: size of a chunk of a small file.
+        most_chunks: that a file may have: those of a large one are larger.
+
+    Returns:
+        Size in bytes.
+    """
+    chunk_bytes = least
+    while size_bytes > chunk_bytes * most_chunks:
         chunk_bytes *= 2
     return chunk_bytes
 

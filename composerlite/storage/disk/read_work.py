@@ -59,11 +59,6 @@ def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
         left = rest
 
 
-def all_chunks(chunk_bytes: int, size_bytes: int) -> list[Unit]:
-    """The whole file in units of whole chunks."""
-    return _units(0, -(-size_bytes // chunk_bytes), chunk_bytes, size_bytes)
-
-
 def touched_chunks(targets: Sequence[Target], chunk_bytes: int, size_bytes: int) -> list[Unit]:
     """The chunks that hold something of ``targets``, which are in order, in units of whole chunks."""
     units: list[Unit] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import final
 
@@ -26,9 +26,9 @@ from composerlite.storage.disk.read_work import (
     CachedWork,
     OpenFile,
     ReadTargets,
+    Target,
     Unit,
     Work,
-    all_chunks,
     cached_share,
     layers,
     runs,
@@ -62,6 +62,7 @@ class ParallelReader:
     Attributes:
         size_bytes: of the file, without its tail if there is a digest.
         tail_bytes: size of the tail, 0 if there is no digest.
+        verified: numbers of the chunks that were read and verified so far; 0 stands for a file without chunks.
 
     Raises:
         CorruptCheckpointError: it is no file, or has another size than it was saved with.
@@ -84,6 +85,7 @@ class ParallelReader:
             raise
         self.size_bytes = self._file.size_bytes
         self.tail_bytes = 0 if digest is None else digest.tail_bytes
+        self.verified: set[int] = set()
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset`` to ``offset + size``.
@@ -123,15 +125,22 @@ class ParallelReader:
             units = touched_chunks(layer, chunk_bytes, self.size_bytes) if chunk_bytes else runs(layer)
             self._run(ReadTargets(layer), units, progress)
 
-    def verify(self, progress: Callable[[int], object] = int) -> None:
-        """Read everything there is a digest of. ``progress`` is called in this thread with each number of bytes read.
+    def verify(self, progress: Callable[[int], object] = int, skip: Container[int] = ()) -> None:
+        """Read everything there is a digest of.
+
+        Args:
+            progress: is called in this thread with each number of bytes read.
+            skip: numbers of chunks to leave out, as in :attr:`verified`.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved; the message says which.
         """
-        self._verify_whole(progress)
-        if self._file.chunk_bytes:
-            self._run(ReadTargets([]), all_chunks(self._file.chunk_bytes, self.size_bytes), progress)
+        if 0 not in skip:
+            self._verify_whole(progress)
+        chunk_bytes = self._file.chunk_bytes
+        numbers = (number for number in range(len(self._file.chunks)) if number not in skip)
+        if left := [Target(number * chunk_bytes, 0, chunk_bytes) for number in numbers]:
+            self._run(ReadTargets([]), touched_chunks(left, chunk_bytes, self.size_bytes), progress)
 
     def close(self) -> None:
         """Close the file. May be called twice."""
@@ -188,16 +197,21 @@ class ParallelReader:
         if digest.hexdigest() != self._unverified.xxh3_128:
             raise CorruptCheckpointError(f"the bytes of {str(self._path)!r} are not those that were saved.")
         self._unverified = None
+        self.verified.add(0)
 
     def _run(self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
         """Read ``units`` with several threads, this one included."""
+        left = units
         if self._direct is None or cached_share(self._buffered, 0, self.size_bytes) >= 0.9:
             _do(CachedWork(self._file, places, units), min(len(units), self._threads) - 1, progress)
-            return
-        if self._cores <= _FEW_CORES:
-            units = self._read_near(places, units, progress)
-        if units:
-            self._run_direct(places, units, deep_prefetch(self._threads + 2), progress)
+            left = []
+        elif self._cores <= _FEW_CORES:
+            left = self._read_near(places, units, progress)
+        if left:
+            self._run_direct(places, left, deep_prefetch(self._threads + 2), progress)
+        if chunk_bytes := self._file.chunk_bytes:
+            for start, end in units:
+                self.verified.update(range(start // chunk_bytes, -(-end // chunk_bytes)))
 
     def _read_near(
         self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]
@@ -252,18 +266,23 @@ def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
     work.finish(progress)
 
 
-def verify_file(path: Path, digest: FileDigest, progress: Callable[[int], object] = int, *, threads: int = 2) -> None:
+def verify_file(
+    path: Path,
+    digest: FileDigest,
+    progress: Callable[[int], object] = int,
+    skip: Container[int] = (),
+) -> None:
     """Compare the file ``path`` with ``digest``. ``progress`` is called with each number of bytes read.
 
     Args:
         path: of the file.
         digest: its expected size and hashes.
         progress: called with each number of bytes read.
-        threads: that read; ``None``: a number that suits the machine.
+        skip: numbers of chunks that were verified before, as :class:`ParallelReader` counts them.
 
     Raises:
         CorruptCheckpointError: it has another size or other bytes.
         OSError: it is not there or cannot be read.
     """
-    with ParallelReader(path, digest, threads=threads) as reader:
-        reader.verify(progress)
+    with ParallelReader(path, digest) as reader:
+        reader.verify(progress, skip)

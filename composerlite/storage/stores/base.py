@@ -40,7 +40,6 @@ PIECE_BYTES = 1 << 20
 """Read or written at once."""
 ABSENT = ""
 """The version of an object that does not exist."""
-_PART_BYTES, _PART_THREADS = 16 << 20, 4
 
 Meaning = tuple[type[Exception], str]
 """Type of the error that a verb raises, and what its message says of the cause."""
@@ -90,15 +89,19 @@ class BackendStore(ObjectStore):
         return f"{self._uri}{self.prefix}{name}"
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def upload_object(self, name: str, filename: str | Path, callback: Progress | None = None) -> None:
+    def upload_object(
+        self, name: str, filename: str | Path, callback: Progress | None = None, *, create_only: bool = False
+    ) -> None:
         key = self._key(name)
         with FileSource(filename, callback) as source:
             size = source.size_bytes
             if size > self._whole_bytes:
-                send_once(self, name, source, callback, part_bytes=_PART_BYTES, threads=_PART_THREADS)
+                send_once(self, name, source, callback, create_only=create_only)
                 return
             with self._translated("upload", name):
-                self._upload(key, source)
+                version = ABSENT if create_only else None
+                self._compare(key, version)
+                self._upload(key, source, version)
         if callback is not None:
             callback(size, size)
 
@@ -114,9 +117,13 @@ class BackendStore(ObjectStore):
     def _put_over(self, operation: str, name: str, data: bytes, version: str | None) -> None:
         key = self._key(name)
         with self._translated(operation, name):
-            if not (version is None or (self.creates_atomically if version == ABSENT else self.swaps_atomically)):
-                self._check_version(key, version)
+            self._compare(key, version)
             self._put(key, memoryview(data), version)
+
+    def _compare(self, key: str, version: str | None) -> None:
+        """Check the version of an object before it is replaced, in a store that does not do so as it replaces it."""
+        if not (version is None or (self.creates_atomically if version == ABSENT else self.swaps_atomically)):
+            self._check_version(key, version)
 
     @property
     def swaps_atomically(self) -> bool:
@@ -200,33 +207,32 @@ class BackendStore(ObjectStore):
         with self._translated("get the size", name):
             return self._size(key)
 
-    def list_objects(self, prefix: str = "", *, start_after: str = "") -> Sequence[ObjectInfo]:
+    def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
         begin = len(self.prefix)
         with self._translated("list", prefix):
-            found = [
+            return [
                 ObjectInfo(key[begin:], size, modified_at)
-                for key, size, modified_at in self._list(self.prefix + prefix, self.prefix + start_after)
+                for key, size, modified_at in self._list(self.prefix + prefix)
                 # Consoles make an object whose name ends with a slash to show an empty folder.
-                if key[begin:] > start_after and not key.endswith("/")
+                if not key.endswith("/")
             ]
-        return sorted(found, key=lambda info: info.name)
 
     def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
         begin, start = len(self.prefix), self.prefix + prefix
         with self._translated("list", prefix):
             found = [
                 ObjectInfo(f"{key[begin:]}/" if size < 0 else key[begin:], size, modified_at)
-                for key, size, modified_at in self._list(start, "", level=True)
+                for key, size, modified_at in self._list(start, level=True)
                 if key != start or not key.endswith("/")  # the object that a console makes to show an empty folder
             ]
         return split_level(prefix, found)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource) -> None:
-        """Make a file, of up to ``_whole_bytes``, the content of an object."""
+    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
+        """Make a file, of up to ``_whole_bytes``, the content of an object. ``version``: as in :meth:`_put`."""
         data = memoryview(bytearray(source.size_bytes))
         source.read_into(data, 0)
-        self._put(key, data)
+        self._put(key, data, version)
 
     @abstractmethod
     def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
@@ -264,8 +270,8 @@ class BackendStore(ObjectStore):
         """Bytes of an object."""
 
     @abstractmethod
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
-        """Objects whose keys begin with ``prefix``. Those up to ``start_after`` may be left out.
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+        """Objects whose keys begin with ``prefix``.
 
         ``level``: a folder may be listed in place of the objects whose keys have a slash after ``prefix``.
         """
@@ -419,8 +425,8 @@ class MultipartStore(BackendStore):
         """Send a part; what the backend calls it."""
 
     @abstractmethod
-    def _complete(self, key: str, upload_id: str, parts: Sequence[Any]) -> None:
-        """Make the object of ``parts``, which are all, in order."""
+    def _complete(self, key: str, upload_id: str, parts: Sequence[Any], *, create_only: bool) -> None:
+        """Make the object of ``parts``, which are all, in order. ``create_only``: as ``ABSENT`` in :meth:`_put`."""
 
     @abstractmethod
     def _abort(self, key: str, upload_id: str) -> None:
@@ -465,13 +471,16 @@ class _Parts(PartUpload):
             part = self._store._send_part(self._key, self.upload_id, number, data)
         self._known()[number] = part
 
-    def complete(self, *, count: int) -> None:
+    def complete(self, *, count: int, create_only: bool = False) -> None:
         known = self._known()
         with self._translated("complete the upload"):
             if missing := [number for number in range(1, count + 1) if number not in known]:
                 uri = self._store.get_uri(self.name)
                 raise ObjectStoreError(f"{uri}: complete the upload: part {missing[0]} of {count} was not sent.")
-            self._store._complete(self._key, self.upload_id, [known[number] for number in range(1, count + 1)])
+            if create_only:  # some services compare where they put an object, and not where they complete an upload
+                self._store._check_version(self._key, ABSENT)
+            chosen = [known[number] for number in range(1, count + 1)]
+            self._store._complete(self._key, self.upload_id, chosen, create_only=create_only)
         self._parts = None
 
     def abort(self) -> None:

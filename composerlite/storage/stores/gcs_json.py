@@ -74,14 +74,14 @@ class GCSJSONObjectStore(BackendStore):
     def close(self) -> None:
         self._client.close()
 
-    def _upload(self, key: str, source: FileSource) -> None:
-        self._upload_from(key, source, source.size_bytes)
+    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
+        self._upload_from(key, source, source.size_bytes, version)
 
     def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
-        condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
-        self._upload_from(key, io.BytesIO(data), data.nbytes, **condition)
+        self._upload_from(key, io.BytesIO(data), data.nbytes, version)
 
-    def _upload_from(self, key: str, source: Any, size: int, **condition: int) -> None:
+    def _upload_from(self, key: str, source: Any, size: int, version: str | None) -> None:
+        condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
         blob = self._bucket.blob(key, chunk_size=_CHUNK_BYTES)
         blob.upload_from_file(source, size=size, checksum="crc32c", **condition, **self._always)
 
@@ -154,8 +154,8 @@ class GCSJSONObjectStore(BackendStore):
         blob.reload(**self._always)
         return int(blob.size)
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
-        wanted: dict[str, Any] = {"prefix": prefix, "start_offset": start_after or None, **self._always}
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+        wanted: dict[str, Any] = {"prefix": prefix, **self._always}
         wanted["fields"] = "items(name,size,updated),prefixes,nextPageToken"
         blobs = self._client.list_blobs(self._bucket, delimiter="/" if level else None, **wanted)
         yield from (Entry(blob.name, blob.size, blob.updated) for blob in blobs)

@@ -110,7 +110,7 @@ class LibcloudObjectStore(BackendStore):
             _hang_up(driver)
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource) -> None:
+    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
         with self._driver() as driver:
             driver.upload_object(source.path, driver.get_container(self.container), key)
 
@@ -152,7 +152,7 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             return int(driver.get_object(self.container, key).size)
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None

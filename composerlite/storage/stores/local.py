@@ -62,12 +62,12 @@ class LocalObjectStore(MultipartStore):
         """Do nothing: there are no resources to release."""
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource) -> None:
+    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
         with self._staged(self.folder / key) as staged:
             while piece := source.read(PIECE_BYTES):
                 staged.file.write(piece)
             staged.flush()
-            staged.publish()
+            staged.publish(overwrite=version != ABSENT)
 
     def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
         path = self.folder / key
@@ -81,11 +81,7 @@ class LocalObjectStore(MultipartStore):
         with self._staged(path) as staged:
             staged.file.write(data)
             staged.flush()
-            if version == ABSENT:
-                os.link(staged.temporary, path)
-                fsync_folder(path.parent)
-            else:
-                staged.publish()
+            staged.publish(overwrite=version != ABSENT)
 
     def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
         with self._opened(key) as file:
@@ -107,7 +103,7 @@ class LocalObjectStore(MultipartStore):
         with self._opened(key) as file:
             return os.fstat(file.fileno()).st_size
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
         self._check_there()
         return files_below(self._entries, prefix, level=level)
 
@@ -173,14 +169,14 @@ class LocalObjectStore(MultipartStore):
             staged.publish()
         return part
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[Path]) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[Path], *, create_only: bool) -> None:
         self._check_known(upload_id)
         with self._staged(self.folder / key) as staged:
             for path in parts:
                 with path.open("rb") as part:
                     shutil.copyfileobj(part, staged.file, PIECE_BYTES)
             staged.flush()
-            staged.publish()
+            staged.publish(overwrite=not create_only)
         self._abort(key, upload_id)
 
     def _abort(self, key: str, upload_id: str) -> None:

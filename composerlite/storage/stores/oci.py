@@ -152,8 +152,8 @@ class OCIObjectStore(MultipartStore):
     def _size(self, key: str) -> int:
         return int(self._call("head_object", key).headers["content-length"])
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
-        start: dict[str, str] = {"start_after": start_after} if start_after else {}
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+        start: dict[str, str] = {}
         wanted = {"prefix": prefix, "fields": "name,size,timeModified"} | ({"delimiter": "/"} if level else {})
         while True:
             page = self._call("list_objects", **wanted, **start).data
@@ -188,14 +188,15 @@ class OCIObjectStore(MultipartStore):
         answer = self._call("upload_part", key, upload_id, number, _body(data), content_md5=md5)
         return _UploadedPart(answer.headers["etag"], md5)
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart]) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart], *, create_only: bool) -> None:
         models = oci.object_storage.models
         chosen = [
             models.CommitMultipartUploadPartDetails(part_num=number, etag=part.etag)
             for number, part in enumerate(parts, 1)
         ]
         details = models.CommitMultipartUploadDetails(parts_to_commit=chosen)
-        self._call("commit_multipart_upload", key, upload_id, details)
+        condition = {"if_none_match": "*"} if create_only else {}
+        self._call("commit_multipart_upload", key, upload_id, details, **condition)
 
     def _abort(self, key: str, upload_id: str) -> None:
         with _suppressed("NoSuchUpload", "InvalidUploadId"):

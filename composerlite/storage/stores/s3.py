@@ -207,21 +207,24 @@ class S3ObjectStore(MultipartStore):
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
+        how = {**self._at(key), **self._digest(data), **self._acl}
+        self._write(key, version, lambda **condition: self._client.put_object(Body=_body(data), **how, **condition))
+
+    def _write(self, key: str, version: str | None, request: Callable[..., Mapping[str, Any]]) -> None:
+        """Make an object exist with ``request``, which takes the condition that ``version`` is: see :meth:`_put`."""
         condition: dict[str, str] = {}
         if version is not None and self._conditional:
             condition = {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
         try:
-            answer = self._client.put_object(
-                **self._at(key), Body=_body(data), **self._digest(data), **self._acl, **condition
-            )
-            _field(answer, "ETag")  # a proxy answers 200, too, with a page of its own
+            answer = request(**condition)
         except sdk.ClientError as e:
             if version is None or not condition or not _is_not_offered(e):
                 raise
             log.warning("%s: this service has no conditional writes: we look before we write.", self.get_uri(""))
             self._conditional = False
             self._check_version(key, version)
-            self._put(key, data)
+            answer = request()
+        _field(answer, "ETag")  # a proxy answers 200, too, with a page of its own
 
     def _delete(self, key: str) -> None:
         with _suppressed(*_NO_OBJECT):
@@ -259,7 +262,7 @@ class S3ObjectStore(MultipartStore):
         _field(answer, "ETag")
         return _field(answer, "ContentLength")
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
         # Some services list folder by folder: their StartAfter leaves out some.
         delimiter = {"Delimiter": "/"} if level else {}
         for page in self._pages("list_objects_v2", Bucket=self.bucket, Prefix=prefix, **delimiter):
@@ -306,13 +309,14 @@ class S3ObjectStore(MultipartStore):
         answer = self._client.upload_part(**where, PartNumber=number, Body=_body(data), **digest)
         return _Part(data.nbytes, _field(answer, "ETag"), digest.get("ChecksumCRC32", ""))
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_Part]) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[_Part], *, create_only: bool) -> None:
         named = [
             {"PartNumber": number, "ETag": part.etag} | ({"ChecksumCRC32": part.crc32} if part.crc32 else {})
             for number, part in enumerate(parts, 1)
         ]
-        answer = self._client.complete_multipart_upload(**self._at(key, upload_id), MultipartUpload={"Parts": named})
-        _field(answer, "ETag")
+        how = {**self._at(key, upload_id), "MultipartUpload": {"Parts": named}}
+        complete = self._client.complete_multipart_upload
+        self._write(key, ABSENT if create_only else None, lambda **condition: complete(**how, **condition))
 
     def _abort(self, key: str, upload_id: str) -> None:
         with _suppressed("NoSuchUpload"):

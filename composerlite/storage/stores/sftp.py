@@ -151,17 +151,15 @@ class SFTPObjectStore(BackendStore):
             connection.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource) -> None:
-        self._write(key, source.read, SFTPChannel.replace)
+    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
+        self._write(key, source.read, version)
 
     def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
-        publish = SFTPChannel.create if version == ABSENT else SFTPChannel.replace
-        self._write(key, io.BytesIO(data).read, publish)
+        self._write(key, io.BytesIO(data).read, version)
 
-    def _write(
-        self, key: str, read: Callable[[int], bytes], publish: Callable[[SFTPChannel, str, str], object]
-    ) -> None:
+    def _write(self, key: str, read: Callable[[int], bytes], version: str | None) -> None:
         path = self._path(key)
+        publish = SFTPChannel.create if version == ABSENT else SFTPChannel.replace
         with self._channel() as channel, self._staged(channel, path) as (temporary, file):
             channel.write_file(file, iter(lambda: read(channel.request_bytes), b""))
             publish(channel, temporary, path)
@@ -183,7 +181,7 @@ class SFTPObjectStore(BackendStore):
         with self._channel() as channel:
             return _size_of(channel.stat(self._path(key)))
 
-    def _list(self, prefix: str, start_after: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
         with self._channel() as channel:
             self._check_root(channel)
             found = list(files_below(partial(self._entries, channel), prefix, level=level))

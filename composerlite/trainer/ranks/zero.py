@@ -29,9 +29,9 @@ import torch.distributed
 from torch import Tensor, nn
 
 from composerlite import dist
+from composerlite.checkpoint.contents import RestorePlan
 from composerlite.checkpoint.deepspeed.loading import load_archives
 from composerlite.checkpoint.format.archive import DEEPSPEED_TYPES
-from composerlite.checkpoint.record.contents import RestorePlan
 from composerlite.core import Precision, State
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, IncompatibleCheckpointError

@@ -243,9 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _get_objects(self, bucket: str, _: str) -> _Answer:
         prefix, limit = self.query.get("prefix", ""), min(1000, int(self.query.get("limit", 1000)))
-        start, after = self.query.get("start", ""), self.query.get("startAfter", "")
+        start = self.query.get("start", "")
         objects = self.state.buckets[bucket]
-        names = sorted(name for name in objects if name.startswith(prefix) and name >= start and name > after)
+        names = sorted(name for name in objects if name.startswith(prefix) and name >= start)
         chosen = names[:limit]
         more: dict[str, Any] = {"nextStartWith": names[limit]} if len(names) > limit else {}
         if self.query.get("delimiter") == "/":
@@ -256,8 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put_object(self, bucket: str, name: str) -> _Answer:
         objects = self.state.buckets[bucket]
-        if self.headers.get("if-none-match") == "*" and name in objects:
-            raise _RefusedError(412, "IfNoneMatchFailed", "The If-None-Match header is '*' and the object exists")
+        self._check_new(bucket, name)
         if (version := self.headers.get("if-match")) is not None:
             self._object(bucket, name)
             if version != self.state.etags[bucket, name]:
@@ -266,6 +265,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.composed.discard((bucket, name))
         etag = self.state.etags[bucket, name] = secrets.token_hex(8)
         return 200, b"", {"opc-content-md5": _md5(self.body), "etag": etag}
+
+    def _check_new(self, bucket: str, name: str) -> None:
+        if self.headers.get("if-none-match") == "*" and name in self.state.buckets[bucket]:
+            raise _RefusedError(412, "IfNoneMatchFailed", "The If-None-Match header is '*' and the object exists")
 
     def _get_object(self, bucket: str, name: str) -> _Answer:
         data = self._object(bucket, name)
@@ -323,6 +326,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post_upload(self, bucket: str, name: str) -> _Answer:
         upload, chosen = self._upload(bucket, name), json.loads(self.body)["partsToCommit"]
+        self._check_new(bucket, name)
         chosen.sort(key=lambda part: part["partNum"])
         parts = [upload.parts.get(part["partNum"], ("", b"")) for part in chosen]
         if not chosen or any(etag != part["etag"] for (etag, _), part in zip(parts, chosen, strict=True)):

@@ -7,11 +7,10 @@ node before has written, with the record. Which node has which is detected anew 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, final
@@ -21,14 +20,12 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text
-from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import verify_file
 
 __all__ = ["NodeMemory", "replica_folder"]
 
 log = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
 
 
 def replica_folder(folder: Path) -> Path:
@@ -87,88 +84,71 @@ class NodeMemory:
         """Remove incomplete replicas that a killed process has left; on leaders."""
         self._replicas.place.sweep(timedelta())
         known = {file.path for manifest in self._replicas.manifests() for file in manifest.files}
-        for path in [path for path in self._replicas.files() if path not in known]:
-            self._replicas.place.delete(path)
+        self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
         """Remove the replicas of what was saved until ``moment``, as ``Manifest.moment`` counts; on leaders."""
         for manifest in self._replicas.manifests():
             if manifest.moment <= moment:
-                self._replicas.delete(manifest)
+                delete_checkpoint(self._replicas.place, manifest)
 
-    def replicate(self, name: str, bytes_per_second: float, hurry: threading.Event) -> None:
-        """Send this node's part of the checkpoint ``name`` to the next node, and keep that of the node before it.
+    def records(self, name: str) -> list[Manifest | None]:
+        """Return the record of the checkpoint ``name`` that each rank's node has, on all ranks; ``None``: it has none.
+
+        Every rank calls it, in the main thread.
+        """
+        own: Manifest | None = None
+        try:
+            own = self._own.manifest_of(name) if self.is_leader else None
+        except (OSError, CorruptCheckpointError) as e:  # its node sends nothing, and the others are not kept waiting
+            log.warning("checkpoint %s in memory of this node cannot be replicated: %s", name, e)
+        return dist.get_group().gather(own)
+
+    def replicate(self, records: list[Manifest | None], bytes_per_second: float, hurry: threading.Event) -> None:
+        """Send this node's part of a checkpoint to the next node, and keep that of the node before it.
 
         On all leaders, in a thread of its own. What was kept before is removed once the new one is there, verified.
 
         Args:
-            name: of the checkpoint.
+            records: of the checkpoint, from :meth:`records`.
             bytes_per_second: are sent at most.
             hurry: there is no such limit from now on.
 
         Raises:
             Exception: this node's part could not be sent, or the other not be kept: what was kept before still is.
         """
-        what = f"replicating {name!r}"
         position = self._leaders.index(self._rank)
         source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
-        failures: list[Exception] = []
-
-        def attempt(act: Callable[[], object]) -> None:
-            try:
-                act()
-            except (OSError, CorruptCheckpointError) as e:  # the others are not kept waiting
-                failures.append(e)
-
-        own: Manifest | None = None
-        head = b""  # a node that has no part of it sends none
-        try:
-            if (own := self._own.manifest_of(name)) is not None:
-                head = _head_of(self._own, own)
-        except (OSError, CorruptCheckpointError) as e:
-            failures.append(e)
-
-        def swap(label: str, mine: bytes, size_bytes: int) -> bytes:
-            """Send ``mine``, and receive so many bytes."""
-            got = bytearray(size_bytes)
-            moves = [
-                dist.Move(self._rank, target, label, 0, len(mine)),
-                dist.Move(source, self._rank, label, 0, size_bytes),
-            ]
-
-            def read(_: str, offset: int, size: int) -> bytes:
-                return mine[offset : offset + size]
-
-            def write(_: str, offset: int, data: memoryview) -> None:
-                got[offset : offset + len(data)] = data
-
-            dist.move(what, moves, read, write, in_background=True)
-            return bytes(got)
-
-        theirs = swap("head", head, int.from_bytes(swap("length", len(head).to_bytes(_LENGTH_BYTES), _LENGTH_BYTES)))
-        taken = _taken_from(theirs, source) if theirs else None
-        mine = () if own is None else own.here
+        own, taken = records[self._rank], records[source]
         limit = _BandwidthLimit(bytes_per_second, hurry)
 
         def read(path: str, offset: int, size: int) -> bytes:
             limit.wait_for(size)
             return _read(self._own, path, offset, size)
 
-        moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in mine]
+        moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
+        failure: Exception | None = None
         if taken is not None:
-            attempt(lambda: _clear(self._replicas, taken))
             moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in taken.here]
-        attempt(lambda: dist.move(what, moves, read, lambda *part: _write(self._replicas, *part), in_background=True))
-        if failures:
+            try:
+                _clear(self._replicas, taken)
+            except OSError as e:  # raised when all is sent: the next node is not kept waiting
+                failure = e
+        try:
+            what = f"replicating {'nothing' if own is None else repr(own.name)}"
+            dist.move(what, moves, read, lambda *part: _write(self._replicas, *part), in_background=True)
+        except (OSError, CorruptCheckpointError) as e:
+            failure = failure or e
+        if failure is not None:
             if taken is not None:
                 _clear(self._replicas, taken)
-            raise failures[0]
+            raise failure
         if taken is not None:
             _adopt(self._replicas, taken)
             for older in self._replicas.manifests():
                 if older.name != taken.name:
-                    self._replicas.delete(older)
-            log.debug("replicated %s (%s) from the node of rank %d", name, bytes_text(taken.size_bytes), source)
+                    delete_checkpoint(self._replicas.place, older)
+            log.debug("replicated %s (%s) from the node of rank %d", taken.name, bytes_text(taken.size_bytes), source)
 
     # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
     def find(self, run_name: str) -> list[Manifest]:
@@ -227,7 +207,7 @@ class NodeMemory:
                     for file in self._files(manifest, one):
                         path = self._own.folder / file.path
                         path = path if one.is_addition else _arriving(path)
-                        sources[file.path].place.write_to(path, file.path, file.digest)
+                        sources[file.path].place.fetch(file.path, path, file.digest)
         moves = [
             dist.Move(one.source, one.target, file.path, 0, file.size_bytes)
             for one in plan
@@ -306,21 +286,6 @@ class _BandwidthLimit:
         self._sent += size_bytes
         due = self._started + self._sent / self._bytes_per_second
         self._hurry.wait(max(0.0, due - time.monotonic()))
-
-
-def _head_of(catalog: Catalog, manifest: Manifest) -> bytes:
-    """Return path, size and end of the deciding file of a checkpoint, for another node to read its record."""
-    path = manifest.files[0].path
-    size_bytes, end = catalog.place.end(path, max(MOST_TAIL_BYTES, manifest.files[0].tail_bytes))
-    return json.dumps([path, size_bytes, end.hex(), manifest.node]).encode()
-
-
-def _taken_from(head: bytes, rank: int) -> Manifest:
-    """Return the record that another node has sent as :func:`_head_of`."""
-    path, size_bytes, end, node = json.loads(head)
-    manifest = unseal(path, size_bytes, bytes.fromhex(end), f"{path} on the node of rank {rank}")
-    assert manifest is not None, "the other node has read a record there"
-    return dataclasses.replace(manifest, node=node)
 
 
 def _clear(catalog: Catalog, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import io
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, TypeAlias, final
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EngineFiles",
     "IgnoreKeys",
+    "Loaded",
     "RestorePlan",
     "TrainingState",
     "check_ignore_keys",
@@ -412,6 +413,27 @@ class RestorePlan:
         )
         log.debug("loaded %s", self.source)
         return wanted["rng"]
+
+
+@final
+@dataclass(frozen=True)
+class Loaded:
+    """Contents of a checkpoint that was read. Tensors of the state hold its numbers; nothing else is restored yet.
+
+    Attributes:
+        plan: of the load.
+        wanted: the contents to restore.
+        verified: numbers of the chunks that this rank has read and verified, by the name of the file.
+    """
+
+    plan: RestorePlan
+    wanted: StateDict
+    verified: Mapping[str, Collection[int]]
+
+    def restore(self) -> list[dict[str, Any]] | None:
+        """Restore everything that is no tensor read in place; return the states of the random generators, if any."""
+        with dist.get_group().all_or_none("restoring the run"):
+            return self.plan.load(self.wanted)
 
 
 @contextlib.contextmanager

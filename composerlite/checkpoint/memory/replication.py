@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.place.memory_replicas import NodeMemory, replica_folder
+from composerlite.checkpoint.memory.folder import make_private
+from composerlite.checkpoint.memory.replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
-from composerlite.checkpoint.save.memory_folder import make_private
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import RankError
 from composerlite.threads import start_threads
 
@@ -97,7 +98,7 @@ class Replication:
             self._name = newest
             self._begun += 1
             self.held.add(newest)
-            run = functools.partial(self._run, newest)
+            run = functools.partial(self._run, newest, self.memory.records(newest))
             threads = start_threads(run, 1, name="memory-replication") if self.memory.is_leader else []
             self._threads = threads
             if not threads:
@@ -105,10 +106,10 @@ class Replication:
                 self._done += 1
         return arrived
 
-    def _run(self, name: str) -> None:
+    def _run(self, name: str, records: list[Manifest | None]) -> None:
         assert self.memory is not None
         try:
-            self.memory.replicate(name, self._bytes_per_second, self._hurry)
+            self.memory.replicate(records, self._bytes_per_second, self._hurry)
         except Exception as e:  # noqa: BLE001 - training needs no replica; those that wait for a lost rank say so
             log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
             self._failed += 1
