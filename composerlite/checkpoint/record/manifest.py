@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import secrets
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -479,13 +480,18 @@ def json_object(data: bytes | str) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
+_converting = threading.Lock()
+"""msgspec 0.22 may crash the process if several threads convert to one dataclass for the first time."""
+
+
 def recorded(kind: type[T], fields: object) -> T:
     """The dataclass ``kind`` of JSON ``fields``, each of which is checked against its annotation.
 
     Raises:
         ValueError: a field is missing or of another type; the message names it.
     """
-    return msgspec.convert(fields, kind)
+    with _converting:
+        return msgspec.convert(fields, kind)
 
 
 def _short(value: object) -> str:
