@@ -112,7 +112,7 @@ def test_one_module_makes_checkpoints_exist() -> None:
     """Both functions that put a deciding file are in the module of the commit, and few modules call them."""
     defined = {path for path, tree in trees() for node in tree.body if getattr(node, "name", "") in PUTS}
     assert defined == {"checkpoint/place/commit.py"}
-    assert users_of(PUTS) == {"checkpoint/place/directory.py", "checkpoint/place/folder.py", "checkpoint/save/form.py"}
+    assert users_of(PUTS) == {"checkpoint/place/directory.py", "checkpoint/save/form.py"}
 
 
 def test_one_function_deletes_checkpoints() -> None:

@@ -40,7 +40,7 @@ from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place import directory
 from composerlite.checkpoint.place.catalog import garbage
 from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
-from composerlite.checkpoint.place.directory import ShardedDirectory, directory_at
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.job import save as save_of_run
@@ -198,7 +198,7 @@ def _save_function(place: str, value: int, overwrite: bool) -> None:
 
 
 def _value_of_function(place: str) -> int | None:
-    with directory_at(f"{place}/c") as folder:
+    with ShardedDirectory.of(f"{place}/c") as folder:
         try:
             (x,) = load_keys(folder, ["x"])
         except CheckpointNotFoundError:
@@ -210,7 +210,7 @@ def _value_of_function(place: str) -> int | None:
 def _start_function(place: str) -> None:
     """What the next save to the directory does, as if all were older than a day."""
     directory._OLD = timedelta()
-    with directory_at(f"{place}/c") as folder:
+    with ShardedDirectory.of(f"{place}/c") as folder:
         folder.sweep()
 
 

@@ -41,7 +41,7 @@ from composerlite.checkpoint.load.optimizers import (
     set_optimizer_state,
 )
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
-from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
@@ -227,13 +227,13 @@ class _SaveSettings:
 
     def save(self, place: PathOrUri, state: Callable[[], StateDict]) -> None:
         """Save the result of ``state`` to ``place``."""
-        with directory_at(place, threads=self.threads) as folder:
+        with ShardedDirectory.of(place, threads=self.threads) as folder:
             self._job(folder, state).run()
 
     def save_in_background(self, place: PathOrUri, state: Callable[[], StateDict]) -> Future[None]:
         """Do so in the background, with a copy."""
         with contextlib.ExitStack() as resources:
-            folder = resources.enter_context(directory_at(place, threads=self.threads))
+            folder = resources.enter_context(ShardedDirectory.of(place, threads=self.threads))
             if not is_initialized():  # else all ranks must hear of it: when the save is planned
                 folder.check_free(overwrite=self.overwrite)
             job = self._job(folder, state)
@@ -317,7 +317,7 @@ def save_safetensors(
     """
     number_of(largest_file_bytes, 1, "largest_file_bytes")
     group = group_of()
-    with directory_at(dir) as folder:
+    with ShardedDirectory.of(dir) as folder:
         if group.is_first:
             folder.sweep()
         writer = SafetensorsWriter(

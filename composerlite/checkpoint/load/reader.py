@@ -21,9 +21,10 @@ from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile, is_legacy
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import BytesRead, progress_of, what_is_there
+from composerlite.checkpoint.load.resolve import progress_of, what_is_there
 from composerlite.checkpoint.place.catalog import Catalog, home_of
 from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import (
     CheckpointError,
@@ -98,7 +99,7 @@ class OpenCheckpoint(NamedTuple):
     """
 
     file: TorchFile
-    progress: BytesRead
+    progress: OnBytes
     verified: Collection[int]
 
 
@@ -127,9 +128,7 @@ def opened(
 
 
 @contextlib.contextmanager
-def opened_as(
-    make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False
-) -> Generator[tuple[T, BytesRead]]:
+def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, OnBytes]]:
     """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called several times."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
@@ -274,7 +273,7 @@ def opened_together(
     rank = group.rank
     with contextlib.ExitStack() as stack:
         mine: _Primed | None = None
-        progress: BytesRead | None = None
+        progress: OnBytes | None = None
         with group.all_or_none(f"opening {name}"):
             if rank == 0:
                 assert path is not None

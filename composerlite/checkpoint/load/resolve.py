@@ -29,7 +29,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import Directory, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
+from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from composerlite.storage import Transfer
 
 __all__ = [
-    "BytesRead",
     "Located",
     "deepspeed_save",
     "download_bar",
@@ -254,8 +253,6 @@ def _elsewhere(
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 _LARGE_BYTES = 1 << 28
-BytesRead = Callable[[int], object]
-"""Called with each number of bytes."""
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
 _DOWNLOADS = 5
 """Times that a file is downloaded which is replaced meanwhile."""
@@ -475,8 +472,8 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
             _download_object(transfer, name, target, progress_bar)
             return target
         try:
-            with download_bar(progress_bar) as tell:
-                remote.fetch(manifest, Catalog(folder), tell)
+            with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
+                remote.fetch(manifest, Catalog(folder), progress)
             return folder / manifest.name
         except CorruptCheckpointError:
             tried = manifest
@@ -504,13 +501,20 @@ def _download_url(url: str, target: Path, progress_bar: bool) -> None:
 
 # ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
-def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[BytesRead]:
+def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
     """Show a bar for ``total_bytes``, as :func:`download_bar` does; gives what is called with each number of bytes."""
     if not _is_shown(wanted) or total_bytes < _LARGE_BYTES:
         yield int
         return
+    done = 0
     with download_bar(wanted, what) as tell:
-        yield by_total(total_bytes, tell)
+
+        def progress(size: int) -> None:
+            nonlocal done
+            done += size
+            tell(done, total_bytes)
+
+        yield progress
 
 
 @contextlib.contextmanager

@@ -26,8 +26,8 @@ from composerlite.checkpoint.contents import (
 )
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
 from composerlite.checkpoint.load.reader import opened, opened_together, readable
-from composerlite.checkpoint.load.resolve import BytesRead, Located, located, source_of
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.load.resolve import Located, located, source_of
+from composerlite.checkpoint.place.place import OnBytes, Place
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.storage import ObjectStore
@@ -200,7 +200,7 @@ def _read_file(place: Located, plan: RestorePlan, options: FileOptions) -> Loade
         return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
 
 
-def _read_tensors(file: TorchFile, live: StateDict, progress: BytesRead, path: Path | None) -> None:
+def _read_tensors(file: TorchFile, live: StateDict, progress: OnBytes, path: Path | None) -> None:
     """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
     file.contents, targets = placed(file.contents, live, file.unread(), file.ring)
     with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):

@@ -15,9 +15,10 @@ from typing import NamedTuple, final
 from composerlite import dist
 from composerlite.checkpoint.contents import Loaded
 from composerlite.checkpoint.load.candidates import Candidate, Listing, RunBucket, RunPlace, UnusableFile, listed
-from composerlite.checkpoint.load.resolve import download_bar
+from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
+from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
@@ -189,12 +190,12 @@ def _checked(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Ma
             if manifest.is_directory:
                 remote.check_sizes(manifest)  # bytes are verified as they are read
             else:
-                with download_bar(progress_bar) as tell:
-                    _fetch(remote, manifest, place.catalog, tell)
+                with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
+                    _fetch(remote, manifest, place.catalog, progress)
     return share
 
 
-def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object]) -> None:
+def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: OnBytes) -> None:
     try:
         remote.fetch(manifest, target, progress)
     except CorruptCheckpointError as e:

@@ -40,7 +40,7 @@ from composerlite.checkpoint.format.torch_reader import (
 )
 from composerlite.checkpoint.format.weight_files import is_folder_index
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory, directory_at
+from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
@@ -107,7 +107,7 @@ class RemoteFileSystemReader(StorageReader):
             with naming("work_dir", work_dir):
                 parse_uri(os.fspath(work_dir))
         self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
-        self._folder = directory_at(path, threads=thread_count)
+        self._folder = ShardedDirectory.of(path, threads=thread_count)
         self._fetching = pre_download
         self._work_dir = work_dir
         self.bytes_read = 0
@@ -146,7 +146,7 @@ class RemoteFileSystemReader(StorageReader):
         """Begin again, with another checkpoint if one is given."""
         if checkpoint_id is not None:
             self._folder.close()
-            self._folder = directory_at(checkpoint_id, threads=self._threads)
+            self._folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, final
@@ -14,7 +14,7 @@ from typing import TypeAlias, final
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHTS_INDEX
 from composerlite.checkpoint.place.commit import check_own, data_file_id, own_files
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, by_total
+from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError, bytes_text
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.record.tail import (
@@ -287,7 +287,7 @@ class Catalog:
         whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
         return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
 
-    def verify(self, manifest: Manifest, progress: Callable[[int], object] = int) -> None:
+    def verify(self, manifest: Manifest, progress: OnBytes = int) -> None:
         """Read all data of a checkpoint that are here and compare them with its record.
 
         Args:
@@ -327,25 +327,24 @@ class Catalog:
             )
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def fetch(self, manifest: Manifest, target: Catalog, progress: Callable[[int, int], object] | None = None) -> None:
+    def fetch(self, manifest: Manifest, target: Catalog, progress: OnBytes = int) -> None:
         """Bring a checkpoint of files to the place of ``target``, verified. It exists there with its deciding file.
 
         Args:
             manifest: of a checkpoint of this catalog.
             target: the catalog that gets it.
-            progress: called with (bytes received, total).
+            progress: called with each number of bytes received.
 
         Raises:
             CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no
                 checkpoint of that name in the place then, unless there was one.
         """
         check_own(self.place, manifest)
-        tell = by_total(manifest.size_bytes, progress)
         for record in (*manifest.files[1:], manifest.files[0]):
             uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
             log.info("fetching %s (%s) to %s", uri, size, target.place.uri(record.path))
             try:
-                target.place.take(self.place, record, tell)  # what is there stays until what comes was verified
+                target.place.take(self.place, record, progress)  # what is there stays until what comes was verified
             except FileNotFoundError as e:
                 raise CorruptCheckpointError(f"checkpoint file {uri!r} is gone: {e}") from e
 

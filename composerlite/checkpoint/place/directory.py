@@ -60,7 +60,6 @@ __all__ = [
     "SaveHandle",
     "ShardedDirectory",
     "StepFolder",
-    "directory_at",
 ]
 
 log = logging.getLogger(__name__)
@@ -113,19 +112,21 @@ class Directory:
         self.name = name
 
     @classmethod
-    def of(cls, place: object, *, threads: int = 8) -> Self:
+    def of(cls, place: object, *, threads: int | None = None) -> Self:
         """Return the directory at a path or a URI. ``threads`` are those that move bytes to and from an object store.
 
         Raises:
             ConfigError: it is neither, or the URI names no store.
         """
+        if isinstance(place, cls):
+            return place
         try:
             text = os.fsdecode(cast("Any", place))
         except TypeError as e:
             kind = type(place).__name__
             raise ConfigError(f"{place!r} is of the type {kind}: expected a path or a URI, as text.") from e
         if is_uri(text):
-            return cls.in_store(open_store(text), parse_uri(text)[2], threads=threads, closes=True)
+            return cls.in_store(open_store(text), parse_uri(text)[2], threads=threads or 8, closes=True)
         path = Path(os.path.realpath(parse_uri(text)[2]))
         return cls(Folder(path.parent), path.name)
 
@@ -476,8 +477,3 @@ class StepFolder(Directory):
 
 PathOrUri = str | os.PathLike[str] | ShardedDirectory
 """Where a sharded checkpoint is: a path, or a URI of an object store."""
-
-
-def directory_at(place: PathOrUri, *, threads: int | None = None) -> ShardedDirectory:
-    """Return the directory at ``place``, as :meth:`Directory.of` does."""
-    return place if isinstance(place, ShardedDirectory) else ShardedDirectory.of(place, threads=threads or 8)

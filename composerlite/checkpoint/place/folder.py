@@ -14,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
-from composerlite.checkpoint.place.commit import commit_file
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
 from composerlite.checkpoint.place.place import NewFile, OnBytes, Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord
@@ -125,7 +124,7 @@ class Folder(Place):
             _copy(self.path / path, staged)
             if digest is not None:
                 verify_file(staged.temporary, digest, progress)
-            commit_file(staged, overwrite=not create_only)
+            staged.publish(overwrite=not create_only)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
@@ -154,7 +153,7 @@ class Folder(Place):
             else:
                 staged.file.write(data)
                 staged.flush()
-            commit_file(staged, overwrite=not create_only)
+            staged.publish(overwrite=not create_only)
 
     def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
         targets = [self.path / path for path in paths]
@@ -220,13 +219,10 @@ class Folder(Place):
         path = self.path / link
         if not path.is_symlink():
             raise FileNotFoundError(errno.ENOENT, "there is no such link", str(path))
-        return self._end_of(path)
+        return os.path.relpath(os.path.realpath(path), os.path.realpath(self.path))
 
     def links(self) -> Mapping[str, str]:
-        return {path: self._end_of(entry.path) for path, entry in _walk(self.path) if entry.is_symlink()}
-
-    def _end_of(self, link: str | Path) -> str:
-        return os.path.relpath(os.path.realpath(link), os.path.realpath(self.path))
+        return {path: self.target_of(path) for path, entry in _walk(self.path) if entry.is_symlink()}
 
     def lock(self, name: str) -> Lease:
         return FileLease(self.path / lease_name(name))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
     from composerlite.storage import FileDigest, Sink
 
-__all__ = ["LINK_SUFFIX", "NewFile", "OnBytes", "Place", "StoredFile", "by_total"]
+__all__ = ["LINK_SUFFIX", "NewFile", "OnBytes", "Place", "StoredFile"]
 
 LINK_SUFFIX = ".symlink"
 """End of the name of an object that is a link in a bucket."""
@@ -280,16 +280,3 @@ class Place(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def by_total(size_bytes: int, progress: Callable[[int, int], object] | None) -> OnBytes:
-    """Callback that adds up numbers of bytes and calls ``progress`` with (bytes so far, ``size_bytes``)."""
-    done = 0
-
-    def tell(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, size_bytes)
-
-    return tell

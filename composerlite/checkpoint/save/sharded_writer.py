@@ -45,7 +45,6 @@ from composerlite.checkpoint.place.directory import (
     PathOrUri,
     SaveHandle,
     ShardedDirectory,
-    directory_at,
 )
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
@@ -140,7 +139,7 @@ class RemoteFileSystemWriter(StorageWriter):
         self.may_grow = False
         self.watched: Mapping[MetadataIndex, str] = {}
         self.layout: ShardLayout | None = None
-        self._folder = directory_at(path, threads=thread_count)
+        self._folder = ShardedDirectory.of(path, threads=thread_count)
         self._throttle = throttle_uploads and self._folder.path is None
         self._overwrite = overwrite
         self._started = time.perf_counter()
@@ -159,7 +158,7 @@ class RemoteFileSystemWriter(StorageWriter):
         """Begin again, in another directory if one is given."""
         if checkpoint_id is not None:
             self._folder.close()
-            self._folder = directory_at(checkpoint_id, threads=self.threads)
+            self._folder = ShardedDirectory.of(checkpoint_id, threads=self.threads)
         self._started = time.perf_counter()
         self._save_id = str(uuid.uuid4())
 
