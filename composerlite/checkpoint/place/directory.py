@@ -40,6 +40,7 @@ from composerlite.checkpoint.record.tail import (
     unseal_weights_index,
 )
 from composerlite.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
@@ -389,7 +390,7 @@ class ShardedDirectory(Directory):
             return
         there: Manifest | None = None
         try:
-            with contextlib.suppress(CorruptCheckpointError):  # of a save before
+            with contextlib.suppress(CheckpointError):  # of a save before: damaged, or of a newer version
                 there = record_in(self.place, self.at(handle.decider))
             if there is not None and there.id == handle.id:
                 log.warning("checkpoint %s exists and is whole, although its save failed", self.uri)

@@ -580,7 +580,7 @@ class RunFolder:
         link = self.root / name
         behind = not os.path.lexists(link)
         if link.is_symlink():
-            target = os.path.relpath(link.parent / link.readlink(), self.root)
+            target = self.own_catalog.place.target_of(name)
             own = {m.name: m.order for m in self.catalog.readable() if m.run_name == newest.run_name}
             order = own.get(target)  # another run's link is left alone; this one may have had another save_filename
             behind = order is not None and order < newest.order
