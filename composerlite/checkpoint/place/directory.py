@@ -209,8 +209,8 @@ class ShardedDirectory(Directory):
                 data = self.place.read(self.at(INDEX))
                 return index_of(data, self.place.uri(self.at(INDEX))), self._unsealed(INDEX, data)
         names = self.place.names(self.name) if self._only is None else [self._only]
-        if not (holds_weights(names) if self._only is None else self.has(self._only)):
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(self.at(self._only or INDEX)))
+        if self._only is None and not holds_weights(names):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(self.at(INDEX)))
         record = self.record()
         digests = {file.path: file.digest for file in (() if record is None else record.files[1:])}
 

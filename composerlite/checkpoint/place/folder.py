@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Folder"]
 
 log = logging.getLogger(__name__)
+_MOST_SMALL_BYTES = 1 << 30
 
 
 @final
@@ -91,20 +92,26 @@ class Folder(Place):
         return (self.path / path).is_file()
 
     def size(self, path: str) -> int:
-        with _no_such_file():
-            return _size(self.path / path, (self.path / path).stat())
+        return self.end(path, 0)[0]
 
     def read(self, path: str) -> bytes:
-        with _no_such_file():
-            return (self.path / path).read_bytes()
+        size_bytes, data = self.end(path, _MOST_SMALL_BYTES)
+        if len(data) < size_bytes:
+            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {_MOST_SMALL_BYTES} bytes.")
+        return data
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         target = self.path / path
-        with _no_such_file():
-            descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            size = _size(target, os.fstat(descriptor))
-            return size, os.pread(descriptor, most_bytes, max(0, size - most_bytes))
+            descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
+        except NotADirectoryError as e:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(target)) from e
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "there is no file of that name", str(target))
+            size = min(most_bytes, status.st_size)
+            return status.st_size, os.pread(descriptor, size, status.st_size - size)
         finally:
             os.close(descriptor)
 
@@ -239,22 +246,6 @@ class Folder(Place):
                         path.unlink()
                         log.info("removed %s, left by a process that died while it wrote", path)
         return found
-
-
-@contextlib.contextmanager
-def _no_such_file() -> Generator[None]:
-    """Raise FileNotFoundError for a path below a file, too."""
-    try:
-        yield
-    except NotADirectoryError as e:
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", e.filename) from e
-
-
-def _size(path: Path, status: os.stat_result) -> int:
-    """Return the size of a file; FileNotFoundError if it is a folder, a pipe or a device."""
-    if not stat.S_ISREG(status.st_mode):
-        raise FileNotFoundError(errno.ENOENT, "there is no file of that name", str(path))
-    return status.st_size
 
 
 def _copy(source: Path, staged: StagedFile) -> None:
