@@ -55,6 +55,7 @@ __all__ = [
     "TrainingError",
     "UnknownArgumentError",
     "UntrustedCheckpointError",
+    "bytes_text",
     "check_takes",
     "checked_arguments",
     "did_you_mean",
@@ -247,3 +248,12 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+def bytes_text(size_bytes: float) -> str:
+    """A size for people: ``'1.5 MB'``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import io
 import logging
+import platform
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, TypeAlias, final
@@ -16,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
+from composerlite._version import VERSION
 from composerlite.checkpoint.format.torch_file import check_savable
 from composerlite.checkpoint.record.naming import TimestampLike
 from composerlite.devices import rng
@@ -40,6 +43,7 @@ __all__ = [
     "glob_filter",
     "half_loaded",
     "is_of_a_run",
+    "versions",
     "without",
 ]
 
@@ -477,3 +481,14 @@ def check_kind(contents: Any, source: str) -> None:
         f"{source} is not a checkpoint of a run: it holds {found or 'nothing'} and no 'state'. If it is "
         "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
     )
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Versions that a checkpoint is saved with."""
+    return {
+        "composerlite": VERSION,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

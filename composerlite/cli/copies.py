@@ -9,13 +9,12 @@ import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
 from composerlite.checkpoint.tools.surveying import Found, newest, sealed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
-from composerlite.errors import CheckpointNotFoundError, ConfigError
+from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
 from composerlite.storage import is_uri
 
 _names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' names them; the newest if none is given.")

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.cli import options
 from composerlite.cli.listing import described, metrics_text
 from composerlite.cli.output import print_json, print_table
+from composerlite.errors import bytes_text
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.tools.comparing import Comparison

@@ -12,7 +12,6 @@ import click
 
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.manifest import bytes_text
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
 from composerlite.cli import options
@@ -23,6 +22,7 @@ from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
     UntrustedCheckpointError,
+    bytes_text,
     did_you_mean,
 )
 

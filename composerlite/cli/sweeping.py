@@ -15,14 +15,14 @@ import click
 
 from composerlite.checkpoint.place.catalog import Catalog, garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import Found, abandoned, is_in_checkpoint, remove, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
-from composerlite.errors import ConfigError, did_you_mean
+from composerlite.errors import ConfigError, bytes_text, did_you_mean
 from composerlite.storage import is_uri
 
 

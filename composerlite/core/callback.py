@@ -263,6 +263,11 @@ class Logger:
         self.destinations: tuple[LoggerDestination, ...] = tuple(destinations)
         self._state = state
 
+    @property
+    def uploaders(self) -> list[tuple[Uploader, str]]:
+        """Uploaders of the destinations that are object stores, each with the prefix of the names of checkpoints."""
+        return [(one.uploader, one.checkpoint_prefix) for one in self.destinations if one.uploader is not None]
+
     def log_hyperparameters(self, parameters: Mapping[str, Any]) -> None:
         """Log settings of the run."""
         for destination in self.destinations:

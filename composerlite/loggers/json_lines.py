@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast, final
 
-from composerlite.checkpoint.record.manifest import versions
+from composerlite.checkpoint.contents import versions
 from composerlite.core import CheckpointNews, Logger, State
 from composerlite.errors import checked_arguments
 from composerlite.loggers.run_file import RunFileLogger

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, cast
 
-from composerlite.checkpoint.record.manifest import bytes_text
+from composerlite.errors import bytes_text
 from composerlite.report.comparison import compared, names_of
 from composerlite.report.curves import curve
 from composerlite.report.facts import Facts

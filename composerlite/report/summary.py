@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 
-from composerlite.checkpoint.record.manifest import bytes_text
+from composerlite.errors import bytes_text
 from composerlite.report.facts import Facts, Series
 from composerlite.report.timeline import ENDS
 from composerlite.report.words import count, duration, number, share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composerlite.checkpoint.record.manifest import bytes_text
+from composerlite.errors import bytes_text
 from composerlite.report.facts import Facts
 from composerlite.report.launches import Launch
 from composerlite.report.plot import HEIGHT, Axis, mark, plain, svg, time_step

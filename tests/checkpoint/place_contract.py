@@ -16,7 +16,7 @@ import pytest
 
 from composerlite.checkpoint.place.catalog import Catalog, garbage
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
@@ -226,7 +226,8 @@ class PlaceContract(ABC):
     def save(place: Place, value: bytes, *, overwrite: bool, until: str = "") -> None:
         """Save the directory ``run/c`` with ``value`` in it; stop before the step ``until``."""
         directory = ShardedDirectory(place, "run/c")
-        handle = directory.claim(overwrite=overwrite)
+        handle = SaveHandle.new(overwrite=overwrite)
+        directory.begin(handle)
         name = f"__0_0{handle.suffix}.distcp"
         try:
             (digest,) = directory.write(handle, [NewFile(name, len(value), lambda sink: sink.write(value), 64 << 10)])

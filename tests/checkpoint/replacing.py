@@ -40,7 +40,7 @@ from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place import directory
 from composerlite.checkpoint.place.catalog import garbage
 from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
-from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.job import save as save_of_run
@@ -300,8 +300,9 @@ def _value_of_run(place: str) -> int | None:
 def _save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
     nodes = [ShardedDirectory.of(Path(place, f"node{number}", "c")) for number in (0, 1)]
-    handle = nodes[0].claim(overwrite=overwrite)
-    nodes[1].join(handle)
+    handle = SaveHandle.new(overwrite=overwrite)
+    for node in nodes:
+        node.begin(handle)
     files: dict[str, tuple[FileDigest, int | None]] = {}
     for number, node in enumerate(nodes):
         name = f"__{number}_0{handle.suffix}.distcp"

@@ -57,11 +57,12 @@ WRITER = """
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.storage import HardlinkPin, StagedFile
 folder = Path(sys.argv[1])
 directory = ShardedDirectory.of(folder / "living")
-handle = directory.claim(overwrite=False)
+handle = SaveHandle.new(overwrite=False)
+directory.begin(handle)
 second = HardlinkPin(folder / "data")
 with StagedFile(folder / "notes.txt") as staged, StagedFile(folder / "sub" / "living.json") as other:
     for file in (staged.file, other.file):

@@ -15,6 +15,7 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     check_template,
+    check_variables,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
@@ -61,7 +62,7 @@ def test_folders_have_no_time() -> None:
     with pytest.raises(ConfigError, match=r"\{epoch\} is not a variable"):
         format_name_with_dist("ep{epoch}", "my-run")
     with pytest.raises(ConfigError, match=r"save_folder='ep\{epoch\}': \{epoch\} is not a variable"):
-        check_template("ep{epoch}", argument="save_folder", allow_time=False)
+        check_variables("ep{epoch}", argument="save_folder", allow_time=False)
 
 
 def test_a_state_has_a_name() -> None:
@@ -117,7 +118,7 @@ def test_unusual_names_that_can_be_used_are_taken(template: str) -> None:
 @pytest.mark.parametrize("folder", ["../runs/{run_name}", "/data/{run_name}", "."])
 def test_a_folder_may_be_anywhere(folder: str) -> None:
     """It is the user's choice; only names below it must stay there."""
-    assert check_template(folder, argument="save_folder", allow_time=False) == folder
+    assert check_variables(folder, argument="save_folder", allow_time=False) == folder
 
 
 # ── what a run would overwrite later ─────────────────────────────────────────────────────────────────────────────────

@@ -312,8 +312,8 @@ def test_a_number_that_keeps_nothing_is_refused(count: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"best_k": 3}, r"best_k=3: by which metric\? Give best_metric='eval/<name>'"),
-        ({"best_metric": ACCURACY}, r"how many of the best are kept\? Give best_k"),
+        ({"best_k": 3}, r"best_k=3, best_metric=None: give both, as 3 and 'eval/<name>', or none"),
+        ({"best_metric": ACCURACY}, r"best_k=None, best_metric='.*': give both"),
         ({"best_k": 0, "best_metric": ACCURACY}, "best_k=0: expected a positive number"),
         ({"best_k": True, "best_metric": ACCURACY}, "best_k=True: expected a positive number"),
         ({"best_k": 1, "best_metric": ACCURACY, "best_mode": "mx"}, "best_mode='mx': no such mode. Did you mean 'max'"),

@@ -8,10 +8,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import cast, final
 
+from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
-from composerlite.checkpoint.record.manifest import Count, Manifest, json_object, recorded, versions
+from composerlite.checkpoint.record.manifest import Count, Manifest, json_object, recorded
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.types import StateDict

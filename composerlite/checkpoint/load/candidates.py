@@ -12,7 +12,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
-from composerlite.checkpoint.record.naming import differ_by_rank, name_pattern
+from composerlite.checkpoint.record.naming import FIRST_RANK, name_pattern
 from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -239,10 +239,16 @@ def _files_without_record(
         unread: names that have a damaged record, and may have files of other ranks.
     """
     pattern = name_pattern(template, run_name)
+
+    def moment(name: str) -> dict[str, str] | None:
+        match = pattern.fullmatch(name)
+        return (
+            None if match is None else {key: text for key, text in match.groupdict().items() if key not in FIRST_RANK}
+        )
+
+    unread_moments = [moment(name) for name in unread]
     for name in catalog.files():
-        if name in known or pattern.fullmatch(name) is None:
-            continue
-        if any(name == other or differ_by_rank(other, name, template, run_name) for other in unread):
+        if name in known or (own := moment(name)) is None or own in unread_moments:
             continue
         copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
         error, is_damage = (

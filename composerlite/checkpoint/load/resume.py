@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import gc
 import logging
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
@@ -352,9 +351,22 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
 def _mend_links(
     place: RunPlace, manifest: Manifest | None, run_name: str, quarantined: Sequence[Manifest] = ()
 ) -> None:
-    """Repair broken links of the run's saver, and those to checkpoints that were just quarantined."""
+    """Point the links of the run's saver whose checkpoint is gone to that of ``manifest``; ``None``: remove them.
+
+    Links that have other names, or lead to anything but a checkpoint of the saver or one of ``quarantined``, stay.
+    """
     if place.link is None or place.template is None:
         return
-    gone = (re.escape(path) for one in quarantined for path in (one.name, *(file.path for file in one.files)))
-    targets = "|".join([f"(?:{name_pattern(place.template, run_name).pattern})", *gone])
-    place.catalog.mend_links(manifest, name_pattern(place.link, run_name), re.compile(targets))
+    links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
+    gone = {path for one in quarantined for path in (one.name, *(file.path for file in one.files))}
+    catalog = place.catalog
+    for link, target in catalog.place.links().items():
+        path, match = catalog.folder / link, names.fullmatch(target)
+        if path.exists() or links.fullmatch(link) is None or (match is None and target not in gone):
+            continue
+        if manifest is None:
+            path.unlink(missing_ok=True)
+            continue
+        rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+        is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
+        catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)

@@ -30,8 +30,8 @@ from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, bytes_text
-from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
 from composerlite.types import StateDict
 
 __all__ = ["ReadRequests", "RemoteShardFetcher", "Report", "all_alike"]

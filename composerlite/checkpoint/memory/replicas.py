@@ -19,8 +19,8 @@ from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, bytes_text
-from composerlite.errors import CorruptCheckpointError
+from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest
+from composerlite.errors import CorruptCheckpointError, bytes_text
 from composerlite.storage import verify_file
 
 __all__ = ["NodeMemory", "replica_folder"]

@@ -15,8 +15,7 @@ from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHT
 from composerlite.checkpoint.place.commit import check_own, data_file_id, own_files
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError, bytes_text
-from composerlite.checkpoint.record.naming import name_pattern
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
 from composerlite.checkpoint.record.tail import (
     MOST_TAIL_BYTES,
     tail_bytes,
@@ -24,7 +23,7 @@ from composerlite.checkpoint.record.tail import (
     unseal_index,
     unseal_weights_index,
 )
-from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, bytes_text
 
 __all__ = ["Catalog", "Fault", "garbage", "home_of", "may_be_decider", "record_in", "with_node"]
 
@@ -300,10 +299,7 @@ class Catalog:
         for record in manifest.here:
             try:
                 self.place.verify(record, progress)
-            except FileNotFoundError as e:
-                uri = self.place.uri(record.path)
-                raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: its file {uri!r} is gone.") from e
-            except CorruptCheckpointError as e:
+            except (FileNotFoundError, CorruptCheckpointError) as e:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
     def check_free(self, name: str, *, overwrite: bool = False, directory: bool = False) -> None:
@@ -369,22 +365,6 @@ class Catalog:
         """Return the names that links lead to, or are about to."""
         return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
 
-    def mend_links(self, manifest: Manifest | None, links: re.Pattern[str], names: re.Pattern[str]) -> None:
-        """Point the links whose checkpoint is gone to that of ``manifest``; remove them if there is none.
-
-        Args:
-            manifest: what to point to.
-            links: matches the names of links that the saver makes. names: those of its checkpoints. A link that is not
-                called so, or leads elsewhere, is of somebody else and is left alone.
-        """
-        for link, target in self.place.links().items():
-            if (self.folder / link).exists() or links.fullmatch(link) is None or names.fullmatch(target) is None:
-                continue
-            if manifest is None:
-                (self.folder / link).unlink(missing_ok=True)
-            else:
-                self.place.point(link, _as_before(manifest, target))
-
     # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
     def quarantine(self, manifest: Manifest) -> None:
         """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``."""
@@ -402,12 +382,3 @@ class Catalog:
 def _deciders_of(name: str) -> tuple[str, ...]:
     """Return the paths that the deciding file of the checkpoint ``name`` may have."""
     return name, f"{name}/{INDEX}", f"{name}/{WEIGHTS_INDEX}", f"{name}/{MODEL}/{INDEX}"
-
-
-def _as_before(manifest: Manifest, target: str) -> str:
-    """Target of a link that led to ``target``: the file of the same rank, where each rank has one."""
-    if manifest.form != "archives":
-        return manifest.name
-    match = name_pattern(manifest.template, manifest.run_name).fullmatch(target)
-    rank = 0 if match is None else int(match.groupdict().get("rank", 0))
-    return manifest.files[rank].path if rank < len(manifest.files) else manifest.name

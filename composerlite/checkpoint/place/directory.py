@@ -46,7 +46,6 @@ from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
     ObjectStoreError,
-    SaveError,
 )
 from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
 
@@ -85,14 +84,19 @@ class SaveHandle(NamedTuple):
     """A save of a directory in progress, as all ranks know it.
 
     Attributes:
-        id: of the save; the names of its data files end with it.
-        decider: name of the deciding file in the directory.
         overwrite: replace what is there.
+        decider: name of the deciding file in the directory.
+        id: of the save; the names of its data files end with it.
     """
 
+    overwrite: bool
+    decider: str
     id: str
-    decider: str = INDEX
-    overwrite: bool = False
+
+    @classmethod
+    def new(cls, *, overwrite: bool, decider: str = INDEX) -> SaveHandle:
+        """Return a handle with a new id."""
+        return cls(overwrite, decider, new_id())
 
     @property
     def suffix(self) -> str:
@@ -165,16 +169,16 @@ class Directory:
 class ShardedDirectory(Directory):
     """The directory of one sharded checkpoint, or the file of weights ``only`` in it, whose header is its index.
 
-    A save: :meth:`claim` in one process; :meth:`write` on any rank, each file durable and under its final name;
-    :meth:`commit` in the process that claimed. Where nodes have disks of their own, one process of each other disk
-    calls :meth:`join` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
+    A save: :meth:`begin` in one process; :meth:`write` on any rank, each file durable and under its final name;
+    :meth:`commit` in the process that began. Where nodes have disks of their own, one process of each other disk
+    calls :meth:`begin` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
     """
 
     def __init__(self, place: Place, name: str, only: str | None = None) -> None:
         super().__init__(place, name)
         self._only = only
         self._handle: SaveHandle | None = None
-        """Of the save that this process has begun, or joined."""
+        """Of the save that this process has begun."""
         self._staged: StagedFile | None = None
         """The deciding file of that save, where it is on this machine."""
 
@@ -290,34 +294,17 @@ class ShardedDirectory(Directory):
         except (OSError, ObjectStoreError) as e:
             log.warning("could not remove leftovers of killed processes in %s: %s", self.uri, e)
 
-    def claim(self, *, overwrite: bool, index_name: str = INDEX) -> SaveHandle:
-        """Begin a save, in one process for all. Raises as :meth:`check_free` does."""
-        self.check_free(overwrite=overwrite)
-        handle = SaveHandle(new_id(), index_name, overwrite)
-        self._stage(handle)
-        return handle
+    def begin(self, handle: SaveHandle) -> None:
+        """Begin a save, in one process for all; or take part in it, in one process for each other disk of the nodes.
 
-    def join(self, handle: SaveHandle) -> None:
-        """Take part in a save that another process has begun, for the disk that this one writes to.
+        The directory is made, with the deciding file under a temporary name that is locked as long as this process
+        lives: data files with the id of the save are no garbage as long as that is there. A bucket has no such file.
 
         Raises:
             CheckpointExistsError: as :meth:`check_free`.
-            SaveError: it is the disk of that process, too.
+            FileExistsError: another process has begun it on this disk.
         """
         self.check_free(overwrite=handle.overwrite)
-        try:
-            self._stage(handle)
-        except FileExistsError as e:
-            raise SaveError(
-                f"two nodes see the same {self.uri!r} now, and had folders of their own when the run began. Start it "
-                "again when all nodes see what they are to see."
-            ) from e
-
-    def _stage(self, handle: SaveHandle) -> None:
-        """Make the directory, with the deciding file under a temporary name, locked as long as this process lives.
-
-        The data files with the id of the save are no garbage as long as that is there. A bucket has no such file.
-        """
         if (folder := self.path) is not None:
             make_folder(folder)
             self._staged = StagedFile(folder / handle.decider, handle.id)
@@ -327,7 +314,7 @@ class ShardedDirectory(Directory):
         """Make durable files, by their names in the directory, in their order; return what they contain.
 
         Raises:
-            FileNotFoundError: the claim of another machine is not seen: the machines have folders of their own.
+            FileNotFoundError: the file made by another machine is not seen: the machines have folders of their own.
         """
         if self._handle is None and (folder := self.path) is not None:
             staged = StagedFile.temporary_of(folder / handle.decider, handle.id)
@@ -345,7 +332,7 @@ class ShardedDirectory(Directory):
         return self.place.write(file._replace(path=self.at(file.path)) for file in files)
 
     def commit(self, index: bytes, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest) -> Manifest:
-        """Make the checkpoint exist, in the process that claimed, or joined: put ``index`` with the record.
+        """Make the checkpoint exist, in a process that began: put ``index`` with the record.
 
         Args:
             index: the content of the index.
@@ -382,7 +369,7 @@ class ShardedDirectory(Directory):
     def abandon(self) -> None:
         """Remove the files written so far, after an error, when no rank writes any more. Raises nothing.
 
-        In the process that claimed, or joined; in others it does nothing. The files stay if the checkpoint exists: the
+        In a process that began; in others it does nothing. The files stay if the checkpoint exists: the
         error came after its commit, as where the folder could not be flushed or the answer of a bucket was lost.
         """
         handle = self._handle

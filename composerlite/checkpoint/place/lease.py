@@ -98,8 +98,8 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
                 if holder != last_holder:
                     log.warning("%s: %r is written by %s: waiting up to %.0f s", what, uri, holder, timeout)
                     last_holder = holder
-                for other in leases.values():
-                    if other not in _held:  # a dead holder of several leases is waited for once
+                for other in leases.values():  # a dead holder of several leases in a bucket is waited for once
+                    if isinstance(other, HeartbeatLease) and other not in _held:
                         other.observe()
                 time.sleep(0.5)
         on_error.pop_all()
@@ -138,9 +138,6 @@ class FileLease:
         _held.append(self)
         return None
 
-    def observe(self) -> None:
-        """Do nothing: the kernel knows whether the holder is alive."""
-
     def _is_locked(self) -> bool:
         """Return true if this process has locked the file at the path."""
         try:
@@ -148,13 +145,10 @@ class FileLease:
         except (KeyError, FileNotFoundError, NotADirectoryError):
             return False
 
-    def keep(self) -> bool:
-        """Take the lease again if its file vanished. Returns false if it had. Sets ``lost_to`` if it is another's."""
-        if self not in _held or self._is_locked():
-            return True
-        _held.remove(self)
-        self.lost_to = self.try_to_take()
-        return False
+    @property
+    def is_gone(self) -> bool:
+        """True if the locked file was removed or replaced: another process may have locked a new one."""
+        return self.uri in _locked and not self._is_locked()
 
     def release(self) -> None:
         """Release the lease. May be called twice."""

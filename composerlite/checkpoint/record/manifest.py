@@ -6,24 +6,21 @@ The record is in the deciding file of its checkpoint: :mod:`composerlite.checkpo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-import platform
 import secrets
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import msgspec
 
-from composerlite._version import VERSION
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, WEIGHTS_INDEX
-from composerlite.checkpoint.record.naming import differ_by_rank
+from composerlite.checkpoint.record.naming import same_but_for_numbers
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
@@ -35,7 +32,6 @@ __all__ = [
     "Manifest",
     "NewerManifestError",
     "Position",
-    "bytes_text",
     "continued",
     "highest_attempt",
     "in_line",
@@ -45,10 +41,8 @@ __all__ = [
     "new_attempt",
     "new_id",
     "new_name",
-    "plain_timestamp",
     "recorded",
     "relative_path",
-    "versions",
 ]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -71,16 +65,11 @@ class NewerManifestError(IncompatibleCheckpointError):
 
     def __init__(self, message: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(message)
-        self.name, self.template, self.run_name = (fields.get(key) for key in ("name", "template", "run_name"))
+        self.run_name = fields.get("run_name")
 
     def may_be_of(self, run_name: str) -> bool:
-        """Return false if it is of another run, or says of itself that the run does not give its name."""
-        if not isinstance(self.name, str) or not isinstance(self.template, str):
-            return self.run_name in (None, run_name)
-        try:
-            return self.run_name == run_name and differ_by_rank(self.name, self.name, self.template, run_name)
-        except ValueError:
-            return False
+        """Return false if it is of another run."""
+        return self.run_name in (None, run_name)
 
 
 @final
@@ -266,7 +255,7 @@ class Manifest:
         if self.form == "file" and len(paths) > 1:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
         if self.form == "archives":
-            strange = [p for p in paths[1:] if not differ_by_rank(self.name, p, self.template, self.run_name)]
+            strange = [path for path in paths[1:] if not same_but_for_numbers(self.name, path)]
         else:
             strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
         if strange:
@@ -276,24 +265,6 @@ class Manifest:
 def new_id() -> str:
     """Return the id of a save: 16 hexadecimal digits, never given twice."""
     return secrets.token_hex(8)
-
-
-def plain_timestamp(fields: Mapping[str, Any]) -> dict[str, int | float]:
-    """Timestamp fields as JSON numbers; clocks in seconds."""
-    return {name: v.total_seconds() if isinstance(v, timedelta) else v for name, v in fields.items()}
-
-
-@functools.cache
-def versions() -> Mapping[str, str]:
-    """Versions that a checkpoint is saved with."""
-
-    import torch
-
-    return {
-        "composerlite": VERSION,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
 
 
 # ── attempts of a run ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,12 +471,3 @@ def _short(value: object) -> str:
     except (ValueError, RecursionError):  # a number of too many digits, or what is nested too deeply
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-def bytes_text(size_bytes: float) -> str:
-    """A size for people: ``'1.5 MB'``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" or size_bytes >= 100 else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"

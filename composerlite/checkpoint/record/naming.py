@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
@@ -23,15 +22,14 @@ __all__ = [
     "archive_template",
     "check_template",
     "check_variables",
-    "differ_by_rank",
     "directory_template",
     "ensure_no_conflict",
     "format_name_with_dist",
     "format_name_with_dist_and_time",
     "get_save_filename",
     "name_pattern",
-    "names_of_ranks",
     "root_and_template",
+    "same_but_for_numbers",
     "variables_in",
 ]
 
@@ -47,7 +45,6 @@ _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
 
-_CLOCK_FORMS = ("0", "0.0", "0e-0", "0.0e-0")
 _NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
@@ -96,17 +93,15 @@ def check_variables(template: str, *, argument: str, allow_time: bool = True) ->
     return template
 
 
-def check_template(template: str, *, argument: str, allow_time: bool = True) -> str:
-    """``template`` if it can be formatted and, where it may contain a time, names a file below its folder.
+def check_template(template: str, *, argument: str) -> str:
+    """``template`` if it can be formatted, and names a file below its folder.
 
     Raises:
         ConfigError: a variable or its format does not exist, the name leaves its folder, the suffix asks for a format
             of checkpoints that does not exist, or what compresses it is not installed. ``argument`` is named in the
             message.
     """
-    check_variables(template, argument=argument, allow_time=allow_time)
-    if not allow_time:
-        return template
+    check_variables(template, argument=argument)
     source = f"{argument}={template!r}"
     path = Path(template)
     if not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts:
@@ -162,25 +157,6 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
             "Put '{rank}' into it, as in 'ep{epoch}-ba{batch}-rank{rank}.tar'."
         )
     return template
-
-
-def names_of_ranks(template: str, run_name: str, timestamp: TimestampLike, world_size: int) -> list[str]:
-    """``template`` filled in for each of ``world_size`` ranks, in their order."""
-    from composerlite import dist  # imports torch, which a listing does without
-
-    per_node = dist.get_local_world_size()
-    return [
-        format_name_with_dist_and_time(
-            template,
-            run_name,
-            timestamp,
-            rank=rank,
-            local_rank=rank % per_node,
-            node_rank=rank // per_node,
-            world_size=world_size,
-        )
-        for rank in range(world_size)
-    ]
 
 
 def _dist_values(run_name: str) -> dict[str, Any]:
@@ -322,30 +298,9 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def differ_by_rank(name: str, other: str, template: str, run_name: str) -> bool:
-    """Check that ``template`` gives both names to ranks of one save: the numbers in which they differ are ranks.
-
-    Numbers are counted in one pass: no pattern is searched, which a planted template could make endless.
-
-    Raises:
-        ValueError: the template cannot be read.
-    """
-    shape, numbers, others = _NUMBER.sub("0", name), _NUMBER.findall(name), _NUMBER.findall(other)
-    if shape != _NUMBER.sub("0", other):
-        return False
-    parts = list(string.Formatter().parse(template))
-    for forms in itertools.product(_CLOCK_FORMS, repeat=len(_CLOCKS)):
-        values = {"run_name": run_name, **dict(zip(_CLOCKS, forms, strict=True))}
-        text, ranks = "", set[int]()
-        for literal, variable, _, _ in parts:
-            text += literal
-            if variable in FIRST_RANK:
-                ranks.add(len(_NUMBER.findall(f"{text}0")) - 1)
-            text += "" if variable is None else values.get(variable, "0")
-        of_ranks = all(a == b or index in ranks for index, (a, b) in enumerate(zip(numbers, others, strict=True)))
-        if of_ranks and _NUMBER.sub("0", text) == shape:
-            return True
-    return False
+def same_but_for_numbers(name: str, other: str) -> bool:
+    """Return true if the names differ in numbers only, as those of two ranks or of two moments of a run."""
+    return _NUMBER.sub("0", name) == _NUMBER.sub("0", other)
 
 
 def ensure_no_conflict(

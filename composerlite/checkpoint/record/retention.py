@@ -169,16 +169,14 @@ def retention_policy(
         policies.append(KeepEvery(_checked_interval(keep_every)))
     if best_mode not in _MODES:
         raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
-    if best_k is not None:
+    if (best_k is None) != (best_metric is None):
+        raise ConfigError(f"best_k={best_k}, best_metric={best_metric!r}: give both, as 3 and 'eval/<name>', or none.")
+    if best_k is not None and best_metric is not None:
         if not _is_whole(best_k) or best_k < 1:
             raise ConfigError(
                 f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no such rule."
             )
-        if not best_metric:
-            raise ConfigError(f"best_k={best_k}: by which metric? Give best_metric='eval/<name>' as well.")
         policies.append(KeepBest(best_k, best_metric, best_mode))
-    elif best_metric is not None:
-        raise ConfigError(f"best_metric={best_metric!r}: how many of the best are kept? Give best_k=… as well.")
     return KeepAny(policies) if policies else KeepAll()
 
 

@@ -38,7 +38,6 @@ from composerlite.checkpoint.record.naming import (
     archive_template,
     directory_template,
     format_name_with_dist_and_time,
-    names_of_ranks,
 )
 from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
@@ -49,7 +48,7 @@ from composerlite.types import StateDict, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering"]
+__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering", "names_of_ranks"]
 
 _ALIGNMENT = 4096
 """Of what is one of several in memory."""
@@ -575,6 +574,23 @@ class _Directory(Form):
         )
 
 
+def names_of_ranks(template: str, state: NamedState, world_size: int) -> list[str]:
+    """Return ``template`` filled in for each of ``world_size`` ranks, in their order."""
+    per_node = dist.get_local_world_size()
+    return [
+        format_name_with_dist_and_time(
+            template,
+            state.run_name,
+            state.timestamp,
+            rank=rank,
+            local_rank=rank % per_node,
+            node_rank=rank // per_node,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+
+
 @final
 class _Archives(Form):
     """An archive for each rank, with the files of DeepSpeed."""
@@ -588,7 +604,7 @@ class _Archives(Form):
         return archive_template(template, argument=argument)
 
     def names(self, template: str, state: TrainingState) -> list[str]:
-        return names_of_ranks(template, state.run_name, state.timestamp, dist.get_world_size())
+        return names_of_ranks(template, state, dist.get_world_size())
 
     def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
         if weights_only:

@@ -25,16 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, final
 from torch.optim import Optimizer
 
 from composerlite import dist
-from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, versions
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text, new_id, plain_timestamp, versions
+from composerlite.checkpoint.record.manifest import Manifest, new_id
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
-from composerlite.errors import SaveError
+from composerlite.errors import SaveError, bytes_text
 from composerlite.storage import RING_BYTES, HostMemory, wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
 from composerlite.types import Lineage, StateDict
@@ -661,7 +661,10 @@ class Pipeline:
             kind="crash" if after_crash else "weights" if weights_only else form.kind,
             template=template,
             run_name=state.run_name,
-            timestamp=plain_timestamp(state.timestamp.state_dict()),
+            timestamp={
+                key: value.total_seconds() if isinstance(value, timedelta) else value
+                for key, value in state.timestamp.state_dict().items()
+            },
             fit_calls=len(state.fit_starts),
             world_size=group.size,
             files=(),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.bucket import Bucket
@@ -25,7 +25,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.lease import HeartbeatLease
 from composerlite.checkpoint.place.sending import commit_sent, send_files
-from composerlite.checkpoint.record.manifest import Manifest, Position, bytes_text
+from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     NamedState,
@@ -37,11 +37,11 @@ from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.record.tail import index_of, seal_index
 from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
-from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
 from composerlite.storage import HardlinkPin, ObjectStore, Transfer, Uploader, check_name, seconds_left
 from composerlite.types import CheckpointNews
 
-__all__ = ["Destinations", "Publication", "Publisher", "Publishing"]
+__all__ = ["Publication", "Publisher", "Publishing"]
 
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
@@ -290,27 +290,9 @@ class Publisher:
 
 def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
     """Return the record of a checkpoint as it lies in the bucket, where all files are in one place."""
-    old = "" if manifest.form == "archives" else manifest.name  # archives have the same names there
-    new = "" if manifest.form == "archives" else name
+    old, new = ("", "") if manifest.form == "archives" else (manifest.name, name)  # archives have the same names there
     files = [replace(file, path=new + file.path.removeprefix(old), node=None) for file in manifest.files]
     return replace(manifest, name=name, template=template, files=tuple(files), node=None)
-
-
-class Destination(Protocol):
-    """A logger, as far as it is asked for its object store."""
-
-    @property
-    def uploader(self) -> Uploader | None: ...
-
-    @property
-    def checkpoint_prefix(self) -> str: ...
-
-
-class Destinations(Protocol):
-    """The loggers of a run."""
-
-    @property
-    def destinations(self) -> Sequence[Destination]: ...
 
 
 @final
@@ -350,8 +332,12 @@ class Publishing:
         self._link = None if latest is None else form.template(str(latest), "save_latest_remote_file_name")
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
-    def open(self, state: NamedState, logger: Destinations) -> None:
+    def open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> None:
         """Find the buckets and see that what is to be done there can be. Collective.
+
+        Args:
+            state: of the run.
+            uploaders: of the run's loggers, each with the prefix of the names that it uploads to.
 
         Raises:
             ConfigError: this rank publishes what is on the disk of its node, and has other loggers than rank 0.
@@ -360,24 +346,23 @@ class Publishing:
             ObjectStoreError: it does not answer, or fails.
         """
         group = dist.get_group()
-        self._buckets = group.from_first("finding buckets", functools.partial(self._open, state, logger))
+        self._buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
         with group.all_or_none("finding buckets"):
             others = self._where.is_leader and not group.is_first
-            if others and (own := self._open(state, logger)) != self._buckets:
+            if others and (own := self._open(state, uploaders)) != self._buckets:
                 raise ConfigError(
                     f"loggers upload checkpoints to {own} here and to {self._buckets} on rank 0: give every rank the "
                     "same loggers, for each node uploads what is on its disk."
                 )
 
-    def _open(self, state: NamedState, logger: Destinations) -> list[str]:
+    def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
         """Find the buckets for this rank to publish to; returns their URIs."""
-        loggers = [(one.uploader, one.checkpoint_prefix) for one in logger.destinations if one.uploader is not None]
         if self._store is not None:
             timeout = self._options.upload_timeout_in_seconds
             # One thread for checkpoints, one for the rest.
             self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=timeout)
-            loggers = [(self._uploader, "")]
-        self.publishers = [self._publisher(uploader, prefix, state) for uploader, prefix in loggers]
+            uploaders = [(self._uploader, "")]
+        self.publishers = [self._publisher(uploader, prefix, state) for uploader, prefix in uploaders]
         self._options.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
         keep = self._options.num_remote_checkpoints_to_keep
         argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
@@ -481,9 +466,8 @@ class Publishing:
                 publisher.wait(0)
 
     def is_done(self, seconds: float) -> bool:
-        """Wait until this rank has published what it is to, ``seconds`` at most; return true if it has."""
-        until = time.monotonic() + seconds
-        return all(one.uploader.wait(until - time.monotonic(), lane=one.bucket.uri()) for one in self.publishers)
+        """Wait until this rank has published what it is to, ``seconds`` for each bucket; return true if it has."""
+        return all(one.uploader.wait(seconds, lane=one.bucket.uri()) for one in self.publishers)
 
     def close(self) -> None:
         """Wait for what is being published. May be called twice.

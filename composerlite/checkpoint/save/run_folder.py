@@ -46,14 +46,14 @@ from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     TimestampLike,
     check_template,
+    check_variables,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
     name_pattern,
-    names_of_ranks,
 )
 from composerlite.checkpoint.record.retention import Interval
-from composerlite.checkpoint.save.form import Form, form_of
+from composerlite.checkpoint.save.form import Form, form_of, names_of_ranks
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, naming
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import Lineage, StateDict
@@ -143,7 +143,7 @@ class SaveOptions:
             raise ConfigError(
                 f"save_memory_replication={self.replication!r}: expected more than zero gigabytes per second, or None."
             )
-        check_template(self.folder, argument="save_folder", allow_time=False)
+        check_variables(self.folder, argument="save_folder", allow_time=False)
         _check_number(self.failure_limit, argument="save_failure_limit")
         _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
         _check_seconds(self.upload_timeout_in_seconds, argument="upload_timeout_in_seconds")
@@ -588,8 +588,7 @@ class RunFolder:
             return
         self.catalog.place.point(name, newest.name)
         if newest.kind == "deepspeed":  # each rank has a file, and a link to it
-            ranks = len(newest.files)
-            links = names_of_ranks(self.latest_filename.filename, state.run_name, state.timestamp, ranks)
+            links = names_of_ranks(self.latest_filename.filename, state, len(newest.files))
             for its_link, file in zip(links, newest.files, strict=True):
                 self.catalog.place.point(its_link, file.path)
 
@@ -662,9 +661,16 @@ class RunFolder:
         """Raise if a lease is known to be lost. Makes no request to a store.
 
         Raises:
-            RunInUseError: another process took a lease over. This process must not write any more.
+            RunInUseError: another process took a lease over, or the folder was removed. This process must not write
+                any more.
         """
         for lease in self._leases:
+            if isinstance(lease, FileLease) and lease.is_gone:
+                raise RunInUseError(
+                    f"save_folder={self.folder!r} was removed or replaced while this run saves to it: {lease.uri!r} is "
+                    "gone. Checkpoints that were in it are gone, too, and another process may have the folder by now. "
+                    "Start the run again."
+                )
             if lease.lost_to is not None:
                 raise RunInUseError(
                     f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
@@ -684,32 +690,6 @@ class RunFolder:
             if isinstance(lease, HeartbeatLease):
                 lease.confirm()
         self.check_leases()
-
-    def keep_leases(self, saved: Sequence[str]) -> list[str]:
-        """Take leases again whose files vanished with the folder, and log an error about the vanished checkpoints.
-
-        Args:
-            saved: paths of the checkpoints that this run saved.
-
-        Returns:
-            The paths of ``saved`` that vanished; empty if no lease vanished.
-
-        Raises:
-            RunInUseError: another process holds a lease by now.
-        """
-        kept = [lease.keep() for lease in self._leases if isinstance(lease, FileLease)]
-        self.check_leases()
-        if all(kept):
-            return []
-        gone = [path for path in saved if not (self._started_in / path).exists()]
-        log.error(
-            "save_folder=%r was removed or replaced while this run saves to it: %d checkpoints that it had saved are "
-            "gone (%s). It is made again, and later checkpoints are saved to it.",
-            self.folder,
-            len(gone),
-            ", ".join(gone[-3:]) or "none",
-        )
-        return gone
 
     def release(self) -> None:
         """Release the leases of the run. Where no checkpoints stay, no note stays either."""

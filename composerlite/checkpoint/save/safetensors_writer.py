@@ -237,7 +237,8 @@ class SafetensorsWriter:
         known, _ = plan_together(self._group, self._planner, local_plan, lambda count: [None] * count, reuse=False)
 
         def divided(tables: list[Table]) -> list[_Share]:
-            claim = folder.claim(overwrite=overwrite, index_name=WEIGHTS_INDEX)
+            claim = SaveHandle.new(overwrite=overwrite, decider=WEIGHTS_INDEX)
+            folder.begin(claim)
             return _shares(tables, claim, largest_file_bytes, claim.suffix)
 
         self._share = self._group.reduce_scatter("planning a save", lambda: self._table(known.final), divided)

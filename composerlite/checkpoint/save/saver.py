@@ -17,12 +17,7 @@ from composerlite.checkpoint.memory.replication import Replication
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
-from composerlite.checkpoint.save.publish import (
-    Destinations,
-    Publication,
-    Publisher,
-    Publishing,
-)
+from composerlite.checkpoint.save.publish import Publication, Publisher, Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
 from composerlite.errors import (
     CheckpointError,
@@ -32,7 +27,7 @@ from composerlite.errors import (
     RankError,
     RunInUseError,
 )
-from composerlite.storage import leave_by, open_store
+from composerlite.storage import Uploader, leave_by, open_store
 from composerlite.types import CheckpointNews, StateDict
 
 __all__ = ["Saver"]
@@ -46,8 +41,11 @@ _LEASE_SECONDS = 10.0
 
 
 # ── how saves went ───────────────────────────────────────────────────────────────────────────────────────────────
-class RunLogger(Destinations, Protocol):
+class RunLogger(Protocol):
     """Interface of the run's loggers that outcomes are reported to."""
+
+    @property
+    def uploaders(self) -> Sequence[tuple[Uploader, str]]: ...
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None: ...
 
@@ -300,9 +298,7 @@ class Saver:
             )
         self.where.share_files(form)
         group = dist.get_group()
-        uploads = not self.options.in_memory and group.from_first(
-            "finding buckets", lambda: any(one.uploader is not None for one in logger.destinations)
-        )
+        uploads = not self.options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
         if self._store is not None or uploads:
             self._publishing = Publishing(self.options, self._store, self.where, form)
             self.counters.append(self._publishing.ranks_with_news)
@@ -325,7 +321,7 @@ class Saver:
                 self.where.prepare(state)
         self.where.find_disks(form)
         if self._publishing is not None:
-            self._publishing.open(state, logger)
+            self._publishing.open(state, logger.uploaders)
             with group.all_or_none("comparing the names in buckets"):
                 if group.is_first:
                     self._check_objects_are_its_own(state)
@@ -514,8 +510,7 @@ class Saver:
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 yield held
-                for path in self.where.keep_leases(self.saved_checkpoints):
-                    self._forget(path)
+                self.where.check_leases()
         except (*_FAILURES, RankError, RunInUseError) as e:
             held.clear()
             self.outcomes.failed(e)
@@ -579,7 +574,7 @@ class Saver:
         folder, _, name = self.where.filename.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
         try:
-            self.where.keep_leases(())
+            self.where.check_leases()
             report = self._pipeline.save(
                 state,
                 catalog=self.where.catalog,

@@ -35,6 +35,7 @@ from torch.futures import Future
 
 from composerlite import dist
 from composerlite._torch_compat import storage_id
+from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
@@ -48,9 +49,10 @@ from composerlite.checkpoint.place.directory import (
 )
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
-from composerlite.checkpoint.record.manifest import Manifest, bytes_text, versions
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
 from composerlite.checkpoint.save.staging import UncopiedState
+from composerlite.errors import bytes_text
 from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
 
@@ -188,7 +190,8 @@ class RemoteFileSystemWriter(StorageWriter):
 
     def assignments(self, count: int) -> list[WriteAssignment]:
         """Claim the directory on the first of ``count`` ranks; return the assignment of each."""
-        self._claim = self._folder.claim(overwrite=self._overwrite)
+        self._claim = SaveHandle.new(overwrite=self._overwrite)
+        self._folder.begin(self._claim)
         self._world_size = count
         return [WriteAssignment(self._claim, rank, count) for rank in range(count)]
 
@@ -513,7 +516,7 @@ class ShardWriter:
 
         def each() -> None:
             if disks.is_folder_leader and not self._group.is_first:
-                self._folder.join(self._assignment.claim)
+                self._folder.begin(self._assignment.claim)
 
         try:
             self._group.agree("making the directory on other disks", each)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from composerlite.checkpoint.api.state_dict import save_safetensors
+from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.foreign.outgoing import lightning_contents, taken_of
 from composerlite.checkpoint.format.archive import STATES
@@ -16,7 +17,7 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest, new_id, versions
+from composerlite.checkpoint.record.manifest import Manifest, new_id
 from composerlite.checkpoint.save import plain_file
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.job import PendingSave
