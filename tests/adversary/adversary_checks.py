@@ -109,6 +109,7 @@ class Machine(RuleBasedStateMachine):
         before = self.entries(project)
         others = [e for other in self.projects if other is not project for e in self.entries(other)]
         loaded = self.with_load(order)
+        newest = self.newest_attempt(before)
         none_good = order.resume and self.none_is_good(before)
         if beside is not None:
             with self.living_beside(order) as life:
@@ -123,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         self.look_for_mended()
         told = self.told(order)
         if "started" in told:
-            self.check_start(order, told, acceptable, loaded, before)
+            self.check_start(order, told, acceptable, loaded, newest)
         after = self.entries(project)
         self.check_what_stays(order, before, after, keeps)
         for entry in others:
@@ -261,16 +262,17 @@ class Machine(RuleBasedStateMachine):
         told: Mapping[str, Any],
         acceptable: list[Line | None] | None,
         loaded: tuple[int, Line] | None,
-        before: Sequence[Entry],
+        newest: int,
     ) -> None:
-        """It starts from where it has to. ``loaded``: so with its ``load_path``; ``before``: what was there."""
+        """It starts from where it has to. ``loaded``: so with its ``load_path``; ``newest``: attempt before it."""
         batch, start = told["started"], line_of(told["weights at start"])
         found = None if start == (order.launch,) else start
         if loaded == (batch, start) and acceptable is not None and None in acceptable and found not in acceptable[1:]:
             own = start if order.filtered == "whole" else (order.launch,) * (batch + 1)
             self.history.begin(order.launch, own, goes_on=False)
             return
-        goes_on = order.resume and found is not None and not self.is_passed_over(start, before)
+        # Where a checkpoint of a later attempt was not good a new attempt begins.
+        goes_on = order.resume and found is not None and self.history.attempts[start[-1]] >= newest
         self.history.begin(order.launch, start, goes_on=goes_on)
         if loaded is not None and acceptable is not None:
             acceptable = [line for line in acceptable if line is not None]
@@ -279,11 +281,11 @@ class Machine(RuleBasedStateMachine):
         if batch != len(start) - 1:
             raise FoundError(f"[resume] launch {order.launch} is at batch {batch} with {start}")
 
-    def is_passed_over(self, start: Line, before: Sequence[Entry]) -> bool:
-        """Whether there was a checkpoint of a later attempt, which was not good: a new attempt begins then."""
-        kept = [entry for entry in before if entry.kind != "weights"]
+    def newest_attempt(self, entries: Sequence[Entry]) -> int:
+        """The highest attempt of which there are checkpoints, good ones or damaged ones."""
+        kept = [entry for entry in entries if entry.kind != "weights"]
         attempts = [self.damaged.get(e.data, 0) if e.line is None else self.history.attempts[e.launch] for e in kept]
-        return self.history.attempts[start[-1]] < max(attempts, default=0)
+        return max(attempts, default=0)
 
     def check_what_stays(self, order: Order, before: list[Entry], after: list[Entry], keeps: int = -1) -> None:
         """What was there is there, or is one of those that this launch may delete or write over.
@@ -358,6 +360,8 @@ class Machine(RuleBasedStateMachine):
 
         ``acceptable``: what each may start from if it is the first, by the number of the launch.
         """
+        newest = self.newest_attempt(before)
+        self.look_for_mended()
         found = {order.launch: self.told(order) for order in orders}
         told = [order for order in orders if "started" in found[order.launch]]
         told.sort(key=lambda order: found[order.launch]["at"])
@@ -366,7 +370,7 @@ class Machine(RuleBasedStateMachine):
         for order in told:
             came_after = trained and order.resume
             may = [self.end_of(trained[-1])] if came_after else acceptable[order.launch]
-            self.check_start(order, found[order.launch], may, None, before)
+            self.check_start(order, found[order.launch], may, None, newest)
             if "closed" in found[order.launch] and len(self.end_of(order)) > len(starts[order.launch]):
                 trained.append(order)
         if len(trained) > 1 and all(order.resume for order in orders):

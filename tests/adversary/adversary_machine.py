@@ -262,7 +262,6 @@ class Adversary(Machine):
             raise FoundError(f"[crash] launch {first.launch} ended with {done.returncode}: {done.stderr[-3000:]}")
         if all(told):
             raise FoundError(f"[two] neither of {[order.launch for order in orders]} has trained: {done.stderr}")
-        self.look_for_mended()
         self.check_two(project, orders, {o.launch: known if o.resume else [None] for o in orders}, before)
 
     def is_told(self, order: Order) -> bool:

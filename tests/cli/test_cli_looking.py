@@ -138,7 +138,7 @@ def test_ls_knows_directories_and_steps(tmp_path: Path) -> None:
         ("step30", "step", 30, "incomplete", False),
     ]
     assert found[1]["faults"] == ["step10/train/rank0.pt is missing"]
-    assert found[3]["faults"] == [".metadata.json is missing: its save did not end"]
+    assert found[3]["faults"] == ["step30/.metadata.json is missing"]
 
 
 def test_ls_sorts_and_chooses_a_run(demo: Path) -> None:

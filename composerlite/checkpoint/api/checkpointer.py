@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, final
 
+import xxhash
+
 from composerlite.checkpoint.api.config import Config
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
@@ -59,7 +61,7 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     ObjectStoreError,
 )
-from composerlite.storage import HostMemory, chunk_bytes_for
+from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for
 from composerlite.types import StateDict
 
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
@@ -513,16 +515,17 @@ class _StepWriter:
         """Make the checkpoint exist: first the directory in it, then all of it."""
         name = self._folder.name or "step"
         number = name.rpartition("step")[2]
+        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
+        marker_digest = FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker))
         record = dataclasses.replace(
             record_of_directory(name, self._group.size, kind="step"),
             form="step",
             template="step{step}",
             timestamp={"batch": int(number) if number.isdecimal() else 0},
-            files=tuple(record for record, _ in parts),
+            files=(*(record for record, _ in parts), FileRecord.of(self._folder.at(MARKER), marker_digest)),
             ephemeral=self._ephemeral,
         )
         committed = self._shards.commit(record, [results for _, results in parts])
-        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
         self._folder.place.put(self._folder.at(MARKER), marker)
         return committed
 

@@ -103,6 +103,9 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
     record = folder.record()
     if record is not None and record.form != "step":
         record = None  # of a model that was saved alone
+    for file in () if record is None else record.files:
+        if file.path == folder.at(MARKER):
+            folder.place.verify(file)
     if load_trainer_state is False:
         return FoundStep(False, metadata, record)
     if record is None:

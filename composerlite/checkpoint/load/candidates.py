@@ -12,7 +12,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
-from composerlite.checkpoint.record.naming import FIRST_RANK, name_pattern
+from composerlite.checkpoint.record.naming import name_pattern, numbers_in
 from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -190,7 +190,7 @@ def _records(catalog: Catalog, template: str | None, run_name: str, faults: list
     in_folder = catalog.place.path_of("") is not None
     for name, error in unread.items():
         if isinstance(error, NewerManifestError):
-            if error.may_be_of(run_name):
+            if error.may_be_of(run_name, name):
                 raise error
         elif names is not None and names.fullmatch(name):
             faults.append(UnusableFile(catalog, name, error, in_folder and isinstance(error, CorruptCheckpointError)))
@@ -239,16 +239,9 @@ def _files_without_record(
         unread: names that have a damaged record, and may have files of other ranks.
     """
     pattern = name_pattern(template, run_name)
-
-    def moment(name: str) -> dict[str, str] | None:
-        match = pattern.fullmatch(name)
-        return (
-            None if match is None else {key: text for key, text in match.groupdict().items() if key not in FIRST_RANK}
-        )
-
-    unread_moments = [moment(name) for name in unread]
+    of_unread = [numbers_in(pattern, name) for name in unread]
     for name in catalog.files():
-        if name in known or (own := moment(name)) is None or own in unread_moments:
+        if name in known or (numbers := numbers_in(pattern, name)) is None or numbers in of_unread:
             continue
         copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
         error, is_damage = (

@@ -324,9 +324,9 @@ def _clean_up(
     for one, error, _ in rejected:
         in_folder = one.bucket is None and not one.is_scattered and one.path != chosen.path
         if in_folder and isinstance(error, CorruptCheckpointError):
-            catalog = places[one.place].catalog
+            catalog, names = places[one.place].catalog, name_pattern(places[one.place].template or "", run_name)
             if (own := _own_record(one, catalog)) is not None:
-                catalog.quarantine(own)
+                catalog.quarantine(own, names)
                 quarantined.append(own)
     for fault in faults:
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:

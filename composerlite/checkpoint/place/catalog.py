@@ -16,6 +16,7 @@ from composerlite.checkpoint.place.commit import check_own, data_file_id, own_fi
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
+from composerlite.checkpoint.record.naming import numbers_in
 from composerlite.checkpoint.record.tail import (
     MOST_TAIL_BYTES,
     tail_bytes,
@@ -238,19 +239,21 @@ class Catalog:
             NewerManifestError: it is of a newer version.
         """
         found: Manifest | None = None
+        target = ""
         try:
             if announced:
                 with contextlib.suppress(FileNotFoundError):
-                    name, save_id = self.announced(PurePosixPath(link).name)
-                    found = self.manifest_of(name)
-                    if self.place.exists(name) if found is None else found.id != save_id:
+                    target, save_id = self.announced(PurePosixPath(link).name)
+                    found = self.manifest_of(target)
+                    if self.place.exists(target) if found is None else found.id != save_id:
                         return None  # it was cut off by a kill, or replaced: the listing tells
             if found is None:
-                found = self.manifest_of(self.place.target_of(f"/{link}"))
+                target = self.place.target_of(f"/{link}")
+                found = self.manifest_of(target)
         except FileNotFoundError as e:
             log.debug("%s does not lead to a checkpoint: %s", link, e)
         except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-            if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
+            if isinstance(e, NewerManifestError) and e.may_be_of(run_name, target):
                 raise
             log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return found if found is not None and found.run_name == run_name else None
@@ -366,10 +369,17 @@ class Catalog:
         return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
 
     # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
-    def quarantine(self, manifest: Manifest) -> None:
-        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``."""
-        is_spread = manifest.form == "archives"
-        paths = own_files(self.place, manifest, or_damaged=True) if is_spread else [manifest.name]
+    def quarantine(self, manifest: Manifest, names: re.Pattern[str]) -> None:
+        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``.
+
+        Args:
+            manifest: the record.
+            names: matches the names of the run. Archives of ranks that have one of them go, too, if their own record is
+                missing or damaged.
+        """
+        first = numbers_in(names, manifest.name)
+        damaged = [file.path for file in manifest.files if first is not None and numbers_in(names, file.path) == first]
+        paths = own_files(self.place, manifest, damaged) if manifest.form == "archives" else [manifest.name]
         for path in reversed(paths):  # after a kill the record is still there, and the next start continues
             self.quarantine_file(path)
 

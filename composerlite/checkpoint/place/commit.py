@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from composerlite.checkpoint.format import SUFFIX
@@ -86,7 +87,7 @@ def delete_checkpoint(place: Place, manifest: Manifest) -> None:
     log.debug("deleted checkpoint %s", place.uri(manifest.name))
 
 
-def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> list[str]:
+def own_files(place: Place, manifest: Manifest, damaged: Container[str] = ()) -> list[str]:
     """Return the paths of the files that go with a checkpoint when it is deleted, renamed or replaced.
 
     A planted record of archives can name any file of its folder. So the archive of another rank counts only if its own
@@ -95,7 +96,7 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
     Args:
         place: has the checkpoint.
         manifest: its record.
-        or_damaged: count archives, too, whose own record is missing or damaged.
+        damaged: archives that count even if their own record is missing or damaged.
     """
     first, *others = (file.path for file in manifest.files)
     if manifest.form != "archives":
@@ -108,7 +109,7 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
         except (FileNotFoundError, CorruptCheckpointError, NewerManifestError):
             found = None
         if found is None:
-            return or_damaged
+            return path in damaged
         names_first = f"/{first}".endswith(f"/{found.name}")
         return found.form == "archives" and found.id == manifest.id and names_first
 

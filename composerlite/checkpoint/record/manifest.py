@@ -20,7 +20,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast, final
 import msgspec
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, WEIGHTS_INDEX
-from composerlite.checkpoint.record.naming import same_but_for_numbers
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
@@ -65,11 +64,13 @@ class NewerManifestError(IncompatibleCheckpointError):
 
     def __init__(self, message: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(message)
-        self.run_name = fields.get("run_name")
+        also = fields.get("also")
+        self.run_name, self.name = fields.get("run_name"), fields.get("name")
+        self.names = (self.name, *(also if isinstance(also, dict) else ()))
 
-    def may_be_of(self, run_name: str) -> bool:
-        """Return false if it is of another run."""
-        return self.run_name in (None, run_name)
+    def may_be_of(self, run_name: str, path: str) -> bool:
+        """Return false if the record of the checkpoint at ``path`` is of another run, or of a copy made by hand."""
+        return self.run_name in (None, run_name) and (self.name is None or path in self.names)
 
 
 @final
@@ -187,8 +188,8 @@ class Manifest:
     @property
     def deciders(self) -> tuple[str, ...]:
         """Files whose existence makes the checkpoint exist, in the order in which they are written."""
-        marker = (f"{self.name}/{MARKER}",) if self.form == "step" else ()
-        return f"{self.name}/{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
+        marker = (f"{self.home}{MARKER}",) if self.form == "step" else ()
+        return f"{self.home}{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
 
     def path_of(self, decider: str) -> str:
         """Return the path at which the checkpoint lies whose deciding file is ``decider``.
@@ -240,7 +241,9 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
     def check(self) -> None:
-        """See that the parts agree, and that the files are the checkpoint's own: they are deleted with it.
+        """See that the parts agree, and that the files of a directory lie in it: they are deleted with it.
+
+        Files of archives are its own if they say so: :func:`composerlite.checkpoint.place.commit.own_files`.
 
         Raises:
             ValueError: they do not.
@@ -254,11 +257,7 @@ class Manifest:
             raise ValueError("it names a file twice")
         if self.form == "file" and len(paths) > 1:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
-        if self.form == "archives":
-            strange = [path for path in paths[1:] if not same_but_for_numbers(self.name, path)]
-        else:
-            strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
-        if strange:
+        if strange := [path for path in paths if self.is_directory and not path.startswith(self.home)]:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
 
 

@@ -28,8 +28,8 @@ __all__ = [
     "format_name_with_dist_and_time",
     "get_save_filename",
     "name_pattern",
+    "numbers_in",
     "root_and_template",
-    "same_but_for_numbers",
     "variables_in",
 ]
 
@@ -45,7 +45,6 @@ _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
 
-_NUMBER = re.compile(r"\d+")
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
 
@@ -298,9 +297,15 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def same_but_for_numbers(name: str, other: str) -> bool:
-    """Return true if the names differ in numbers only, as those of two ranks or of two moments of a run."""
-    return _NUMBER.sub("0", name) == _NUMBER.sub("0", other)
+def numbers_in(names: re.Pattern[str], name: str) -> Mapping[str, str] | None:
+    """Return the numbers in ``name`` that are the same on all ranks; ``None``: it is none of ``names``.
+
+    Args:
+        names: of the checkpoints of a run, as :func:`name_pattern` gives it.
+        name: a path.
+    """
+    match = names.fullmatch(name)
+    return None if match is None else {key: text for key, text in match.groupdict().items() if key not in FIRST_RANK}
 
 
 def ensure_no_conflict(

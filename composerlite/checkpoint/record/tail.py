@@ -241,9 +241,7 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
     except (ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"{source!r} is no index of weights: {e}") from e
     try:
-        tail = index["metadata"].pop("composerlite", None)
-        if not isinstance(tail, str):
-            return None
+        tail = index["metadata"].pop("composerlite")
         text = _text_of(tail.encode())
         if text is None:
             raise ValueError("its footer is damaged")
@@ -256,7 +254,9 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
         manifest = _manifest(fields, FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
         block = b"".join(base64.b64decode(chunks) for chunks in fields["chunks"])
         return _with_chunks(manifest, block, source)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError) as e:
+        if b"CLREC1 " in data:
+            raise CorruptCheckpointError(f"the record of {source!r} is damaged") from e
         return None  # an index of another program
     except (ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e

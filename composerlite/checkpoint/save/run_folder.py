@@ -661,16 +661,9 @@ class RunFolder:
         """Raise if a lease is known to be lost. Makes no request to a store.
 
         Raises:
-            RunInUseError: another process took a lease over, or the folder was removed. This process must not write
-                any more.
+            RunInUseError: another process took a lease over. This process must not write any more.
         """
         for lease in self._leases:
-            if isinstance(lease, FileLease) and lease.is_gone:
-                raise RunInUseError(
-                    f"save_folder={self.folder!r} was removed or replaced while this run saves to it: {lease.uri!r} is "
-                    "gone. Checkpoints that were in it are gone, too, and another process may have the folder by now. "
-                    "Start the run again."
-                )
             if lease.lost_to is not None:
                 raise RunInUseError(
                     f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
@@ -690,6 +683,20 @@ class RunFolder:
             if isinstance(lease, HeartbeatLease):
                 lease.confirm()
         self.check_leases()
+
+    def check_folder(self) -> None:
+        """Raise if the folder was removed or replaced. Call before a save.
+
+        Raises:
+            RunInUseError: it was. Another process may have the folder by now.
+        """
+        for lease in self._leases:
+            if isinstance(lease, FileLease) and lease.is_gone:
+                raise RunInUseError(
+                    f"save_folder={self.folder!r} was removed or replaced while this run saves to it: {lease.uri!r} is "
+                    "gone. Checkpoints that were in it are gone, too, and another process may have the folder by now. "
+                    "Start the run again."
+                )
 
     def release(self) -> None:
         """Release the leases of the run. Where no checkpoints stay, no note stays either."""
@@ -723,8 +730,9 @@ def begin_attempt(
         for place, link in links:
             latest = None if link is None else place.latest(link, run_name)
             manifests, faults = place.manifests_and_faults() if latest is None else ([latest], {})
-            for fault in faults.values():  # its number must not be given again
-                if isinstance(fault, OSError) or (isinstance(fault, NewerManifestError) and fault.may_be_of(run_name)):
+            for name, fault in faults.items():  # its number must not be given again
+                is_newer = isinstance(fault, NewerManifestError) and fault.may_be_of(run_name, name)
+                if isinstance(fault, OSError) or is_newer:
                     raise fault
             known += manifests
         parent = None if origin is None else _manifest_at(str(origin), folders, buckets)

@@ -511,6 +511,7 @@ class Saver:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 yield held
                 self.where.check_leases()
+                self.where.check_folder()
         except (*_FAILURES, RankError, RunInUseError) as e:
             held.clear()
             self.outcomes.failed(e)
@@ -575,6 +576,7 @@ class Saver:
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
         try:
             self.where.check_leases()
+            self.where.check_folder()
             report = self._pipeline.save(
                 state,
                 catalog=self.where.catalog,

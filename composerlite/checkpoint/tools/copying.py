@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from composerlite.checkpoint.format import MARKER
 from composerlite.checkpoint.place.commit import check_own, delete_checkpoint, own_files
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
@@ -71,12 +70,12 @@ def copy(
         delete_checkpoint(target, there)
     replaces = overwrite or is_taken
     try:
-        for record in manifest.files[1:]:
-            _bring(source, record, target, overwrite=replaces, progress=progress)
-        _take(source, manifest.files[0], target, overwrite=replaces, progress=progress)
-        if manifest.form == "step":
-            marker = f"{manifest.name}/{MARKER}"
-            target.put(marker, source.read(marker), create_only=not replaces)
+        for record in manifest.files:
+            if record.path not in manifest.deciders:
+                _bring(source, record, target, overwrite=replaces, progress=progress)
+        for record in manifest.files:  # the deciding ones, in their order
+            if record.path in manifest.deciders:
+                _take(source, record, target, overwrite=replaces, progress=progress)
     except FileExistsError as e:
         raise CheckpointExistsError(
             f"{target.uri(manifest.name)!r} was saved by another process meanwhile. Copy to another place, or give "

@@ -179,8 +179,7 @@ def sealed(place: Place, path: str) -> Found | None:
             return StoredFile(name, place.size(name), None)
         return None
 
-    marker = [f"{record.path_of(path)}/{MARKER}"] if record.form == "step" else []
-    files = place.each(stored, [*(file.path for file in record.here), *marker])
+    files = place.each(stored, [file.path for file in record.here])
     return _of_record(path, record, {file.path: file for file in files if file is not None})
 
 
@@ -231,11 +230,6 @@ def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) 
         there.append(file)
         if file.size_bytes != one.size_bytes:
             faults.append(f"{one.path} has {file.size_bytes} bytes and was saved with {one.size_bytes}")
-    if record.form == "step":
-        marker = files.get(f"{name}/{MARKER}")
-        there += [] if marker is None else [marker]
-        if marker is None:
-            faults.append(f"{MARKER} is missing: its save did not end")
     names = [saved for saved in (record.name, *record.also) if _is_at(name, saved)]
     saved_as = None if record.form == "step" else max(names, key=len, default=None)
     copy_of = record.name if saved_as is None and record.form != "step" else None
