@@ -21,7 +21,7 @@ import pytest
 from ports import hold_port
 
 READY_SECONDS = 30.0
-_FIRST_PORTS = range(12_000, 22_000)
+_FIRST_PORTS = range(12_000, 14_000)
 """Below those that the system gives to clients, also when 10000 is added, which SeaweedFS does for its own traffic."""
 
 
