@@ -181,7 +181,7 @@ def finding(checkpoints: int) -> None:
 def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     """Put so many small checkpoints into the bucket, and point the link to the newest."""
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.place.sending import commit_sent
+    from composerlite.checkpoint.place.commit import commit_sent
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
     from composerlite.checkpoint.record.tail import seal
     from composerlite.storage import Digester, Transfer, chunk_bytes_for, open_store

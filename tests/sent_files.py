@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.place.sending import commit_sent, send_files
+from composerlite.checkpoint.place.commit import commit_sent, send_files
 
 __all__ = ["publish_files"]
 

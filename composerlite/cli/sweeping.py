@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.catalog import Catalog, garbage
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy

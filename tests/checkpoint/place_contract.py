@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.catalog import Catalog, garbage
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import FileRecord

@@ -38,11 +38,11 @@ from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place import directory
-from composerlite.checkpoint.place.catalog import garbage
-from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.save.job import save as save_of_run
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy

@@ -14,7 +14,7 @@ from composerlite.checkpoint import Catalog, FileRecord, Manifest
 from composerlite.checkpoint.deepspeed.archives import find_archives
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.record.tail import seal
@@ -92,7 +92,7 @@ def test_a_planted_checkpoint_is_set_aside_alone(victim: Path) -> None:
     """A damaged one is renamed: the file that it names stays, also where that has no record."""
     before = tree(victim.parent)
     planted = plant(victim.parent, victim)
-    Catalog(victim.parent).quarantine(planted, name_pattern("ba{batch}-rank{rank}.tar", "run"))
+    quarantine_checkpoint(Folder(victim.parent), planted, name_pattern("ba{batch}-rank{rank}.tar", "run"))
     (victim.parent / f"{planted.name}.damaged").unlink()
     assert tree(victim.parent) == before
 
@@ -108,7 +108,7 @@ def test_a_planted_checkpoint_is_not_copied_nor_fetched(victim: Path, tmp_path: 
     with refused:
         copy(source, found, target, overwrite=True)
     with Bucket.of(LocalObjectStore(tmp_path), "run") as bucket, refused:
-        Catalog(bucket).fetch(planted, Catalog(target))
+        fetch_checkpoint(bucket, planted, target)
     assert tree(tmp_path / "there") == {victim.name: b"good"}
 
 
@@ -155,6 +155,6 @@ def test_archives_of_ranks_are_set_aside_as_a_whole(tmp_path: Path) -> None:
     """Also one whose own record is damaged: the run saves the names again."""
     manifest = save_archives(tmp_path, 3)
     flip(tmp_path / "c-rank1.tar", -100)
-    Catalog(tmp_path).quarantine(manifest, name_pattern("c-rank{rank}.tar", "run"))
+    quarantine_checkpoint(Folder(tmp_path), manifest, name_pattern("c-rank{rank}.tar", "run"))
     assert sorted(tree(tmp_path)) == ["c-rank0.tar.damaged", "c-rank1.tar.damaged"]
     save_archives(tmp_path, 4, overwrite=False)

@@ -19,7 +19,7 @@ from storage.servers.seaweedfs import S3Server
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import garbage
+from composerlite.checkpoint.place.commit import garbage
 from composerlite.errors import CheckpointError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import Transfer, open_store
 from composerlite.storage.stores.local import LocalObjectStore

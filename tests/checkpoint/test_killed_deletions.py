@@ -19,7 +19,7 @@ from kill_points import at_event, attempt, die_at_step, kill_at_every_step
 from parts import save_archives, save_batch, save_directory, tree
 
 from composerlite.checkpoint import Catalog, save_state_dict
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.naming import name_pattern
@@ -145,7 +145,7 @@ def quarantine_damaged(folder: Path) -> None:
         try:
             catalog.verify(manifest)
         except CorruptCheckpointError:
-            catalog.quarantine(manifest, name_pattern(manifest.template, manifest.run_name))
+            quarantine_checkpoint(catalog.place, manifest, name_pattern(manifest.template, manifest.run_name))
 
 
 def killed_quarantines(root: str) -> None:

@@ -21,7 +21,7 @@ from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load import resume
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint
 from composerlite.checkpoint.save.publish import Publisher
 from composerlite.errors import (
     CheckpointExistsError,
@@ -242,7 +242,7 @@ def test_a_fetch_that_fails_commits_nothing(remote: Catalog, store: FaultyStore,
     store.put_bytes("run/ba1.pt", bytes(data))
     catalog = Catalog(tmp_path / "elsewhere")
     with pytest.raises(CorruptCheckpointError, match=r"ba1\.pt"):
-        remote.fetch(manifest, catalog)
+        fetch_checkpoint(remote.place, manifest, catalog.place)
     assert catalog.manifests() == []
     assert list(catalog.files()) == []
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from composerlite.checkpoint import Catalog, load_state_dict, rng
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.place.catalog import garbage
+from composerlite.checkpoint.place.commit import garbage
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 

@@ -37,7 +37,8 @@ from twelve_batches import RUN, SAVING, digest
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, read_checkpoint
 from composerlite.checkpoint.load.resume import RunPlace, choose
-from composerlite.checkpoint.place.catalog import garbage, record_in
+from composerlite.checkpoint.place.catalog import record_in
+from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import CheckpointNotFoundError
 

@@ -23,8 +23,7 @@ from composerlite.checkpoint.contents import Loaded, RestorePlan
 from composerlite.checkpoint.load.restore import FileOptions, read_in_place
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.sending import commit_sent, send_files
+from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError
 from composerlite.storage import Transfer
 from composerlite.storage.stores.local import LocalObjectStore

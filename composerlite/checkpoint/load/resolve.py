@@ -27,6 +27,7 @@ from composerlite.checkpoint.format.weight_files import (
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import Directory, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
@@ -473,7 +474,7 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
             return target
         try:
             with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
-                remote.fetch(manifest, Catalog(folder), progress)
+                fetch_checkpoint(remote.place, manifest, Folder(folder), progress)
             return folder / manifest.name
         except CorruptCheckpointError:
             tried = manifest

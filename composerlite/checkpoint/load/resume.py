@@ -16,6 +16,7 @@ from composerlite.checkpoint.contents import Loaded
 from composerlite.checkpoint.load.candidates import Candidate, Listing, RunBucket, RunPlace, UnusableFile, listed
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import fetch_checkpoint, quarantine_checkpoint, quarantine_file
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
@@ -196,10 +197,10 @@ def _checked(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Ma
 
 def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: OnBytes) -> None:
     try:
-        remote.fetch(manifest, target, progress)
+        fetch_checkpoint(remote.place, manifest, target.place, progress)
     except CorruptCheckpointError as e:
         log.warning("fetching it once more, it may have been damaged on its way: %s", e)
-        remote.fetch(manifest, target, progress)
+        fetch_checkpoint(remote.place, manifest, target.place, progress)
 
 
 def _share(manifest: Manifest, catalog: Catalog) -> Manifest:
@@ -326,11 +327,11 @@ def _clean_up(
         if in_folder and isinstance(error, CorruptCheckpointError):
             catalog, names = places[one.place].catalog, name_pattern(places[one.place].template or "", run_name)
             if (own := _own_record(one, catalog)) is not None:
-                catalog.quarantine(own, names)
+                quarantine_checkpoint(catalog.place, own, names)
                 quarantined.append(own)
     for fault in faults:
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
-            fault.catalog.quarantine_file(fault.name)
+            quarantine_file(fault.catalog.place, fault.name)
     place = places[chosen.place]
     own = _own_record(chosen, place.catalog)
     if dist.get_group().is_first or own is not None:

@@ -1,22 +1,20 @@
-"""The checkpoints in a place: which there are, which is the latest, and how one gets to another place."""
+"""The checkpoints in a place: which there are, and which is the latest. Nothing here changes a place."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import pickle
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.place.commit import check_own, data_file_id, own_files
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
-from composerlite.checkpoint.record.naming import numbers_in
+from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import (
     MOST_TAIL_BYTES,
     tail_bytes,
@@ -24,9 +22,9 @@ from composerlite.checkpoint.record.tail import (
     unseal_index,
     unseal_weights_index,
 )
-from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError, bytes_text
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "Fault", "garbage", "home_of", "may_be_decider", "record_in", "with_node"]
+__all__ = ["Catalog", "Fault", "home_of", "may_be_decider", "record_in", "with_node"]
 
 log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
@@ -80,34 +78,6 @@ def with_node(place: Place, manifest: Manifest) -> Manifest:
         return manifest
     here = [node for node, path in sorted(firsts.items()) if place.exists(path)]
     return replace(manifest, node=here[0] if here else max(firsts) + 1)
-
-
-def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[str]:
-    """Return the data files of killed saves of directories: no record names them, and no living process writes them.
-
-    Args:
-        place: a folder after :meth:`Place.sweep`, in which living processes alone have temporary files; or a bucket
-            whose lease this process holds.
-        files: the paths to look at.
-        names: matches the names of the directories to look at.
-    """
-    found: dict[str, list[str]] = {}
-    for path in files:
-        if data_file_id(path) is not None and names.fullmatch(folder := path.rpartition("/")[0]):
-            found.setdefault(folder, []).append(path)
-    gone: list[str] = []
-    for folder, paths in found.items():
-        alive = {name.rpartition("-")[2] for name in place.names(folder) if ".tmp-" in name}
-        try:
-            indexes = [f"{folder}/{index}".lstrip("/") for index in INDEXES]
-            records = [record_in(place, path) for path in indexes]
-        except CorruptCheckpointError:
-            continue  # it is unknown which files it names
-        if any(record is None and place.exists(path) for record, path in zip(records, indexes, strict=True)):
-            continue  # an index that was cut off, or that another program wrote, may need them
-        named = {file.path for record in records if record is not None for file in record.files}
-        gone += [path for path in paths if path not in named and data_file_id(path) not in alive]
-    return gone
 
 
 def home_of(place: Place, name: str) -> tuple[Place, str]:
@@ -325,28 +295,6 @@ class Catalog:
                 "give each run a folder of its own."
             )
 
-    # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def fetch(self, manifest: Manifest, target: Catalog, progress: OnBytes = int) -> None:
-        """Bring a checkpoint of files to the place of ``target``, verified. It exists there with its deciding file.
-
-        Args:
-            manifest: of a checkpoint of this catalog.
-            target: the catalog that gets it.
-            progress: called with each number of bytes received.
-
-        Raises:
-            CorruptCheckpointError: a file is missing or its bytes are not those that were saved. There is no
-                checkpoint of that name in the place then, unless there was one.
-        """
-        check_own(self.place, manifest)
-        for record in (*manifest.files[1:], manifest.files[0]):
-            uri, size = self.place.uri(record.path), bytes_text(record.size_bytes)
-            log.info("fetching %s (%s) to %s", uri, size, target.place.uri(record.path))
-            try:
-                target.place.take(self.place, record, progress)  # what is there stays until what comes was verified
-            except FileNotFoundError as e:
-                raise CorruptCheckpointError(f"checkpoint file {uri!r} is gone: {e}") from e
-
     # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
     def announced(self, link: str) -> tuple[str, str]:
         """Return the name and the id of the checkpoint that ``link`` in a bucket is about to lead to, or leads to.
@@ -367,26 +315,6 @@ class Catalog:
     def in_use(self) -> set[str]:
         """Return the names that links lead to, or are about to."""
         return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
-
-    # ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────
-    def quarantine(self, manifest: Manifest, names: re.Pattern[str]) -> None:
-        """Take a damaged checkpoint out of the way: its data stay as ``<name>.damaged``.
-
-        Args:
-            manifest: the record.
-            names: matches the names of the run. Archives of ranks that have one of them go, too, if their own record is
-                missing or damaged.
-        """
-        first = numbers_in(names, manifest.name)
-        damaged = [file.path for file in manifest.files if first is not None and numbers_in(names, file.path) == first]
-        paths = own_files(self.place, manifest, damaged) if manifest.form == "archives" else [manifest.name]
-        for path in reversed(paths):  # after a kill the record is still there, and the next start continues
-            self.quarantine_file(path)
-
-    def quarantine_file(self, name: str) -> None:
-        """Take a damaged file or directory out of the way: it stays as ``<name>.damaged``."""
-        self.place.quarantine(name)
-        log.warning("quarantined %s as %s.damaged", self.place.uri(name), name)
 
 
 def _deciders_of(name: str) -> tuple[str, ...]:

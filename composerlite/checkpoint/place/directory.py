@@ -27,11 +27,12 @@ import xxhash
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
 from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import garbage, record_in, with_node
-from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint, put_decider
+from composerlite.checkpoint.place.catalog import record_in, with_node
+from composerlite.checkpoint.place.commit import delete_checkpoint, garbage, put_decider
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_id
+from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import (
     index_of,
     seal_index,

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
@@ -22,6 +23,7 @@ __all__ = [
     "archive_template",
     "check_template",
     "check_variables",
+    "data_file_id",
     "directory_template",
     "ensure_no_conflict",
     "format_name_with_dist",
@@ -45,6 +47,8 @@ _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
 """What a file name may contain besides."""
 
+_DATA_FILE = re.compile(rf"(?:.*/)?[^/]+_([0-9a-f]{{16}})(?:{re.escape(SUFFIX)}|\.safetensors)")
+"""Path of a data file of a directory; its group is the id of the save."""
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
 
@@ -352,3 +356,9 @@ def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
         return any(theirs > ours for theirs, ours in progress)
     # Counts within an epoch start anew in the next: they say something only where nothing else tells names apart.
     return any(int(found[name]) > int(own[name]) for name in _WITHIN if name in found)
+
+
+def data_file_id(path: str) -> str | None:
+    """Return the id of the save that wrote the data file ``path`` of a directory; ``None`` if it is no such file."""
+    match = _DATA_FILE.fullmatch(path)
+    return None if match is None else match[1]

@@ -22,9 +22,8 @@ from typing import NamedTuple, final
 from composerlite import dist
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.checkpoint.place.lease import HeartbeatLease
-from composerlite.checkpoint.place.sending import commit_sent, send_files
 from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,

@@ -28,8 +28,8 @@ from composerlite.checkpoint.memory.folder import (
     write_mark,
 )
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog, garbage
-from composerlite.checkpoint.place.commit import data_file_id, delete_checkpoint
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.lease import FileLease, HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.record.manifest import (
@@ -47,6 +47,7 @@ from composerlite.checkpoint.record.naming import (
     TimestampLike,
     check_template,
     check_variables,
+    data_file_id,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
