@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -9,6 +10,7 @@ import re
 import stat
 import time
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -144,13 +146,22 @@ def _sealed(folder: Path) -> Iterator[tuple[str, dict[str, Any], Path]]:
             yield str(named), record, path
 
 
+def _last_member(data: bytes) -> bytes:
+    """What the end of a gzip file holds: the record, also where what is before it is damaged."""
+    at = len(data)
+    while (at := data.rfind(b"\x1f\x8b\x08", 0, at)) > 0:
+        with contextlib.suppress(OSError, EOFError, zlib.error):
+            return gzip.decompress(data[at:])
+    return b""
+
+
 def _record_in(path: Path) -> dict[str, Any] | None:
     """The record at the end of the file, whatever its digest; ``None``: there is none."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             return None
         data = path.read_bytes()
-        plain = gzip.decompress(data) if path.suffix == ".gz" else data
+        plain = _last_member(data) if path.suffix == ".gz" else data
         footer = _FOOTER.search(plain[-64:])
         if footer is None:
             return None
