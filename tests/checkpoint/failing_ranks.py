@@ -42,7 +42,7 @@ STAGES: dict[str, list[Stage]] = {
         ("gather", 1, form, "gather"),
         ("name", 0, Catalog, "check_free"),
         ("plan", 1, Planner, "create_local_plan"),
-        ("claim", 0, ShardedDirectory, "claim"),
+        ("claim", 0, ShardedDirectory, "begin"),
         ("snapshot", 1, Staging, "take"),
         ("commit", 0, ShardedDirectory, "commit"),
         ("latest", 0, StagedLink, "publish"),

@@ -103,7 +103,7 @@ def test_damage_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=rf"has {len(data) - 1} bytes and was saved with {len(data)}"):
         Catalog(tmp_path).verify(manifest)
     path.unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"ba1\.pt' is gone"):
+    with pytest.raises(CorruptCheckpointError, match=r"No such file .*ba1\.pt'"):
         Catalog(tmp_path).verify(manifest)
 
 
