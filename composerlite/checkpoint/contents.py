@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: what goes in, and what is taken out."""
+"""Contents of a checkpoint: what a save includes, and what a load selects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EngineFiles(Protocol):
     """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
 
     def saved(self) -> dict[str, StateDict]:
-        """Return the contents of this rank's files, by name. Tensors are those in use."""
+        """Return the contents of this rank's files, by name. Tensors are live, not copies."""
         ...
 
     def load_checkpoint(
@@ -81,10 +81,10 @@ class TrainingState(Protocol):
 
     @property
     def sharding(self) -> str | None:
-        """``'sharded'``: every rank writes its part of a directory; ``'full'``: what is distributed is gathered;
+        """``'sharded'``: every rank writes its part of a directory; ``'full'``: distributed tensors are gathered;
         ``'deepspeed'``: every rank writes an archive.
 
-        ``None`` where every rank has everything.
+        ``None``: every rank has the whole state.
         """
         ...
 
@@ -125,9 +125,9 @@ class TrainingState(Protocol):
         exclude_algorithms: Sequence[str],
         source: str,
     ) -> StateDict:
-        """The live tensors that ``state_dict`` is to be loaded into, by the same keys, for those that are there.
+        """Return the live tensors to load ``state_dict`` into. Keys without a live tensor are absent.
 
-        They are filled in the place of the tensors in ``state_dict``, and then given to ``load_state_dict``.
+        The caller fills these tensors and passes them to ``load_state_dict``.
 
         Args:
             state_dict: contents of a checkpoint, or a part of them.
@@ -154,10 +154,10 @@ class TrainingState(Protocol):
 
 
 def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
-    """See that every tensor of a checkpoint with the state dict of a training state can be saved and loaded.
+    """Check that every tensor in ``state_dict`` can be saved and loaded.
 
     Raises:
-        ConfigError: some cannot; names all of them, and what to do.
+        ConfigError: some cannot; lists every such tensor and the remedy.
     """
     contents = {"state": state_dict}
     problems = list(_of_no_kind(contents, ""))
@@ -165,7 +165,7 @@ def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
         problems = list(_of_no_kind(without(contents, ignore_keys), ""))
     if problems:
         raise ConfigError(
-            f"checkpoints cannot hold what this run keeps. {' '.join(problems)} Or leave it out with save_ignore_keys."
+            f"a checkpoint cannot save these tensors. {' '.join(problems)} Or exclude them with save_ignore_keys."
         )
 
 
@@ -183,14 +183,14 @@ def _of_no_kind(node: Any, path: str) -> Iterator[str]:
 def gather(
     state_dict: StateDict, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
 ) -> StateDict:
-    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or the weights and what explains them.
+    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
 
     Args:
         state_dict: of the training state, or of its weights. Its tensors, which are in use, are in what is returned:
             they must be copied or written before training continues.
-        weights_only: it is that of the weights.
+        weights_only: ``state_dict`` has only the weights.
         ignore_keys: leave out these keys.
-        generators: those of all ranks, who then call this together; by default those of this one.
+        generators: states of the random generators of all ranks, which then all call this. Default: this rank's.
     """
     if weights_only:
         return without({"state": state_dict}, ignore_keys)
@@ -200,9 +200,9 @@ def gather(
 
 
 def _with_all_positions(contents: StateDict) -> StateDict:
-    """``contents`` with the positions in the data of all ranks, where those are not the same.
+    """Return ``contents`` with the positions in the data of all ranks, if the positions differ.
 
-    Then each rank has a list with its own there, which names the share of the data that it speaks of.
+    The ``per_rank`` list of each rank has its own entry. The entry names the share of the data of that rank.
     """
     dataset_state = contents.get("dataset_state") or {}
     position = dataset_state.get("train")
@@ -215,7 +215,7 @@ def _with_all_positions(contents: StateDict) -> StateDict:
 
 
 def _with_all_metrics(contents: StateDict) -> StateDict:
-    """``contents`` with what the metrics of each rank have counted, where metrics are in it and there are ranks."""
+    """Return ``contents`` with the metric states of every rank, if it has metrics and several ranks run."""
     own = {part: contents.get(part) or {} for part in ("train_metrics", "eval_metrics")}
     if dist.get_world_size() == 1 or not any(own.values()):
         return contents
@@ -246,10 +246,10 @@ def _of_all_ranks(own: Any) -> list[Any]:
 
 
 def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
-    """``ignore_keys`` if it can be used.
+    """Return ``ignore_keys``.
 
     Raises:
-        ConfigError: neither globs nor a function.
+        ConfigError: they are neither globs nor a function.
     """
     if ignore_keys is None or callable(ignore_keys):
         return ignore_keys
@@ -262,10 +262,10 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 
 
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
-    """``contents`` less what ``ignore_keys`` takes out. ``contents`` itself is not changed; tensors are shared.
+    """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared.
 
-    Where globs take out all that a dict or list holds, it goes as well: an optimizer without any state is left out, as
-    opposed to a run without an optimizer.
+    An entry of a dict is removed, too, if globs empty it. An item of a list stays, so that the next items keep their
+    numbers. A container that was empty before stays.
     """
     if ignore_keys is None:
         return contents
@@ -282,7 +282,7 @@ def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
 
 
 def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
-    """A function that removes from a dict, in place, what the globs match; for use as ``load_ignore_keys``."""
+    """Return a function that removes the keys that match from a dict, in place, to use as ``load_ignore_keys``."""
 
     def remove(contents: StateDict) -> None:
         kept = without(contents, list(exclude_globs))
@@ -305,7 +305,7 @@ def _filtered(node: Any, globs: tuple[str, ...], used: set[str], path: str) -> A
     if type(node) is dict:
         kept = {key: inner(key, value) for key, value in node.items() if keep(key)}
         return {key: value for key, value in kept.items() if not _emptied(node[key], value)}
-    if type(node) is list:  # an item that was emptied stays: the next ones keep their numbers
+    if type(node) is list:
         return [inner(index, value) for index, value in enumerate(node) if keep(index)]
     return node
 
@@ -324,7 +324,7 @@ def _copy_containers(node: Any) -> Any:
 
 # ── what is wanted, and where it goes ────────────────────────────────────────────────────────────────────────────────
 WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
-"""What a checkpoint holds at most that was saved for its weights."""
+"""Keys of the state that a checkpoint of weights alone may have."""
 
 
 @final
@@ -338,9 +338,9 @@ class RestorePlan:
         weights_only: restore the model alone.
         strict: parameter names must agree exactly.
         ignore_keys: what to leave as it is in ``state``.
-        exclude_algorithms: names of those that are not restored.
+        exclude_algorithms: names of algorithms that are not restored.
         key_map: where the parts are in a checkpoint of another program.
-        is_foreign: it was found to be one.
+        is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
     """
 
     state: TrainingState
@@ -353,11 +353,13 @@ class RestorePlan:
     is_foreign: bool = False
 
     def wanted(self, contents: Any) -> StateDict:
-        """Select the parts of ``contents``, of any system, to load; the numbers in its tensors do not matter.
+        """Select the parts of ``contents``, from any program, to load. Values of tensors are not used.
+
+        ``weights_only`` is set if ``contents`` has nothing but weights.
 
         Raises:
-            IncompatibleCheckpointError: they are not those of a checkpoint.
-            ConfigError: ``key_map`` names what they do not have.
+            IncompatibleCheckpointError: ``contents`` are not those of a checkpoint.
+            ConfigError: ``key_map`` names a key that is missing.
         """
         if self.key_map is not None or not is_of_a_run(contents):
             contents = self._of_another_system(contents)
@@ -389,7 +391,7 @@ class RestorePlan:
         return Run(state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
 
     def places(self, wanted: StateDict) -> StateDict:
-        """The live tensors that those in ``wanted`` are to become, after all that does not fit has been said."""
+        """Return the live tensors to load ``wanted`` into. Raises IncompatibleCheckpointError if ``wanted`` misfits."""
         live = self.state.places_for(
             wanted["state"],
             weights_only=self.weights_only,
@@ -400,7 +402,7 @@ class RestorePlan:
         return {"state": live}
 
     def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
-        """Restore the state from what was ``wanted``, its tensors read; the states of the random generators."""
+        """Restore the state from ``wanted``, whose tensors are read. Return the states of the random generators."""
         if self.weights_only:
             self.state.load_model_state(
                 wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
@@ -422,12 +424,12 @@ class RestorePlan:
 @final
 @dataclass(frozen=True)
 class Loaded:
-    """Contents of a checkpoint that was read. Tensors of the state hold its numbers; nothing else is restored yet.
+    """Contents of a checkpoint that was read. Values of tensors are in the state; nothing else is restored yet.
 
     Attributes:
         plan: of the load.
         wanted: the contents to restore.
-        verified: numbers of the chunks that this rank has read and verified, by the name of the file.
+        verified: indices of the chunks that this rank has read and verified, by the name of the file.
     """
 
     plan: RestorePlan
@@ -442,15 +444,15 @@ class Loaded:
 
 @contextlib.contextmanager
 def half_loaded(in_place: bool) -> Generator[None]:
-    """Within it, damage that shows says what it has done to the state, if numbers are read ``in_place``."""
+    """Add to errors of damage in the block that the state is partly overwritten, if reads are ``in_place``."""
     try:
         yield
     except CorruptCheckpointError as e:
         if not in_place:
             raise
         damaged = CorruptCheckpointError(
-            f"{e} The state that it was being loaded into holds a part of it now and must not be used: build it anew, "
-            "or load another checkpoint into it."
+            f"{e} This load has partly overwritten the training state, which must not be used: build it anew, or load "
+            "another checkpoint into it."
         )
         for note in getattr(e, "__notes__", ()):  # which rank has seen it
             damaged.add_note(note)
@@ -469,16 +471,16 @@ def is_of_a_run(contents: Any) -> bool:
 
 
 def check_kind(contents: Any, source: str) -> None:
-    """See that ``contents`` are those of a checkpoint.
+    """Check that ``contents`` are those of a checkpoint of ours or Composer's.
 
     Raises:
-        IncompatibleCheckpointError: they are something else.
+        IncompatibleCheckpointError: they are not.
     """
     if is_of_a_run(contents):
         return
     found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__  # pyright: ignore
     raise IncompatibleCheckpointError(
-        f"{source} is not a checkpoint of a run: it holds {found or 'nothing'} and no 'state'. If it is "
+        f"{source} is not a checkpoint of a run: it holds {found or 'nothing'}, and no dict 'state' of a run. If it is "
         "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
     )
 
@@ -486,7 +488,7 @@ def check_kind(contents: Any, source: str) -> None:
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions that a checkpoint is saved with."""
+    """Return the versions of composerlite, torch and python, which are saved in each checkpoint."""
     return {
         "composerlite": VERSION,
         "torch": str(torch.__version__),

@@ -207,7 +207,8 @@ def test_a_run_with_marked_checkpoints_alone_says_how_to_go_on(tmp_path: Path) -
     path = str(tmp_path / "ep0-ba4-rank0.pt")
     assert str(error.value) == (
         "run 'run' has checkpoints, and all of them were saved while loss/train/total was not finite, so it does not "
-        f"resume by itself. Nothing was changed. To resume from the newest all the same: load_path={path!r} and "
+        "resume by itself. No checkpoint was deleted or renamed. "
+        f"To resume from the newest all the same: load_path={path!r} and "
         "autoresume=False. To start over: another save_folder, or autoresume=False and save_overwrite=True."
     )
     loaded = launch(tmp_path, 100, "6ba", load_path=path, autoresume=False)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in its folders and buckets, and the files of the run's names that are none."""
+"""The checkpoints of a run in its folders and buckets, and files with names of the run that are no checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunBucket(NamedTuple):
     Attributes:
         remote: the bucket.
         link: name of its link to the latest; ``None`` if it has none.
-        template: of the names of checkpoints; ``None``: damaged ones do not count.
+        template: of the names of checkpoints; ``None``: damaged checkpoints are ignored.
     """
 
     remote: Catalog
@@ -47,12 +47,12 @@ class RunPlace:
 
     Attributes:
         catalog: the folder. A file that is only in a bucket is fetched to it.
-        template: of the names of checkpoints; ``None``: only what has a record counts.
-        link: of the names of links to the latest; ``None``: there are none. Only links of these names that lead to a
-            checkpoint of ``template`` are repaired or removed.
+        template: of the names of checkpoints; ``None``: files without a record are ignored.
+        link: of the names of links to the latest; ``None``: there are none. Only broken links with these names that
+            lead to a checkpoint of ``template`` are repaired or deleted.
         buckets: that the checkpoints are uploaded to.
-        in_memory: the folder is in memory: of two checkpoints of the same moment, that in memory is taken.
-        memory: of all nodes, where each keeps replicas of another's: what this node's lacks is brought to it.
+        in_memory: the folder is in memory. Of two checkpoints of the same batch, the one in memory is tried first.
+        memory: replicas in the memory of all nodes. Files that this node lacks are copied to it.
     """
 
     catalog: Catalog
@@ -69,10 +69,11 @@ class Candidate(NamedTuple):
 
     Attributes:
         manifest: its record.
-        place: number of the run's place that it is in.
-        path: to load it from, once a file in a bucket was fetched; the URI of a directory in a bucket.
+        place: index of the place that it is in.
+        path: to load it from, after a download if it is a file in a bucket; the URI of a directory in a bucket.
         source: where it is now, for messages.
-        nearness: of two checkpoints of one moment the nearer is taken: bucket, folder, memory of several nodes, memory.
+        nearness: of two checkpoints of one batch the higher is tried first: 0 bucket, 1 folder, 2 memory of several
+            nodes, 3 memory.
         bucket: number of the place's bucket that has it; ``None``: the folder has it.
         is_scattered: parts of it are in the memory of other nodes.
     """
@@ -86,14 +87,14 @@ class Candidate(NamedTuple):
     is_scattered: bool = False
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_keys(self) -> bool:
         """False if it was saved without some of its keys."""
         return not self.manifest.left_out
 
     @property
     def order(self) -> tuple[bool, tuple[int, int, int], int, str]:
         """Sort key: the greatest is tried first."""
-        return self.is_whole, self.manifest.order[:3], self.nearness, self.manifest.saved_at
+        return self.has_all_keys, self.manifest.order[:3], self.nearness, self.manifest.saved_at
 
 
 @final
@@ -103,7 +104,7 @@ class UnusableFile(NamedTuple):
     Attributes:
         catalog: where it is. name: of it there.
         error: the reason.
-        is_damage: it is renamed once a good checkpoint is found: the run will save that name again.
+        is_damage: it is quarantined once a good checkpoint is found, since the run will save that name again.
     """
 
     catalog: Catalog
@@ -119,26 +120,26 @@ class Listing(NamedTuple):
     Attributes:
         known: all checkpoints of the run, of every kind and attempt.
         faults: what has a name of the run and is no checkpoint, or cannot be read.
-        is_whole: no bucket has others.
+        is_complete: all of every bucket was listed.
     """
 
     known: Sequence[Candidate] = ()
     faults: Sequence[UnusableFile] = ()
-    is_whole: bool = True
+    is_complete: bool = True
 
     @property
     def resumable(self) -> list[Candidate]:
         """The checkpoints of the newest attempt and its ancestors that a run can resume from."""
         return living_line([one for one in self.known if one.manifest.kind in RESUMABLE], lambda one: one.manifest)
 
-    def newest_first(self, tried: Container[tuple[str, str]]) -> list[Candidate]:
+    def untried(self, tried: Container[tuple[str, str]]) -> list[Candidate]:
         """The candidates in the order in which they are tried, without those ``tried``, by source and id."""
         left = [one for one in self.resumable if (one.source, one.manifest.id) not in tried]
         return sorted(left, key=lambda one: one.order, reverse=True)
 
     @property
     def has_unread(self) -> bool:
-        """True if checkpoints stay where they are whose record cannot be read: they may be newer."""
+        """True if checkpoints whose record cannot be read stay in their place: they may be newer."""
         return any(isinstance(one.error, OSError) or one.catalog.place.path_of("") is None for one in self.faults)
 
 
@@ -155,16 +156,16 @@ def listed(
         places: of each saver of the run.
         run_name: of the run.
         scattered: checkpoints in the memory of several nodes, by the number of the place.
-        whole_buckets: list all of a bucket. Otherwise only its latest, which four requests find, if that can be read
-            and no other link leads to a later one.
+        whole_buckets: list all of each bucket. Otherwise list only the latest, with four requests, unless its link
+            cannot be read or another link leads to a later checkpoint.
 
     Raises:
         IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
-        OSError, ObjectStoreError: a folder or bucket cannot be listed, for any other reason than that it is not there.
+        OSError, ObjectStoreError: a folder or bucket exists and cannot be listed.
     """
     known: list[Candidate] = []
     faults: list[UnusableFile] = []
-    is_whole = True
+    is_complete = True
     for number, place in enumerate(places):
         catalog = place.catalog
         for one in _records(catalog, place.template, run_name, faults):
@@ -175,16 +176,16 @@ def listed(
             known.append(Candidate(one, number, catalog.folder / one.name, source, 2, is_scattered=True))
         for position, bucket in enumerate(place.buckets):
             latest = None if whole_buckets else _latest(bucket, run_name)
-            is_whole = is_whole and latest is None
+            is_complete = is_complete and latest is None
             for one in [latest] if latest else _records(bucket.remote, bucket.template, run_name, faults):
                 uri = bucket.remote.place.uri(one.name)
                 path = uri if one.is_directory else catalog.folder / one.name
                 known.append(Candidate(one, number, path, uri, 0, bucket=position))
-    return Listing(known, faults, is_whole)
+    return Listing(known, faults, is_complete)
 
 
 def _records(catalog: Catalog, template: str | None, run_name: str, faults: list[UnusableFile]) -> list[Manifest]:
-    """Return the records of a run in a place, and add what hides others to ``faults``."""
+    """Return the records of a run in a place, and add unusable files to ``faults``."""
     manifests, unread = catalog.manifests_and_faults()
     names = None if template is None else name_pattern(template, run_name)
     in_folder = catalog.place.path_of("") is not None
@@ -203,8 +204,8 @@ def _records(catalog: Catalog, template: str | None, run_name: str, faults: list
 def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: all of the bucket has to be listed.
 
-    Links have other names where the run saved files before and saves directories now, and where the user says so. If
-    one of them leads to a later checkpoint, or to nothing, the bucket's own link does not tell which is the latest.
+    A bucket has links of other names if the run saved files before and saves directories now, or if the user renamed
+    the link. If one of them leads to a later checkpoint, or to nothing, the link of this bucket is not trusted.
     """
     if bucket.link is None:
         return None
@@ -229,7 +230,7 @@ def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
 def _files_without_record(
     catalog: Catalog, template: str, run_name: str, known: Container[str], unread: Iterable[str]
 ) -> Iterator[UnusableFile]:
-    """Yield the files that ``template`` names and that are no checkpoints. Intact copies made by hand are left out.
+    """Yield the files with names of ``template`` that are no checkpoints. Intact copies made by hand are left out.
 
     Args:
         catalog: the place.
@@ -246,8 +247,8 @@ def _files_without_record(
         copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
         error, is_damage = (
             CorruptCheckpointError(
-                f"{catalog.place.uri(name)!r} has no record of composerlite: it was cut off, or another program wrote "
-                "it. Name it in load_path to load it."
+                f"{catalog.place.uri(name)!r} has no record of composerlite: the file was cut off, or another program "
+                "wrote it. To load it, name it in load_path."
             ),
             False,
         )
@@ -262,7 +263,7 @@ def _files_without_record(
         except CorruptCheckpointError as e:
             error, is_damage = e, True
         except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
-            log.warning("left alone: %s", e)
+            log.warning("%r cannot be verified: %s", catalog.place.uri(name), e)
         if copy is None or is_damage:
             log.warning("skipped: %s", error)
             yield UnusableFile(catalog, name, error, is_damage)

@@ -1,4 +1,4 @@
-"""Resuming a run: list its checkpoints, sort them, restore the first whose bytes are those that were saved."""
+"""Resuming a run: list its checkpoints, sort them, restore the first that verifies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Rejected(NamedTuple):
     Attributes:
         candidate: the checkpoint.
         error: the reason.
-        is_lost: it was in memory that is gone; nothing of it was read.
+        is_lost: the memory that had it is gone; nothing of it was read.
     """
 
     candidate: Candidate
@@ -62,7 +62,7 @@ class _Rejected(NamedTuple):
 
 
 class _NotFiniteError(CheckpointError):
-    """Intact checkpoint of training with values that are not finite."""
+    """The checkpoint was saved while a loss, gradient norm or weight was not finite."""
 
 
 def choose(
@@ -72,26 +72,25 @@ def choose(
     *,
     progress_bar: bool = False,
 ) -> Choice:
-    """Choose the newest checkpoint of ``run_name`` whose bytes are those that were saved.
+    """Restore the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
 
-    Only the line of the newest attempt counts: what an earlier attempt saved after the run was started over is never
-    resumed from. A file in a bucket is fetched to its folder first. A candidate is verified while ``read`` reads it;
+    Only checkpoints of the newest attempt and its ancestors are candidates: those of abandoned attempts are never
+    restored. A file in a bucket is downloaded to its folder first. A candidate is verified while ``read`` reads it;
     bytes in a folder that ``read`` leaves out are verified afterwards.
 
     A candidate is skipped if it is damaged, marked as ``not_finite``, or in a folder that a rank cannot read. Once an
-    older one is found to be good, damaged ones in folders are quarantined. Those in a bucket stay: it may be this
-    machine that reads wrongly. Weights alone cannot be resumed from. A checkpoint that was saved without some of its
-    keys is taken only if there is no whole one: what it lacks would start afresh in the middle of the run. A file
-    without a record, of another program, is never taken. If there is nothing else, that is an error: the run does not
-    start over beside it.
+    older one is found to be good, damaged ones in folders are quarantined. Damaged ones in a bucket stay: this machine
+    may read wrongly. Weights alone are no candidate. A checkpoint that was saved without some of its keys is tried
+    after all others: the missing state would start afresh in the middle of the run. A file without a record, of
+    another program, is no candidate. If only unusable checkpoints exist, the run does not start over: CheckpointError.
 
-    Every rank of a run calls it and gets the same. Rank 0 lists.
+    Every rank of a run calls this and gets the same result. Rank 0 lists the checkpoints.
 
     Args:
         places: of each of its savers.
         run_name: of the run.
-        read: reads a candidate into the state of the run, together on all ranks. It is called again with the next
-            candidate if it raises CorruptCheckpointError or OSError. ``None``: candidates are verified only.
+        read: reads a candidate into the state of the run, together on all ranks. After CorruptCheckpointError, or an
+            OSError for a candidate in a folder, it is called with the next one. ``None``: candidates are only verified.
         progress_bar: show one on a terminal while a large file is downloaded.
 
     Raises:
@@ -99,16 +98,17 @@ def choose(
         IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
         OSError: a folder cannot be read for any other reason than that it does not exist; or there are checkpoints, and
             none that every rank can read.
-        ObjectStoreError: a bucket does not answer. PermissionError: it does not let us read. Neither means "nothing".
+        ObjectStoreError: a bucket does not answer. PermissionError: a bucket denies access. Neither means that there is
+            no checkpoint.
     """
     group = dist.get_group()
     scattered = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
     rejected: list[_Rejected] = []
-    listing, left = Listing(), list[Candidate]()  # of rank 0
+    listing, left = Listing(), list[Candidate]()  # filled on rank 0 only
     with group.all_or_none(_LOOKING):
         if group.is_first:
             listing = listed(places, run_name, scattered)
-            left = listing.newest_first(())
+            left = listing.untried(())
     while (candidate := group.broadcast(left.pop(0) if left else None)) is not None:
         loaded, failure = _tried(candidate, places, read, progress_bar=progress_bar)
         lineage = Lineage()
@@ -121,9 +121,9 @@ def choose(
                 rejected.append(failure)
             if failure is not None and group.is_first:
                 log.warning("skipped %s: %s", candidate.source, failure.error)
-                if candidate.bucket is not None and not listing.is_whole:
+                if candidate.bucket is not None and not listing.is_complete:
                     listing = listed(places, run_name, scattered, whole_buckets=True)
-                    left = listing.newest_first({(one.candidate.source, one.candidate.manifest.id) for one in rejected})
+                    left = listing.untried({(one.candidate.source, one.candidate.manifest.id) for one in rejected})
         if failure is None:
             return Choice(candidate.path, group.broadcast(lineage), loaded)
     lineage = Lineage()
@@ -147,7 +147,7 @@ def _tried(
     """Read a candidate and verify all of it that is in a folder; or return why it is not taken. The same on every rank.
 
     Raises:
-        Exception: it says nothing of the checkpoint.
+        Exception: the error does not concern the checkpoint.
     """
     place, loaded, was_read = places[candidate.place], None, False
     try:
@@ -199,7 +199,7 @@ def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: OnByt
     try:
         fetch_checkpoint(remote.place, manifest, target.place, progress)
     except CorruptCheckpointError as e:
-        log.warning("fetching it once more, it may have been damaged on its way: %s", e)
+        log.warning("downloading the checkpoint once more: %s", e)
         fetch_checkpoint(remote.place, manifest, target.place, progress)
 
 
@@ -221,7 +221,8 @@ def _share(manifest: Manifest, catalog: Catalog) -> Manifest:
     if blind := [rank for rank, (its_sees, *_) in enumerate(told) if not its_sees]:
         raise _not_everywhere(catalog, manifest, blind, is_lost=all(told[rank][1] for rank in blind))
     nodes = [node for _, _, node, _ in told]
-    lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}  # what is gone from its own disk shows
+    # What a node of this run lacks of its own is reported by check_sizes.
+    lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}
     if gone := [file for file in manifest.files if file.node in lost]:
         raise FileNotFoundError(
             errno.ENOENT,
@@ -243,14 +244,14 @@ def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], *, i
         )
     return OSError(
         errno.ENOENT,
-        f"checkpoint {manifest.name!r} is there for rank 0 and not for the ranks {blind}: each rank reads its part "
+        f"checkpoint {manifest.name!r} is visible to rank 0 and not to the ranks {blind}: each rank reads its part "
         "of a directory. Is the folder on a file system that all nodes share, or are these the nodes that saved it?",
         str(catalog.folder),
     )
 
 
 def _verify_rest(manifest: Manifest, share: Manifest | None, catalog: Catalog, loaded: Loaded | None) -> None:
-    """Verify the bytes of the files in ``share`` that no rank has read."""
+    """Verify the bytes of the files in ``share`` that no rank has verified while it read."""
     group = dist.get_group()
     own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
     every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
@@ -261,13 +262,13 @@ def _verify_rest(manifest: Manifest, share: Manifest | None, catalog: Catalog, l
             verify_file(catalog.folder / file.path, file.digest, skip=verified)
 
 
-# ── what follows ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── after the search ─────────────────────────────────────────────────────────────────────────────────────────────────
 def _check_that_there_is_none(rejected: Sequence[_Rejected], faults: Sequence[UnusableFile], run_name: str) -> None:
-    """See that the run has no checkpoint at all, but what was lost with the memory of a node.
+    """Check that the run has no checkpoint at all, except those lost with the memory of a node.
 
     Raises:
-        OSError: some cannot be read: that does not mean that there is nothing.
-        CheckpointError: all are damaged or marked.
+        OSError: a checkpoint cannot be read.
+        CheckpointError: all checkpoints are damaged or marked.
     """
     rejected = [one for one in rejected if not one.is_lost]
     for error in (one.error for one in (*faults, *rejected)):
@@ -278,7 +279,8 @@ def _check_that_there_is_none(rejected: Sequence[_Rejected], faults: Sequence[Un
     if marked and len(marked) == len(rejected) + len(damaged):
         raise CheckpointError(
             f"run {run_name!r} has checkpoints, and all of them were saved while "
-            f"{marked[0].manifest.not_finite[0]} was not finite, so it does not resume by itself. Nothing was changed. "
+            f"{marked[0].manifest.not_finite[0]} was not finite, so it does not resume by itself. No "
+            "checkpoint was deleted or renamed. "
             f"To resume from the newest all the same: load_path={marked[0].source!r} and autoresume=False. To start "
             "over: another save_folder, or autoresume=False and save_overwrite=True."
         )
@@ -288,22 +290,22 @@ def _check_that_there_is_none(rejected: Sequence[_Rejected], faults: Sequence[Un
         tried = "; ".join(f"{source}: {error}" for source, error in found)
         raise CheckpointError(
             f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by "
-            f"itself. Tried: {tried}. No file was changed. If the files are good on another machine, this one "
-            "reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in "
-            "another save_folder, or with autoresume=False and save_overwrite=True."
+            f"itself. Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
+            "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start "
+            "over in another save_folder, or with autoresume=False and save_overwrite=True."
         )
 
 
 def _lineage_after(chosen: Candidate, listing: Listing) -> Lineage:
     """Return the lineage of what is saved after a resume from ``chosen``."""
     resumable = listing.resumable
-    if not chosen.is_whole:
+    if not chosen.has_all_keys:
         log.warning(
-            "resuming from %s, which was saved without %s: there is no other checkpoint",
+            "resuming from %s, which was saved without %s: no checkpoint with all keys is usable",
             chosen.source,
             chosen.manifest.left_out,
         )
-    elif any(not one.is_whole and one.manifest.order > chosen.manifest.order for one in resumable):
+    elif any(not one.has_all_keys and one.manifest.order > chosen.manifest.order for one in resumable):
         log.info("%s is not the newest: newer ones were saved without some of their keys", chosen.source)
     known = [one.manifest for one in listing.known]
     return continued(chosen.manifest, known, [one.manifest for one in resumable], damaged=listing.has_unread)
@@ -318,8 +320,8 @@ def _clean_up(
 ) -> None:
     """Quarantine damaged files in folders, since the run will save those names again, and repair links.
 
-    Rank 0 does so, and where nodes have disks of their own the first rank of each other node, on its disk. What was
-    damaged at the path of ``chosen`` is gone: a good one was brought to that place.
+    Rank 0 does so; where nodes have disks of their own, the first rank of each other node does so on its disk. The path
+    of ``chosen`` is skipped: a good checkpoint was copied over the damaged one.
     """
     quarantined: list[Manifest] = []
     for one, error, _ in rejected:
@@ -339,7 +341,7 @@ def _clean_up(
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
-    """Return the record of a checkpoint on the disk that this rank cleans up; ``None``: another rank does so."""
+    """Return the record of a checkpoint on the disk that this rank cleans up; ``None``: this rank cleans up nothing."""
     manifest = candidate.manifest
     if dist.get_global_rank() == 0:
         return manifest
@@ -352,7 +354,7 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
 def _mend_links(
     place: RunPlace, manifest: Manifest | None, run_name: str, quarantined: Sequence[Manifest] = ()
 ) -> None:
-    """Point the links of the run's saver whose checkpoint is gone to that of ``manifest``; ``None``: remove them.
+    """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete the links.
 
     Links that have other names, or lead to anything but a checkpoint of the saver or one of ``quarantined``, stay.
     """

@@ -1,7 +1,7 @@
-"""Replicas of checkpoints in memory: each node keeps those of the node before it, and a node that lost its own gets it.
+"""Replicas of checkpoints in memory: each node keeps those of the node before it, for a node that loses its memory.
 
-Nodes form a ring. On each, the folder of checkpoints in memory has a second one beside it, with the replicas: what the
-node before has written, with the record. Which node has which is detected anew when a run resumes.
+Nodes form a ring. Each node has a folder of replicas beside its folder of checkpoints in memory. The replicas are the
+files and the record that the node before it has written. A resumed run detects again which node has which part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _HeldPart(NamedTuple):
     """A part of a checkpoint, in the memory of one node.
 
     Attributes:
-        node: whose part it is, as its record says; ``None``: it is all of it.
+        node: number of the node in the record; ``None``: the whole checkpoint.
         is_replica: another node has written it.
     """
 
@@ -51,8 +51,8 @@ class _Delivery(NamedTuple):
     """Files that a rank gets in its folder.
 
     Attributes:
-        node: of the record that it gets; ``None`` with ``is_addition``: none.
-        is_addition: files of a node that has none of the memory any more, beside those of the target's own.
+        node: number of the node whose files are copied, and of the record unless ``is_addition``; ``None``: all files.
+        is_addition: the target adds the files of a missing node to its own.
     """
 
     source: int
@@ -87,39 +87,39 @@ class NodeMemory:
         self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Remove the replicas of what was saved until ``moment``, as ``Manifest.moment`` counts; on leaders."""
+        """Delete replicas whose ``Manifest.moment`` is at most ``moment``; on leaders."""
         for manifest in self._replicas.manifests():
             if manifest.moment <= moment:
                 delete_checkpoint(self._replicas.place, manifest)
 
     def records(self, name: str) -> list[Manifest | None]:
-        """Return the record of the checkpoint ``name`` that each rank's node has, on all ranks; ``None``: it has none.
+        """Return the record of the checkpoint ``name`` of each leader, on all ranks.
 
-        Every rank calls it, in the main thread.
+        ``None``: the rank is no leader, or has no readable record. Every rank calls this, in the main thread.
         """
         own: Manifest | None = None
         try:
             own = self._own.manifest_of(name) if self.is_leader else None
-        except (OSError, CorruptCheckpointError) as e:  # its node sends nothing, and the others are not kept waiting
+        except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the others do not wait
             log.warning("checkpoint %s in memory of this node cannot be replicated: %s", name, e)
         return dist.get_group().gather(own)
 
     def replicate(self, records: list[Manifest | None], bytes_per_second: float, hurry: threading.Event) -> None:
         """Send this node's part of a checkpoint to the next node, and keep that of the node before it.
 
-        On all leaders, in a thread of its own. What was kept before is removed once the new one is there, verified.
+        On all leaders, in a thread of its own. Older replicas are deleted after the new one is verified and committed.
 
         Args:
             records: of the checkpoint, from :meth:`records`.
-            bytes_per_second: are sent at most.
-            hurry: there is no such limit from now on.
+            bytes_per_second: the highest rate.
+            hurry: once set, there is no limit.
 
         Raises:
-            Exception: this node's part could not be sent, or the other not be kept: what was kept before still is.
+            Exception: this node's part was not sent, or the other part not kept. Replicas with other names stay.
         """
         position = self._leaders.index(self._rank)
         source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
-        own, taken = records[self._rank], records[source]
+        own, incoming = records[self._rank], records[source]
         limit = _BandwidthLimit(bytes_per_second, hurry)
 
         def read(path: str, offset: int, size: int) -> bytes:
@@ -128,11 +128,11 @@ class NodeMemory:
 
         moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
         failure: Exception | None = None
-        if taken is not None:
-            moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in taken.here]
+        if incoming is not None:
+            moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in incoming.here]
             try:
-                _clear(self._replicas, taken)
-            except OSError as e:  # raised when all is sent: the next node is not kept waiting
+                _clear(self._replicas, incoming)
+            except OSError as e:  # raised after this node has sent, for which the next node waits
                 failure = e
         try:
             what = f"replicating {'nothing' if own is None else repr(own.name)}"
@@ -140,21 +140,23 @@ class NodeMemory:
         except (OSError, CorruptCheckpointError) as e:
             failure = failure or e
         if failure is not None:
-            if taken is not None:
-                _clear(self._replicas, taken)
+            if incoming is not None:
+                _clear(self._replicas, incoming)
             raise failure
-        if taken is not None:
-            _adopt(self._replicas, taken)
+        if incoming is not None:
+            _commit(self._replicas, incoming)
             for older in self._replicas.manifests():
-                if older.name != taken.name:
+                if older.name != incoming.name:
                     delete_checkpoint(self._replicas.place, older)
-            log.debug("replicated %s (%s) from the node of rank %d", taken.name, bytes_text(taken.size_bytes), source)
+            log.debug(
+                "replicated %s (%s) from the node of rank %d", incoming.name, bytes_text(incoming.size_bytes), source
+            )
 
     # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
     def find(self, run_name: str) -> list[Manifest]:
-        """Return the checkpoints of a run of which each part is in the memory of a node, its own or not; on all ranks.
+        """Return the checkpoints of a run whose every part is on some node, its own or a replica; on all ranks.
 
-        Every rank calls it.
+        Every rank calls this.
         """
         group = dist.get_group()
         here: dict[str, Manifest] = {}
@@ -176,13 +178,14 @@ class NodeMemory:
         return [one for one in found if {file.node for file in one.files} <= nodes[one.id]]
 
     def bring(self, manifest: Manifest) -> None:
-        """Bring each part of a checkpoint to a node that lacks one, verified. Every rank calls it.
+        """Copy parts of a checkpoint to the nodes that have none, and verify them. Every rank calls this.
 
-        Each part is read where it was written if it is there and good, and else from its replica. A node that has none
-        gets one that none has; where there are fewer nodes than before, what is left over stays with the replica's.
+        A part is read from the node that wrote it if it is intact there, otherwise from its replica. A node without a
+        part gets a part that no node owns, or only the files that all nodes have. With fewer nodes than before, the
+        node with the replica keeps each remaining part.
 
         Raises:
-            CorruptCheckpointError: a part is nowhere, or nowhere good. Then nothing has changed but what was damaged.
+            CorruptCheckpointError: no node has an intact copy of some part. Intact parts are unchanged.
         """
         group, what = dist.get_group(), f"bringing checkpoint {manifest.name!r} to the memory of all nodes"
         good: list[_HeldPart] = []
@@ -202,7 +205,7 @@ class NodeMemory:
             for one in plan:
                 if one.target == self._rank and not one.is_addition:
                     _clear(self._own, manifest)
-            for one in plan:  # a node keeps what it has a replica of
+            for one in plan:  # the target has the replica
                 if one.source == one.target == self._rank:
                     for file in self._files(manifest, one):
                         path = self._own.folder / file.path
@@ -224,13 +227,13 @@ class NodeMemory:
         with group.all_or_none(what):
             for one in plan:
                 if one.target == self._rank and not one.is_addition:
-                    _adopt(self._own, dataclasses.replace(manifest, node=one.node))
+                    _commit(self._own, dataclasses.replace(manifest, node=one.node))
         for one in plan:
             if one.target == self._rank:
-                log.info("%s: got a part of it from the memory of rank %d's node", manifest.name, one.source)
+                log.info("checkpoint %s: copied a part from the memory of rank %d's node", manifest.name, one.source)
 
     def _plan(self, manifest: Manifest, everyone: list[list[_HeldPart]], faults: Iterable[str]) -> list[_Delivery]:
-        """List which rank gets which files from which other one: the same on every rank."""
+        """List which rank gets which files from which other rank: the same on every rank."""
         own: dict[int | None, int] = {}
         holders: dict[int | None, int] = {}
         for is_replica in (False, True):
@@ -242,9 +245,9 @@ class NodeMemory:
                             own.setdefault(part.node, rank)
         parts = sorted({file.node for file in manifest.files} - {None}, key=lambda node: node or 0)
         if lost := [node for node in (parts or [None]) if node not in holders]:
-            whose = "it" if lost[0] is None else f"the part of node {lost[0]}"
+            what = "it" if lost[0] is None else f"the part of node {lost[0]}"
             raise CorruptCheckpointError(
-                f"checkpoint {manifest.name!r} in memory: no node has {whose} as it was saved. " + " ".join(faults)
+                f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {what}. " + " ".join(faults)
             )
         if not parts:
             target = self._leaders[0]
@@ -273,7 +276,7 @@ class NodeMemory:
 
 @final
 class _BandwidthLimit:
-    """Sends no more than so many bytes per second, on average."""
+    """Limits the average rate at which a thread sends."""
 
     def __init__(self, bytes_per_second: float, hurry: threading.Event) -> None:
         self._bytes_per_second = bytes_per_second
@@ -282,29 +285,30 @@ class _BandwidthLimit:
         self._sent = 0
 
     def wait_for(self, size_bytes: int) -> None:
-        """Wait until so many bytes may be sent, in addition to those before."""
+        """Wait until ``size_bytes`` more bytes may be sent."""
         self._sent += size_bytes
         due = self._started + self._sent / self._bytes_per_second
         self._hurry.wait(max(0.0, due - time.monotonic()))
 
 
 def _clear(catalog: Catalog, manifest: Manifest) -> None:
-    """Delete the checkpoint of that name, to make room for new files."""
+    """Delete the checkpoint of that name, and what has arrived of one."""
     delete_checkpoint(catalog.place, manifest)
     for file in manifest.files:
         _arriving(catalog.folder / file.path).unlink(missing_ok=True)
 
 
 def _arriving(path: Path) -> Path:
-    """Path of the file until all of it has come: that of a temporary, which is swept after a kill."""
+    """Return the temporary path of a file during its transfer. A sweep deletes the file after a kill."""
     return path.with_name(f".{path.name}.tmp-{0:016x}")
 
 
-def _adopt(catalog: Catalog, manifest: Manifest) -> None:
-    """Commit the files that have come as a checkpoint, or remove them if they are not as they were saved.
+def _commit(catalog: Catalog, manifest: Manifest) -> None:
+    """Commit the files that have arrived as a checkpoint, or delete them if one is damaged.
 
     Raises:
-        CorruptCheckpointError: it is not.
+        CorruptCheckpointError: a file is damaged.
+        OSError: a file cannot be read or renamed.
     """
     decider, *others = manifest.here
     try:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason why a record is left out."""
 ANNOUNCED = ".next"
-"""End of the name of the object that names the checkpoint which is being uploaded, and so may be newer than a link."""
+"""End of the name of the object that names the checkpoint being uploaded, which may be newer than the link's."""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 """Ends of the names of files that contain no record."""
@@ -45,7 +45,7 @@ def may_be_decider(path: str) -> bool:
 
 
 def record_in(place: Place, path: str) -> Manifest | None:
-    """Return the record that the file ``path`` contains; ``None``: there is no such file, or it decides about nothing.
+    """Return the record that the file ``path`` contains; ``None``: there is no such file, or it has no record.
 
     The digests of the data files of a directory have no chunks: see :meth:`Catalog.manifest_of`.
 
@@ -63,7 +63,7 @@ def record_in(place: Place, path: str) -> Manifest | None:
         return None
     found = unseal(path, size_bytes, end, place.uri(path))
     folder, _, last = path.rpartition("/")
-    # An index that another program wrote in place of ours is a whole pickle. Beside our data, anything else was cut.
+    # The index of another program is a whole pickle. Any other index beside our data was cut off.
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
         raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
@@ -83,13 +83,13 @@ def with_node(place: Place, manifest: Manifest) -> Manifest:
 def home_of(place: Place, name: str) -> tuple[Place, str]:
     """Return the place that the checkpoint ``name`` was saved to, and its name there.
 
-    That is a place above the given one, if the record has a name with folders, as ``sub/ep1.pt``.
+    The place is above the given one if the saved name has folders, as ``sub/ep1.pt``.
     """
     full = str(place.top / name)
     for path in _deciders_of(name):
         try:
             record = record_in(place, path)
-        except CheckpointError:  # raised to those who open the checkpoint
+        except CheckpointError:  # opening the checkpoint raises it
             break
         for saved in () if record is None else (record.name, *record.also):
             if saved != name and full.endswith(f"/{saved}"):
@@ -99,11 +99,11 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
 
 @final
 class Catalog:
-    """The checkpoints in ``place``. Reading it reads records only, never data.
+    """The checkpoints in ``place``. Only :meth:`verify` reads data; all other methods read records.
 
-    A file without a record is not a checkpoint: it is never listed and never deleted. Neither is a checkpoint whose
-    record has the name of another path, which is a copy made by hand. Every method raises what the place raises; only
-    "not found" counts as absence.
+    A file without a record is not a checkpoint: it is never listed and never deleted. A copy made by hand, whose record
+    has another name, is not listed or deleted either. Every method raises what the place raises; only "not found"
+    counts as absence.
     """
 
     def __init__(self, place: str | Path | Place) -> None:
@@ -118,14 +118,14 @@ class Catalog:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
-        """Return the record of every committed checkpoint, oldest first. A damaged one is logged and left out.
+        """Return the record of every committed checkpoint, oldest first. Damaged records are logged and left out.
 
         Args:
             names: of the checkpoints to look for; ``None``: all.
 
         Raises:
-            NewerManifestError: one was written by a newer version.
-            OSError: one cannot be read.
+            NewerManifestError: a newer version wrote a record.
+            OSError: a record cannot be read.
         """
         manifests, faults = self.manifests_and_faults(names)
         for fault in faults.values():
@@ -143,7 +143,7 @@ class Catalog:
     def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
         """Return records as :meth:`readable` does, and the reason for each that is left out, by name.
 
-        Only a damaged one may be acted on. One that a bucket does not let us read is raised.
+        Only damaged records may be acted on. An OSError of a bucket is raised.
         """
         listed = self.place.files() if names is None else [path for name in names for path in _deciders_of(name)]
         paths = [path for path in listed if may_be_decider(path)]
@@ -159,7 +159,7 @@ class Catalog:
         return sorted(manifests, key=lambda manifest: manifest.order), faults
 
     def _read(self, decider: str) -> Manifest | Fault | None:
-        """Return the record in ``decider``, if the checkpoint lies where it was saved; or what is wrong with it."""
+        """Return the record in ``decider``, or its fault; ``None`` if the checkpoint was moved or copied by hand."""
         try:
             found = record_in(self.place, decider)
             if found is None or found.form == "step":
@@ -187,7 +187,7 @@ class Catalog:
                     found = unseal_index(path, self.place.read(path), self.place.uri(path))
                 else:
                     found = record_in(self.place, path)
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 continue
             if found is not None:
                 return with_node(self.place, found.lying_at(name) or replace(found, name=name))
@@ -199,7 +199,7 @@ class Catalog:
         Args:
             link: full name of the link that leads to it.
             run_name: of the run.
-            announced: look first for the checkpoint that was being uploaded last: the link may not lead to it yet.
+            announced: try the announced checkpoint first: the link may still lead to an older one.
 
         Returns:
             Its record; ``None`` if there is none, or it is damaged (which is logged) or of another run. Then
@@ -216,7 +216,7 @@ class Catalog:
                     target, save_id = self.announced(PurePosixPath(link).name)
                     found = self.manifest_of(target)
                     if self.place.exists(target) if found is None else found.id != save_id:
-                        return None  # it was cut off by a kill, or replaced: the listing tells
+                        return None  # a kill cut the upload off, or it was replaced: the caller lists
             if found is None:
                 target = self.place.target_of(f"/{link}")
                 found = self.manifest_of(target)
@@ -229,10 +229,10 @@ class Catalog:
         return found if found is not None and found.run_name == run_name else None
 
     def check_sizes(self, manifest: Manifest) -> None:
-        """See that all files of a checkpoint are there, with their sizes. The deciding file was read already.
+        """Check that all files of a checkpoint exist with their recorded sizes, except the deciding file.
 
         Raises:
-            CorruptCheckpointError: one is not, or has another size.
+            CorruptCheckpointError: a file is missing or has another size.
         """
 
         def check(record: FileRecord) -> None:
@@ -249,18 +249,18 @@ class Catalog:
         self.place.each(check, [file for file in manifest.here if file.path != manifest.deciders[0]])
 
     def files(self) -> Iterator[str]:
-        """Yield the paths of all files that may be checkpoints, with a record or without."""
+        """Yield the paths of all files that are not hidden."""
         return (path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/")))
 
     def names(self) -> list[str]:
         """Return all names that a new checkpoint would come into conflict with."""
         visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
-        in_bucket = self.place.path_of("") is None  # where data of a directory without an index are in nobody's way
+        in_bucket = self.place.path_of("") is None  # where data without an index block no new checkpoint
         whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
         return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
 
     def verify(self, manifest: Manifest, progress: OnBytes = int) -> None:
-        """Read all data of a checkpoint that are here and compare them with its record.
+        """Read all data of a checkpoint in this place and compare them with its record.
 
         Args:
             manifest: of the checkpoint.
@@ -276,12 +276,12 @@ class Catalog:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
     def check_free(self, name: str, *, overwrite: bool = False, directory: bool = False) -> None:
-        """See that nothing in a folder has the name of a checkpoint to come.
+        """Check that the name of a new checkpoint is free in a folder.
 
         Args:
             name: of the checkpoint, relative to the folder.
             overwrite: accept a name that is taken.
-            directory: the checkpoint will be a directory. An empty one is free: a kill has left it.
+            directory: the checkpoint will be a directory. An empty one counts as free: a kill has left it.
 
         Raises:
             CheckpointExistsError: it is taken, and ``overwrite`` is false.
@@ -299,7 +299,7 @@ class Catalog:
     def announced(self, link: str) -> tuple[str, str]:
         """Return the name and the id of the checkpoint that ``link`` in a bucket is about to lead to, or leads to.
 
-        The checkpoint of that name may have another id: the announced one is not in the place yet.
+        If the stored checkpoint has another id, the announced one is not in the place yet.
 
         Raises:
             FileNotFoundError: nothing was announced.

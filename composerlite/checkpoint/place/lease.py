@@ -3,7 +3,7 @@
 :func:`take_leases` takes all leases of a run, or raises an error that names the process that holds one. In a folder a
 lease is a locked file, in a bucket an object that its holder rewrites every few seconds. Leases of one file or object
 in one process share the file or object. Both classes have the attributes ``uri``, the path or URI of the file or
-object, and ``lost_to``, a description of the process that took the lease over from this process.
+object, and ``lost_to``, a description of the process that took the lease over; always ``None`` in a folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 """Seconds between two beats of the holder of a lease in a bucket."""
 DEAD_SECONDS = 20.0
-"""Seconds without a beat after which another process takes the lease. The same for all processes."""
+"""Seconds without a beat after which another process takes the lease. All processes must use the same value."""
 
 
 @functools.cache
@@ -40,13 +40,13 @@ def this_process(pid: int) -> dict[str, Any]:
     """Return the record of this process, for its leases. A forked child has another ``pid``, and so another id."""
     try:  # process numbers are unique within one boot and one process namespace (container)
         boot = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # not Linux, or hidden: as if each process had a machine of its own
+    except OSError:  # not Linux, or hidden: treat each process as on its own machine
         boot = uuid.uuid4().hex
     return {"id": uuid.uuid4().hex, "process": f"process {pid} on {os.uname().nodename}", "pid": pid, "boot": boot}
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return the record of the holder of a lease. Any other content counts as a holder without a name."""
+    """Return the record of the holder of a lease. Unreadable content gives a holder without a name."""
     nameless = {"id": "", "process": "a process that has not written its name", "pid": 0, "boot": ""}
     try:
         return {**nameless, **json.loads(data)}
@@ -75,7 +75,7 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
     """Take all leases, and wait for other holders to release them.
 
     Args:
-        leases: by the path or URI that each lease protects.
+        leases: by the path or URI that they protect.
         what: the run, for messages.
         timeout: seconds to wait in total.
 
@@ -98,7 +98,7 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
                 if holder != last_holder:
                     log.warning("%s: %r is written by %s: waiting up to %.0f s", what, uri, holder, timeout)
                     last_holder = holder
-                for other in leases.values():  # a dead holder of several leases in a bucket is waited for once
+                for other in leases.values():  # start every clock now: a dead holder costs one wait
                     if isinstance(other, HeartbeatLease) and other not in _held:
                         other.observe()
                 time.sleep(0.5)
@@ -118,7 +118,7 @@ class FileLease:
     def try_to_take(self) -> str | None:
         """Return ``None`` if this process holds the lease now, otherwise a description of the holder."""
         try:
-            while not self._is_locked():  # again if the previous holder removes the file between open and lock
+            while not self._is_locked():  # retry if the previous holder deletes the file between open and lock
                 _unlock(self.uri)
                 make_folder(Path(self.uri).parent)
                 descriptor = os.open(self.uri, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -132,7 +132,7 @@ class FileLease:
                     _locked[self.uri] = os.dup(descriptor)
         except PermissionError:
             raise
-        except OSError as e:  # no locks, or no space: saves report a full disk, which may be tolerated
+        except OSError as e:  # no lock support, or a full disk: saves report a full disk
             log.warning("no lock on %s: %s. A second launch of this run is not refused", self.uri, e)
             return None
         _held.append(self)
@@ -161,16 +161,16 @@ class FileLease:
             try:
                 Path(self.uri).unlink()
             except OSError as e:
-                log.warning("%s was not removed, which keeps no other launch waiting: %s", self.uri, e)
+                log.warning("%s was not deleted (this blocks no other launch): %s", self.uri, e)
         _unlock(self.uri)
 
 
 class HeartbeatLease:
     """Lease in a bucket: one object that a thread of the holder rewrites every few seconds by a conditional swap.
 
-    Another process takes the lease over by one swap of the version that it read, so exactly one of several processes
-    succeeds. It does so if the object has not changed for `DEAD_SECONDS` by its own clock, or at once if the holder
-    ran on this machine and is gone. A holder finds out at its next beat.
+    Another process takes the lease over by swapping the version that it read, so exactly one of several processes
+    succeeds. It may do so if it saw no change for `DEAD_SECONDS`, or at once if the holder ran on this machine and is
+    gone. The old holder learns of the loss at its next beat.
 
     Attributes:
         taken_over: the lease was taken from a silent process that may still be alive.
@@ -196,7 +196,7 @@ class HeartbeatLease:
         self.lost_to = None
         self.confirm(max_age=0)
         if is_new and self._seen_version is None:  # some stores hide objects that may not be read
-            raise PermissionError(f"{self.uri}: the lease was written and is not found: get the right to read it")
+            raise PermissionError(f"{self.uri}: the lease was written and cannot be read: get the right to read it")
         if self.lost_to is not None:
             return self.lost_to
         _held.append(self)
@@ -206,7 +206,7 @@ class HeartbeatLease:
         return None
 
     def observe(self) -> dict[str, Any]:
-        """Read the object and return its holder. Notes the version, ``None`` if there is no object, and since when."""
+        """Read the object and return its holder. Stores the version (``None``: no object) and when it changed."""
         try:
             data, version = self._transfer.read_versioned(self._name)
         except FileNotFoundError:
@@ -216,7 +216,7 @@ class HeartbeatLease:
         return _parse(data)
 
     def confirm(self, max_age: float = 2 * BEAT_SECONDS) -> None:
-        """Write a beat if the last beat is older than ``max_age`` seconds. Sets ``lost_to`` if another was faster.
+        """Write a beat if the last beat is older than ``max_age`` seconds. Sets ``lost_to`` if another process has it.
 
         If the object was deleted, the next beat writes it again. After a long silence another process may have taken
         the lease, deleted the object and ended: then the lease is lost.
@@ -257,7 +257,7 @@ class HeartbeatLease:
         if self in _held:
             _held.remove(self)
             self._is_released.set()
-            for thread in self._threads:  # a store that does not answer is tried for minutes
+            for thread in self._threads:  # limits the wait: requests to a dead store are tried for minutes
                 thread.join(min(DEAD_SECONDS, max(seconds_left(), 1.0)))
 
 

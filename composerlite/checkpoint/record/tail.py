@@ -1,4 +1,4 @@
-"""The tail of a checkpoint's deciding file: the record of the checkpoint, behind the bytes that it describes.
+r"""The tail of a checkpoint's deciding file: the record of the checkpoint, behind the bytes that it describes.
 
 A tail is a line of ASCII JSON and a footer with the length and the digest of that line::
 
@@ -63,9 +63,9 @@ _MOST_COMMENT_BYTES = 0xFFFF - 256
 _FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) ([0-9a-f]{32})\n\Z")
 _FOOTER_BYTES = 50
 _VARIABLE_BYTES = 1024
-"""Room for values that are known when the tail is written: timings, and the name of a weight that is not finite."""
-_MARK_CHARACTERS = 100
-"""Of the name of a weight that is not finite, if it does not fit. JSON has up to six bytes for one."""
+"""Room for values that are unknown until the tail is written: timings, the name of a weight that is not finite."""
+_MARK_CHARACTERS = 80
+"""Characters kept of the name of a weight, if the record is too long. JSON has up to 12 bytes for each."""
 _CHUNK_DIGEST_BYTES = 8
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
 _EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
@@ -73,7 +73,7 @@ _EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tail_room(manifest: Manifest, body_bytes: int) -> int:
-    """Return the size of the tail of a file, in bytes, before its body is written.
+    """Return the size of the tail to reserve, in bytes, before the body of a file is written.
 
     A zip archive states the size of its comment before the comment, so the size must not depend on the digests.
 
@@ -102,7 +102,7 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
     """Return the tail of a file.
 
     Args:
-        manifest: the record. Its files are the other files of the checkpoint.
+        manifest: the record. Its files exclude the deciding file.
         stored: digest of the bytes before the tail, as they are in the file.
         plain: digest of the bytes inside, if the file is compressed.
         room: exact size of the tail in bytes; spaces fill it. If the record does not fit, metrics and timings are left
@@ -189,14 +189,14 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
         if text is None:
             return None
         fields = _checked(text, source)
-        # The second one is that of a file which another program has decompressed.
+        # ``plain`` is the digest of the file after another program has decompressed it.
         digests = [recorded(FileDigest, fields[key]) for key in ("stored", "plain") if key in fields]
         body_bytes = size_bytes - len(end) + before
         digest = next((one for one in digests if one.size_bytes == body_bytes and not one.tail_bytes), None)
         if digest is None:
             saved = " or ".join(str(one.size_bytes) for one in digests)
             raise ValueError(
-                f"{body_bytes} bytes are before it, and {saved or 'an unknown number of'} bytes were saved"
+                f"{body_bytes} bytes are before it, but {saved or 'an unknown number of'} bytes were saved"
             )
         digest = digest.with_tail(end[before:])
         digest.chunk_digests()
@@ -276,7 +276,7 @@ def _checked(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _manifest(fields: Mapping[str, Any], decider: FileRecord) -> Manifest:
-    """Return the record as that of the checkpoint that lies where ``decider`` does: a copy may have another name."""
+    """Return the record with the paths of its files moved to where ``decider`` lies. A copy keeps its saved name."""
     saved = recorded(Manifest, fields["record"])
     for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
         relative_path(path)
