@@ -16,7 +16,7 @@
         ├── CheckpointExistsError (FileExistsError)       saving would overwrite a checkpoint
         ├── CorruptCheckpointError                        the bytes are not those that were saved
         ├── IncompatibleCheckpointError                   a good checkpoint of something else
-        ├── UntrustedCheckpointError                      it contains a type that may run code
+        ├── UntrustedCheckpointError                      it contains a type that may run code, or was refused
         └── SaveError                                     a checkpoint could not be written
 
     SystemExit
@@ -142,7 +142,7 @@ class IncompatibleCheckpointError(CheckpointError):
 
 
 class UntrustedCheckpointError(CheckpointError):
-    """The checkpoint holds a type that is not on the list of those that are safe to load."""
+    """The checkpoint holds a type that is not known to be safe to load, or your own check refused it."""
 
 
 class SaveError(CheckpointError):

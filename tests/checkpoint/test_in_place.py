@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 import torch
 from parts import new_state, save_batch
+from tiny_training import trainer
 from torch import nn
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
 from composerlite.checkpoint.save.job import save
 from composerlite.core import State
-from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UntrustedCheckpointError,
+)
 
 LARGE = 1 << 19  # numbers; 2 MiB, which are chunks of their own
 
@@ -367,6 +373,11 @@ def refuse(path: Path, specs: object) -> bool:
     return False
 
 
+def refuse_the_newest(path: Path, specs: object) -> bool:
+    """One that lets all pass but the second checkpoint."""
+    return path.name != "ba2.pt"
+
+
 def test_the_users_check_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``CHECKPOINT_VALIDATION_FUNCTION`` names a function of (path, specs); what it refuses is not loaded."""
     path = save_batch(tmp_path, 3)
@@ -376,10 +387,24 @@ def test_the_users_check_is_asked_first(tmp_path: Path, monkeypatch: pytest.Monk
         assert [(path, None)] == sys.modules["test_in_place"].ASKED
         patch.setenv("CHECKPOINT_VALIDATION_FUNCTION", "test_in_place.refuse")
         path.write_bytes(b"not looked at")
-        with pytest.raises(CorruptCheckpointError, match=r"ba3\.pt' was refused by test_in_place\.refuse"):
+        with pytest.raises(UntrustedCheckpointError, match=r"ba3\.pt' was refused by test_in_place\.refuse"):
             load_checkpoint(path, new_state())
         for name in ("nothing", "no.such.module.check", "test_in_place.absent", "test_in_place.LARGE", "."):
             patch.setenv("CHECKPOINT_VALIDATION_FUNCTION", name)
             with pytest.raises(ConfigError, match="CHECKPOINT_VALIDATION_FUNCTION"):
                 load_checkpoint(path, new_state())
     assert "CHECKPOINT_VALIDATION_FUNCTION" not in os.environ
+
+
+def test_a_run_does_not_resume_from_an_older_checkpoint_if_the_users_check_refuses_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends with an error, and no file is renamed."""
+    arguments: dict[str, Any] = {"save_folder": str(tmp_path), "save_filename": "ba{batch}.pt", "autoresume": True}
+    with trainer(max_duration="2ba", save_interval="1ba", **arguments) as run:
+        run.fit()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", "test_in_place.refuse_the_newest")
+    with pytest.raises(UntrustedCheckpointError, match=r"ba2\.pt' was refused"):
+        trainer(max_duration="4ba", **arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

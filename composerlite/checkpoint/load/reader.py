@@ -419,15 +419,15 @@ _VALIDATION = "CHECKPOINT_VALIDATION_FUNCTION"
 
 
 def validate(path: Path) -> None:
-    """Ask the function that ``CHECKPOINT_VALIDATION_FUNCTION`` names, if it names one, whether ``path`` may be read.
+    """Call the function that ``CHECKPOINT_VALIDATION_FUNCTION`` names, if it names one, before ``path`` is read.
 
     Raises:
-        CorruptCheckpointError: it says no.
-        ConfigError: it cannot be imported.
+        UntrustedCheckpointError: the function returns false. A resume ends with this error and renames no file.
+        ConfigError: the function cannot be imported.
     """
     name = os.environ.get(_VALIDATION)
     if name and not _function(name)(path, None):  # None: the file as a whole, as Composer calls it
-        raise CorruptCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")
+        raise UntrustedCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")
 
 
 @functools.cache
