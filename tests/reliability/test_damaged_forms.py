@@ -151,7 +151,8 @@ def files_of(path: Path) -> list[Path]:
 def inject(form: Form, root: Path, count: int, seed: int) -> Counter[str]:
     """Damage a file of the checkpoint ``count`` times, each time after the last damage was repaired.
 
-    Returns how often the checkpoint was refused, and how often it was loaded with all that was saved.
+    Returns how often the checkpoint was refused, and how often it was loaded with all that was saved, which a flipped
+    bit must not be.
     """
     chooser = random.Random(seed)
     path, other = root / "run" / form.name, root / "other" / form.name
@@ -175,6 +176,7 @@ def inject(form: Form, root: Path, count: int, seed: int) -> Counter[str]:
         except CheckpointError:
             outcomes["refused"] += 1
         else:
+            assert kind is not damage.flip_bit, f"bit {number} of seed {seed} in {file.name} was loaded"
             assert loaded == expected, f"damage {number} of seed {seed}, {kind} of {file.name}, was loaded"
             outcomes["loaded as saved"] += 1
         file.write_bytes(sound[file])
