@@ -269,7 +269,8 @@ def quarantine_checkpoint(place: Place, manifest: Manifest, names: re.Pattern[st
             checkpoint, are renamed even if their own record is missing or damaged.
     """
     numbers = numbers_in(names, manifest.name)
-    damaged = [file.path for file in manifest.files if numbers and numbers_in(names, file.path) == numbers]
+    of_run = () if numbers is None else manifest.files
+    damaged = [file.path for file in of_run if numbers_in(names, file.path) == numbers]
     paths = own_files(place, manifest, damaged) if manifest.form == "archives" else [manifest.name]
     for path in reversed(paths):  # the record last: after a kill the next start finishes
         quarantine_file(place, path)
