@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -312,8 +313,11 @@ class Machine(RuleBasedStateMachine):
         counted = len([e for e in before if e.line is None and e.template == template])  # it looks whole
         may_go: set[str] = set()
         # What was the line until a later attempt had its first checkpoint may have gone before that.
-        for entries in (known.values(), before):
-            line = sorted((e for e in self.history.living(entries) if e.template == template), key=lambda e: e.batch)
+        # Nor need it be seen that what is of the latest attempt is damaged.
+        damaged = max((self.damaged.get(e.data, 0) for e in before if e.line is None), default=0)
+        for entries, newest in itertools.product((known.values(), before), (0, damaged)):
+            living = self.history.living(entries, newest)
+            line = sorted((e for e in living if e.template == template), key=lambda e: e.batch)
             may_go |= {e.name for e in line[: max(len(line) - max(keep - counted, 0), 0)]}
         return {name: e for name, e in known.items() if name not in may_go}
 

@@ -278,18 +278,21 @@ class History:
         if f"ba{entry.batch}." not in f"{entry.name}.":
             raise FoundError(f"[content] {entry.folder / entry.name} is of batch {entry.batch}")
 
-    def living(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Those of the highest attempt that can be resumed from, and of those it came from, the oldest first."""
+    def living(self, entries: Iterable[Entry], newest: int = 0) -> list[Entry]:
+        """Those of the highest attempt that can be resumed from, and of those it came from, the oldest first.
+
+        ``newest``: of an attempt whose checkpoints are damaged, which has come after those of ``entries``.
+        """
         known = sorted((e for e in entries if e.line is not None), key=lambda e: (self.attempts[e.launch], e.batch))
         whole = [e for e in known if e.kind != "weights"]
         if not whole:
             return known
-        until = {self.attempts[whole[-1].launch]: LONGEST}
-        attempt, least = self.attempts[whole[-1].launch], LONGEST
+        newest = max(newest, self.attempts[whole[-1].launch])
+        until = {newest: LONGEST}
+        attempt, least = newest, LONGEST
         while attempt in self.left:
             attempt, batch = self.left[attempt]
             until[attempt] = least = min(least, batch)
-        newest = self.attempts[whole[-1].launch]
         return [
             e for e in known if self.attempts[e.launch] > newest or e.batch <= until.get(self.attempts[e.launch], -1)
         ]
