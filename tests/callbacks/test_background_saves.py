@@ -344,20 +344,6 @@ def test_bad_arguments_are_errors_at_construction(tmp_path: Path, arguments: dic
         trainer(tmp_path, **arguments)
 
 
-def test_a_folder_that_goes_away_ends_training(tmp_path: Path) -> None:
-    """Removed by hand in the middle: the next save makes it anew, as nothing says it should not."""
-
-    class Remove(Callback):
-        def batch_end(self, state: State, logger: Logger) -> None:
-            if int(state.timestamp.batch) == 6:
-                for path in sorted(tmp_path.rglob("*"), reverse=True):
-                    path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
-
-    with trainer(tmp_path, Remove(), save_async=False) as run:
-        run.fit()
-    assert batches(tmp_path) == [6, 7, 8, 9, 10, 11, 12]
-
-
 def test_names_that_do_not_differ_collide_early(tmp_path: Path) -> None:
     """Another run's ``last.pt`` is not overwritten: an error before training."""
     with trainer(tmp_path, save_filename="last.pt") as run:

@@ -55,7 +55,7 @@ from composerlite.checkpoint.record.naming import (
 )
 from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of, names_of_ranks
-from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, naming
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, SaveError, naming
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import Lineage, StateDict
 
@@ -689,14 +689,14 @@ class RunFolder:
         """Raise if the folder was removed or replaced. Call before a save.
 
         Raises:
-            RunInUseError: it was. Another process may have the folder by now.
+            SaveError: it was. Another process may have the folder by now.
         """
         for lease in self._leases:
             if isinstance(lease, FileLease) and lease.is_gone:
-                raise RunInUseError(
+                raise SaveError(
                     f"save_folder={self.folder!r} was removed or replaced while this run saves to it: {lease.uri!r} is "
                     "gone. Checkpoints that were in it are gone, too, and another process may have the folder by now. "
-                    "Start the run again."
+                    "Put it back, or start the run again."
                 )
 
     def release(self) -> None:
