@@ -91,9 +91,10 @@ def check(
     for manifest in manifests:
         catalog.verify(manifest)
         assert digest(read_checkpoint(folder / manifest.name)["state"]) == reference[manifest.batch]
-    if FAILURES[what][2] == TAKES_SPACE:
-        assert link.resolve().name == Path(manifests[-1].name).name, "the link is behind"
     newest = manifests[-1].batch
+    has_not_begun = scenario == "recover" and newest == batch  # and has left the link as the kill before it has
+    if FAILURES[what][2] == TAKES_SPACE and not has_not_begun:
+        assert link.resolve().name == Path(manifests[-1].name).name, "the link is behind"
     assert newest >= batch, f"batch {batch} is lost"
     assert choose([RunPlace(catalog)], RUN).place == folder / manifests[-1].name
     if failed is None:
