@@ -16,7 +16,6 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.record.tail import seal
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import Pointed
@@ -89,11 +88,15 @@ def test_a_planted_checkpoint_goes_alone(victim: Path) -> None:
 
 
 def test_a_planted_checkpoint_is_set_aside_alone(victim: Path) -> None:
-    """A damaged one is renamed: the file that it names stays, also where that has no record."""
+    """A damaged one is renamed: the checkpoint that it names stays whole. A file without a record may be a part of it
+    that lost the record: it is renamed, too."""
+    has_record = bool(Catalog(victim.parent).manifests())
     before = tree(victim.parent)
     planted = plant(victim.parent, victim)
-    quarantine_checkpoint(Folder(victim.parent), planted, name_pattern("ba{batch}-rank{rank}.tar", "run"))
+    quarantine_checkpoint(Folder(victim.parent), planted)
     (victim.parent / f"{planted.name}.damaged").unlink()
+    if not has_record:
+        victim.with_name(f"{victim.name}.damaged").rename(victim)
     assert tree(victim.parent) == before
 
 
@@ -155,6 +158,6 @@ def test_archives_of_ranks_are_set_aside_as_a_whole(tmp_path: Path) -> None:
     """Also one whose own record is damaged: the run saves the names again."""
     manifest = save_archives(tmp_path, 3)
     flip(tmp_path / "c-rank1.tar", -100)
-    quarantine_checkpoint(Folder(tmp_path), manifest, name_pattern("c-rank{rank}.tar", "run"))
+    quarantine_checkpoint(Folder(tmp_path), manifest)
     assert sorted(tree(tmp_path)) == ["c-rank0.tar.damaged", "c-rank1.tar.damaged"]
     save_archives(tmp_path, 4, overwrite=False)

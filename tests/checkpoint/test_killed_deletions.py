@@ -22,7 +22,6 @@ from composerlite.checkpoint import Catalog, save_state_dict
 from composerlite.checkpoint.place.commit import delete_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.tools.surveying import remove, survey
 from composerlite.cli.app import app
 from composerlite.errors import CorruptCheckpointError
@@ -145,7 +144,7 @@ def quarantine_damaged(folder: Path) -> None:
         try:
             catalog.verify(manifest)
         except CorruptCheckpointError:
-            quarantine_checkpoint(catalog.place, manifest, name_pattern(manifest.template, manifest.run_name))
+            quarantine_checkpoint(catalog.place, manifest)
 
 
 def killed_quarantines(root: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -12,7 +13,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
-from composerlite.checkpoint.record.naming import name_pattern, numbers_in
+from composerlite.checkpoint.record.naming import FIRST_RANK, name_pattern
 from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -227,6 +228,17 @@ def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
     return latest
 
 
+def _numbers_in(names: re.Pattern[str], name: str) -> Mapping[str, str] | None:
+    """Return the numbers in ``name`` that are the same on all ranks; ``None``: it is none of ``names``.
+
+    Args:
+        names: of the checkpoints of a run.
+        name: a path.
+    """
+    match = names.fullmatch(name)
+    return None if match is None else {key: text for key, text in match.groupdict().items() if key not in FIRST_RANK}
+
+
 def _files_without_record(
     catalog: Catalog, template: str, run_name: str, known: Container[str], unread: Iterable[str]
 ) -> Iterator[UnusableFile]:
@@ -240,9 +252,9 @@ def _files_without_record(
         unread: names that have a damaged record, and may have files of other ranks.
     """
     pattern = name_pattern(template, run_name)
-    of_unread = [numbers_in(pattern, name) for name in unread]
+    of_unread = [_numbers_in(pattern, name) for name in unread]
     for name in catalog.files():
-        if name in known or (numbers := numbers_in(pattern, name)) is None or numbers in of_unread:
+        if name in known or (numbers := _numbers_in(pattern, name)) is None or numbers in of_unread:
             continue
         copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
         error, is_damage = (

@@ -327,9 +327,9 @@ def _clean_up(
     for one, error, _ in rejected:
         in_folder = one.bucket is None and not one.is_scattered and one.path != chosen.path
         if in_folder and isinstance(error, CorruptCheckpointError):
-            catalog, names = places[one.place].catalog, name_pattern(places[one.place].template or "", run_name)
+            catalog = places[one.place].catalog
             if (own := _own_record(one, catalog)) is not None:
-                quarantine_checkpoint(catalog.place, own, names)
+                quarantine_checkpoint(catalog.place, own)
                 quarantined.append(own)
     for fault in faults:
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from composerlite.checkpoint.format import INDEXES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
 from composerlite.checkpoint.place.place import OnBytes, Place
 from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
-from composerlite.checkpoint.record.naming import data_file_id, numbers_in
+from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
 from composerlite.storage import StagedFile
@@ -219,7 +219,7 @@ def delete_checkpoint(place: Place, manifest: Manifest) -> None:
     log.debug("deleted checkpoint %s", place.uri(manifest.name))
 
 
-def own_files(place: Place, manifest: Manifest, damaged: Container[str] = ()) -> list[str]:
+def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> list[str]:
     """Return the paths of the files that go with a checkpoint when it is deleted, renamed or replaced.
 
     A forged record of archives can name any file of its folder. So the archive of another rank counts only if its own
@@ -228,7 +228,7 @@ def own_files(place: Place, manifest: Manifest, damaged: Container[str] = ()) ->
     Args:
         place: has the checkpoint.
         manifest: its record.
-        damaged: archives that count even if their own record is missing or damaged.
+        or_damaged: archives count, too, whose own record is missing or damaged.
     """
     first, *others = (file.path for file in manifest.files)
     if manifest.form != "archives":
@@ -241,7 +241,7 @@ def own_files(place: Place, manifest: Manifest, damaged: Container[str] = ()) ->
         except (FileNotFoundError, CorruptCheckpointError, NewerManifestError):
             found = None
         if found is None:
-            return path in damaged
+            return or_damaged
         return found.form == "archives" and found.id == manifest.id and f"/{first}".endswith(f"/{found.name}")
 
     return [first, *(path for path, own in zip(others, place.each(is_own, others), strict=True) if own)]
@@ -259,19 +259,9 @@ def check_own(place: Place, manifest: Manifest) -> None:
         raise CorruptCheckpointError(f"checkpoint {place.uri(manifest.name)!r} names {uri!r}, which is no part of it.")
 
 
-def quarantine_checkpoint(place: Place, manifest: Manifest, names: re.Pattern[str]) -> None:
-    """Rename a damaged checkpoint to ``<name>.damaged``.
-
-    Args:
-        place: has the checkpoint.
-        manifest: the record.
-        names: matches the names of the run. Archives of ranks that have such a name, with the numbers of this
-            checkpoint, are renamed even if their own record is missing or damaged.
-    """
-    numbers = numbers_in(names, manifest.name)
-    of_run = () if numbers is None else manifest.files
-    damaged = [file.path for file in of_run if numbers_in(names, file.path) == numbers]
-    paths = own_files(place, manifest, damaged) if manifest.form == "archives" else [manifest.name]
+def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:
+    """Rename a damaged checkpoint to ``<name>.damaged``, with archives whose own record is missing or damaged."""
+    paths = own_files(place, manifest, or_damaged=True) if manifest.form == "archives" else [manifest.name]
     for path in reversed(paths):  # the record last: after a kill the next start finishes
         quarantine_file(place, path)
 

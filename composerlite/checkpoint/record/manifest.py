@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 import threading
 import uuid
@@ -50,6 +51,7 @@ RESUMABLE = ("monolithic", "sharded", "deepspeed")
 """The kinds of checkpoints that autoresume takes."""
 _DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
 """The file in a directory that contains the record, by form."""
+_NUMBER = re.compile(r"\d+")
 T = TypeVar("T")
 
 
@@ -241,9 +243,9 @@ class Manifest:
         return sum(file.size_bytes for file in self.files)
 
     def check(self) -> None:
-        """See that the parts agree, and that the files of a directory lie in it: they are deleted with it.
+        """Check that the parts agree, files of a directory lie in it, and names of archives differ in numbers only.
 
-        Files of archives are its own if they say so: :func:`composerlite.checkpoint.place.commit.own_files`.
+        Archives are deleted with it only if they name it: :func:`composerlite.checkpoint.place.commit.own_files`.
 
         Raises:
             ValueError: they do not.
@@ -257,7 +259,11 @@ class Manifest:
             raise ValueError("it names a file twice")
         if self.form == "file" and len(paths) > 1:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
-        if strange := [path for path in paths if self.is_directory and not path.startswith(self.home)]:
+        if self.form == "archives":
+            strange = [path for path in paths[1:] if _NUMBER.sub("0", path) != _NUMBER.sub("0", self.name)]
+        else:
+            strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
+        if strange:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
 
 

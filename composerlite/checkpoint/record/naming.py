@@ -30,7 +30,6 @@ __all__ = [
     "format_name_with_dist_and_time",
     "get_save_filename",
     "name_pattern",
-    "numbers_in",
     "root_and_template",
     "variables_in",
 ]
@@ -299,17 +298,6 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
         else:
             pattern += f"(?P={name})" if formats[name] == number_format else f"(?:{number})"
     return re.compile(pattern)
-
-
-def numbers_in(names: re.Pattern[str], name: str) -> Mapping[str, str] | None:
-    """Return the numbers in ``name`` that are the same on all ranks; ``None``: it is none of ``names``.
-
-    Args:
-        names: of the checkpoints of a run, as :func:`name_pattern` gives it.
-        name: a path.
-    """
-    match = names.fullmatch(name)
-    return None if match is None else {key: text for key, text in match.groupdict().items() if key not in FIRST_RANK}
 
 
 def ensure_no_conflict(
