@@ -63,7 +63,7 @@ def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
     assert first["directories"] == good[1]
     assert first["none"] is None
     assert [m.name for m in Catalog(tmp_path / "directories").manifests()] == ["ba3", "ba4"]
-    assert "is there for rank 0 and not for the ranks [1]" in first["unseen"]
+    assert "is visible to rank 0 and not to the ranks [1]" in first["unseen"]
     assert [m.name for m in Catalog(tmp_path / "unseen").manifests()] == ["ba6"], "what is not seen is not damaged"
 
 
