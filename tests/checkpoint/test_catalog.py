@@ -15,6 +15,7 @@ from sealed_files import damage
 
 from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 
 
@@ -105,6 +106,14 @@ def test_damage_is_told_apart(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CorruptCheckpointError, match=r"No such file .*ba1\.pt'"):
         Catalog(tmp_path).verify(manifest)
+
+
+def test_a_link_that_is_being_made_is_not_listed(tmp_path: Path) -> None:
+    """Commands beside a run see the links that are there, and not the temporary one, which is gone a moment later."""
+    place = Folder(tmp_path)
+    with place.pointing({"latest": "ba1.pt"}):
+        assert place.links() == {}
+    assert place.links() == {"latest": "ba1.pt"}
 
 
 # ── reserve, delete ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -229,7 +229,8 @@ class Folder(Place):
         return os.path.relpath(os.path.realpath(path), os.path.realpath(self.path))
 
     def links(self) -> Mapping[str, str]:
-        return {path: self.target_of(path) for path, entry in _walk(self.path) if entry.is_symlink()}
+        links = [path for path, entry in _walk(self.path) if entry.is_symlink() and not is_temporary(entry.name)]
+        return {path: self.target_of(path) for path in links}
 
     def lock(self, name: str) -> Lease:
         return FileLease(self.path / lease_name(name))

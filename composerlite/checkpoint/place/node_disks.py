@@ -17,7 +17,6 @@ __all__ = ["Disks", "disks_of"]
 
 _APPEARS_SECONDS = 5.0
 """A network file system may show a new file on other machines a moment later."""
-_PAUSE_SECONDS = 0.1
 
 
 @final
@@ -90,4 +89,4 @@ def _leader(mark: Path) -> int | None:
                 return int(text)
         if time.monotonic() >= until:
             return None
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(0.1)
