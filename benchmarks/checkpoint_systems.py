@@ -175,7 +175,7 @@ class Composerlite(System):
     """A Pipeline, as Trainer uses it."""
 
     distribution = "composerlite"
-    in_training = ("async", "lazy")
+    in_training = ("async",)
     flushes = True
     begins_anew = True
 
@@ -189,21 +189,21 @@ class Composerlite(System):
         )
         self.pipeline = Pipeline()
 
-    def _save(self, path: Path, *, asynchronous: bool, lazy: bool) -> Any:
+    def _save(self, path: Path, *, asynchronous: bool) -> Any:
         from composerlite.checkpoint import Catalog
 
         catalog = Catalog(path.parent)
-        return self.pipeline.save(self.state, catalog=catalog, template=path.name, asynchronous=asynchronous, lazy=lazy)
+        return self.pipeline.save(self.state, catalog=catalog, template=path.name, asynchronous=asynchronous)
 
     def save(self, path: Path) -> None:
-        self._save(path, asynchronous=False, lazy=False).wait(TIMEOUT)
+        self._save(path, asynchronous=False).wait(TIMEOUT)
 
     def prepare(self, way: str) -> None:
         self.pipeline.prepare(self.state)
         assert self.pipeline.prepared(TIMEOUT)
 
     def start(self, path: Path, way: str) -> Pending:
-        saved = self._save(path, asynchronous=True, lazy=way == "lazy")
+        saved = self._save(path, asynchronous=True)
         return Pending(lambda: saved.done, lambda: saved.wait(TIMEOUT))
 
     def load(self, path: Path) -> None:

@@ -124,20 +124,20 @@ def limits(gb: float, device: str, folder: Path) -> dict[str, float]:
 def save(gb: float, device: str, folder: Path) -> dict[str, float]:
     """Four asynchronous saves of ours, each with the step of an optimizer after it; bytes are compared.
 
-    The first one copies at once. The last one has work between it and the step that takes longer than the copy.
+    The last one has work between it and the step that takes longer than the copy.
     """
     from composerlite.checkpoint.format.torch_file import TorchImage
-    from composerlite.checkpoint.save.staging import Staging
+    from composerlite.checkpoint.save.snapshot import StagingMemory
 
     state = state_of(gb, device)
     parameters = [torch.nn.Parameter(tensor) for tensor in state.values()]
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     for parameter in parameters[:1]:
         parameter.grad = torch.zeros_like(parameter)
-    staging = Staging()
+    staging = StagingMemory()
     image = TorchImage(dict(zip(state, parameters, strict=True)))
     staging.prepare(image.size_bytes)
-    if not staging.prepared(600):
+    if not staging.wait_until_prepared(600):
         raise RuntimeError("memory was not prepared")
     found: dict[str, float] = {"size_gb": image.size_bytes / 1e9}
     for number in range(4):
@@ -178,7 +178,7 @@ def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
     """
     from composerlite.checkpoint import async_save_state_dict, save_state_dict
     from composerlite.checkpoint.format.torch_file import TorchImage
-    from composerlite.checkpoint.save.staging import Staging
+    from composerlite.checkpoint.save.snapshot import StagingMemory
 
     state = state_of(gb, device)
     size = 4096 if device == "cuda" else 256
@@ -199,7 +199,10 @@ def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
         synchronize(device)
         return time.perf_counter() - started
 
-    optimizer, staging = torch.optim.SGD([torch.nn.Parameter(t) for t in state.values()], lr=0.0), Staging()
+    optimizer, staging = torch.optim.SGD([torch.nn.Parameter(t) for t in state.values()], lr=0.0), StagingMemory()
+    staging.prepare(TorchImage(state).size_bytes)
+    if not staging.wait_until_prepared(600):
+        raise RuntimeError("memory was not prepared")
     found: dict[str, float] = {}
     for step in (product, launches):
         seconds_of(step, 20)

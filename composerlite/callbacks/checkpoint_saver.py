@@ -67,13 +67,11 @@ class CheckpointSaver(Callback):
         ignore_keys: globs over ``state/model/…`` paths, or a function of the dict, of what is not saved.
         compat: ``'composer'``: save what Composer loads, too.
         asynchronous: write in the background; else each save keeps training until it is durable.
-        staging_bytes: memory for the copy of what is saved; ``None`` takes what a checkpoint needs if that is at most
-            half of what is free. With less, training waits while the rest is written.
-        lazy: training continues before weights and optimizer state are copied; the optimizer's next step waits for
-            the rest. ``None``: where nothing else can change them: no algorithms, no callbacks but composerlite's.
-        verify_copy: at which saves the content of what was copied is compared with what it was: ``'first'``,
-            ``'always'``, ``'never'``, or every so many. On the CPU the kernel tells of each change at each save:
-            there only ``'always'`` and a number compare, and only what is copied late. What differs is not committed.
+        staging_bytes: most memory for the copy of the state; ``None``: half of the free memory. Without enough memory
+            training waits while the state is written.
+        lazy: weights and optimizer state on a GPU are copied while training continues, and the next optimizer step
+            waits for the copy. ``None``: if nothing else changes them: no algorithms, only callbacks of composerlite.
+            Tensors of the CPU are always copied before training continues.
         on_exception: if training fails, save what there is then as ``crash-<filename>``. Autoresume skips it;
             ``load_path`` loads it. In one process only.
         in_memory: the folder is in memory that outlives the process: it is emptied at the end, once another saver has
@@ -114,7 +112,6 @@ class CheckpointSaver(Callback):
         asynchronous: bool = True,
         staging_bytes: int | None = None,
         lazy: bool | None = None,
-        verify_copy: int | str = "first",
         on_exception: bool = False,
         in_memory: bool = False,
         replication: float | None = None,

@@ -85,7 +85,6 @@ class TrainerArguments:
     save_async: bool = True
     save_staging_bytes: int | None = None
     save_lazy: bool | None = None
-    save_verify_copy: int | str = "first"
     save_on_exception: bool = False
     save_failure_limit: int = 0
     save_ephemeral_interval: int | str | None = None

@@ -1,16 +1,11 @@
-"""Devices: what training runs on, as a name that torch takes, with what Composer's devices offer.
+"""Devices that training runs on (``device``), their random generators (``rng``), and copies from them.
 
-``rng`` holds the state of the random generators there, ``copier`` how checkpoints are copied from there.
+``copier`` copies from a device to memory of this machine, ``ring`` through a small pinned buffer.
 """
 
 from composerlite.devices.copier import (
     DeviceCopier,
     Devices,
-    MachineDevices,
-    PageableCopier,
-    Pin,
-    Pinning,
-    content_sums,
     this_machine,
 )
 from composerlite.devices.device import Device, DeviceCPU, DeviceGPU, DeviceMPS, get_device, move_to_device
@@ -24,12 +19,7 @@ __all__ = [
     "DeviceMPS",
     "DeviceRing",
     "Devices",
-    "MachineDevices",
-    "PageableCopier",
-    "Pin",
-    "Pinning",
     "RingSlots",
-    "content_sums",
     "get_device",
     "move_to_device",
     "shared_ring",

@@ -1,9 +1,9 @@
-"""Copies from devices to memory of this machine, in the order in which each device works.
+"""Copies from accelerators to memory of this machine.
 
-Training queues its work on a device and does not wait for it, and so do copies: what is read when follows
-from waits between the two queues. Those are the verbs of :class:`DeviceCopier`; ``tests/checkpoint/test_copy_order.py``
-runs a simulated device that does its work in any order that they allow. Streams and events are those of the CUDA
-programming guide, https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
+Training queues work on a device and does not wait for the result. Copies have a queue of their own. Waits between the
+two queues decide which bytes a copy reads: :class:`DeviceCopier` has these waits as methods, and
+``tests/checkpoint/test_copy_order.py`` runs a simulated device that works in any order that the waits allow.
+Streams and events: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -22,75 +22,74 @@ from composerlite import dist
 from composerlite.storage import HostMemory
 
 log = logging.getLogger(__name__)
-_CHUNK_BYTES = 64 << 20  # of one copy, 1 ms: small copies of training get in between two
-_STREAM_COPIES = 512  # a stream takes 1,024 before the host has to wait for the first
+_CHUNK_BYTES = 64 << 20  # 1 ms of copying: small copies of training run between two chunks
+_STREAM_COPIES = 512  # a stream takes 1,024 copies before the host waits for the first
 _STREAMS = 8
-_SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may reach over two calls
-_PORTABLE = 1  # pinned for all devices, and not only for the current one
-_PAUSE_SECONDS = 0.01
-_POLL_SECONDS = 0.00005  # then an eighth of what was waited
+_SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may span two calls
+_PORTABLE = 1  # pinned for all devices, and not only for the current device
+_POLL_SECONDS = 0.00005  # the first sleep; later sleeps are an eighth of the time waited
 _MOST_POLL_SECONDS = 0.01
-_LOOK_SECONDS = 1.0  # between looks at the other ranks
+_RANK_CHECK_SECONDS = 1.0
 _READ_SECONDS = 600.0
 
 
 class DeviceCopier(Protocol):
-    """The copies of one device. All but :meth:`wait` and :meth:`fetch` are for the training thread.
+    """The copies of one device. :meth:`wait` and :meth:`fetch` are for any thread, all others for the training thread.
 
     Attributes:
-        may_run_late: copies run while training does; else each is done when :meth:`copy` returns.
+        may_run_late: copies run beside training. Otherwise a copy is complete when :meth:`copy` returns.
     """
 
     may_run_late: bool
 
     def after_training(self) -> None:
-        """Make later copies wait, on the device, for the work that training has queued up to now."""
+        """Make later copies wait, on the device, for all work that training has queued."""
         ...
 
     def copy(
         self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
     ) -> None:
-        """Queue a copy of ``storage``, or of a part of it. It has to exist until the copy is done.
+        """Queue a copy of ``storage``, or of a part. The storage must exist until the copy is complete.
 
         Args:
             storage: on the device.
             memory: host memory.
             offset: in ``memory``, in bytes.
             start: in ``storage``, in bytes.
-            size: in bytes; ``None`` for all from ``start`` on.
+            size: in bytes; ``None``: to the end of the storage.
         """
         ...
 
     def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
-        """Queue, among the copies, one of all ``storages`` into new memory of the device, one after the other.
+        """Queue, among the copies, a concatenation of ``storages`` into new memory of the device.
 
         Args:
             storages: on the device.
 
         Returns:
-            The new memory, which is filled when the copies that are queued so far are done.
+            The new memory. Copies queued later may read it.
         """
         ...
 
     def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> Any:
-        """Queue, among training's work, a copy of host memory to ``storage``.
+        """Queue, among the work of training, a copy of host memory to ``storage``.
 
         Args:
-            source: bytes, which must stay as they are until the copy is done.
+            source: bytes, not to be changed until the copy is complete.
             storage: on the device.
             start: in ``storage``, in bytes.
 
         Returns:
-            The moment at which it is done, for :meth:`wait`.
+            The end of the copy, for :meth:`wait`.
         """
         ...
 
     def mark(self) -> Any:
-        """Return the moment at which the copies queued up to now are done."""
+        """Return the end of the copies queued so far, for :meth:`wait` and :meth:`before_training`."""
         ...
 
     def before_training(self, mark: Any) -> None:
-        """Make work that training queues from now on wait, on the device, for ``mark``. This thread does not wait."""
+        """Make later work of training wait, on the device, for ``mark``. The calling thread does not wait."""
         ...
 
     def wait(self, mark: Any, timeout: float) -> None:
@@ -101,137 +100,61 @@ class DeviceCopier(Protocol):
             timeout: in seconds.
 
         Raises:
-            TimeoutError: it does not come.
+            TimeoutError: the copies are not complete by then.
         """
         ...
 
     def finish_training(self, timeout: float) -> None:
-        """Wait until what training has queued is done: then the memory may be read in any order.
+        """Wait until the device has finished all work of training. Any thread may read the memory then.
 
         Raises:
-            TimeoutError: it is not.
+            TimeoutError: the work is not finished within ``timeout`` seconds.
         """
         ...
 
     def read(self, numbers: Tensor) -> Any:
-        """Queue a copy of a few ``numbers`` as training has left them up to now; training does not wait for it."""
-        ...
-
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        """:meth:`read` :func:`content_sums` of what they hold."""
+        """Queue a copy of a few ``numbers``, after the work that training has queued. Training does not wait."""
         ...
 
     def fetch(self, read: Any) -> Any:
-        """Wait for what :meth:`read` or :meth:`sum_up` gave, and for no later work; the numbers. In any thread.
+        """Wait for a result of :meth:`read`, and for no later work; return the numbers. In any thread.
 
         Raises:
-            TimeoutError: it does not come.
+            TimeoutError: the device does not copy the numbers.
         """
         ...
 
     def waited_seconds(self) -> float:
-        """Return the seconds that training waited for copies on the device, in waits that ended since the last call."""
+        """Return the seconds for which training waited on the device, in waits that ended since the last call."""
         ...
-
-
-Pin = Callable[["HostMemory", threading.Event | None], bool]
-"""Pins memory for direct writes by devices; returns true if it did. With an event it is in the background: it pauses
-while the event is cleared, and loads the kernels of sums, which the first save would wait for otherwise."""
 
 
 class Devices(Protocol):
-    """The devices that storages lie on."""
+    """The accelerators of this machine."""
 
     def of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
-        """Copier for ``storage``; ``None`` for one in this machine's memory."""
+        """Return the copier for ``storage``; ``None`` for a storage in memory of this machine."""
         ...
 
-    def pinner(self, device: torch.device | None = None) -> Pin:
-        """Function that pins host memory, callable in any thread.
+    def current(self) -> torch.device | None:
+        """Return the accelerator of the calling thread, for :meth:`pin`; ``None`` if memory needs no pinning."""
+        ...
+
+    def pin(self, memory: HostMemory, device: torch.device) -> bool:
+        """Pin ``memory`` for copies by all devices. For any thread; may be called twice.
 
         Args:
-            device: one that this process works with; ``None`` for the current one, on the training thread.
+            memory: host memory.
+            device: a device that this process uses.
+
+        Returns:
+            True if the memory is pinned.
         """
         ...
 
     def release(self, memory: HostMemory) -> None:
-        """End that, before ``memory`` goes. Nothing may be copied to it any more."""
+        """Unpin ``memory`` before it is closed. No copy to the memory may be queued."""
         ...
-
-
-# ── content ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-_SMALL_BYTES = 1 << 20
-_GROUP_BYTES = 16 << 20
-_COLUMNS = 1 << 12
-_ROWS = 1 << 11
-_BLOCK_BYTES = 8 * _COLUMNS * _ROWS
-_BATCH = 64
-_FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
-"""Of the generator splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195), as torch has them."""
-
-
-def content_sums(parts: Sequence[Tensor]) -> Tensor:
-    """Return two sums of each 64 MiB of each of ``parts``, but for small ones in a row, which have theirs together.
-
-    The sums are modulo 2^64: of 64-bit words, and of each word times a weight of its place. Words are laid out as a
-    table, and the weight of a place is that of its row and that of its column: memory is read twice. A device is
-    given three kernels for a block and a few for each 64 of them, and needs 5 MiB.
-
-    Args:
-        parts: bytes, on one device.
-
-    Returns:
-        Numbers of 64 bits, on that device: a row of two for each block. Equal parts have equal sums on every device.
-    """
-    blocks = [block for part in _grouped(parts) for block in part.split(_BLOCK_BYTES)]
-    if not blocks:
-        return torch.zeros(0, 2, dtype=torch.int64)
-    device = blocks[0].device
-    weights = _weights(0, _COLUMNS + _ROWS + 1, device)
-    batches = [blocks[start : start + _BATCH] for start in range(0, len(blocks), _BATCH)]
-    return torch.cat([_sums_of_blocks(batch, weights[:_COLUMNS], weights[_COLUMNS:]) for batch in batches])
-
-
-def _grouped(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Join small parts in a row: which ones depends on their sizes alone."""
-    groups: list[list[Tensor]] = [[]]
-    room = 0
-    for part in parts:
-        size = part.numel()
-        if size > room or size > _SMALL_BYTES:
-            groups.append([])
-            room = _GROUP_BYTES if size <= _SMALL_BYTES else 0
-        groups[-1].append(part)
-        room -= size
-    return [one[0] if len(one) == 1 else torch.cat(one) for one in groups if one]
-
-
-def _sums_of_blocks(blocks: Sequence[Tensor], of_columns: Tensor, of_rows: Tensor) -> Tensor:
-    """Return the two sums of each of ``blocks``."""
-    of_row, of_column, last = (
-        torch.zeros(len(blocks), length, dtype=torch.int64, device=of_rows.device)
-        for length in (_ROWS, _COLUMNS, _COLUMNS)
-    )
-    for number, block in enumerate(blocks):
-        rows, left = divmod(block.numel(), 8 * _COLUMNS)
-        if rows:
-            table = block[: 8 * _COLUMNS * rows].view(torch.int64).view(rows, _COLUMNS)
-            torch.sum(table, 1, out=of_row[number, :rows])
-            torch.sum(table, 0, out=of_column[number])
-        if left:  # a row that is not full
-            last[number].view(torch.uint8)[:left] = block[-left:]
-    plain = of_column.sum(1) + last.sum(1)
-    placed = (of_row * of_rows[:_ROWS]).sum(1) + (of_column * of_columns).sum(1)
-    return torch.stack([plain, placed + (last * (of_columns + of_rows[_ROWS])).sum(1)], 1)
-
-
-def _weights(start: int, count: int, device: torch.device) -> Tensor:
-    """Weights number ``start`` and up, which look drawn at random and are the same everywhere."""
-    mixed = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
-    for factor in _FACTORS:
-        mixed = mixed * factor
-        mixed = mixed ^ (mixed >> 29)
-    return mixed
 
 
 def bytes_of(storage: torch.UntypedStorage, start: int = 0, size: int | None = None) -> Tensor:
@@ -240,94 +163,78 @@ def bytes_of(storage: torch.UntypedStorage, start: int = 0, size: int | None = N
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))  # pyright: ignore[reportArgumentType]
 
 
-class Cut(NamedTuple):
-    """A part of a storage, and where it goes to in a memory."""
+def cuts(size: int, offset: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a copy of ``size`` bytes to ``offset`` into chunks, each within one slice of pinned memory.
 
-    start: int
-    offset: int
-    size: int
+    Args:
+        size: of the copy, in bytes.
+        offset: of the copy in host memory, in bytes.
 
-
-def cuts(size: int, offset: int) -> Iterator[Cut]:
-    """Cut a copy of ``size`` bytes to ``offset`` into chunks, each within one slice of pinned memory."""
+    Yields:
+        Of each chunk: its start in the source, its offset in host memory, its size.
+    """
     start = 0
     while start < size:
         in_slice = _SLICE_BYTES - (offset + start) % _SLICE_BYTES
         length = min(_CHUNK_BYTES, in_slice, size - start)
-        yield Cut(start, offset + start, length)
+        yield start, offset + start, length
         start += length
 
 
 def poll(is_done: Callable[[], bool], timeout: float, late: str) -> None:
-    """Wait until ``is_done`` returns true, and sleep in between: a core that spins is missing elsewhere.
+    """Wait until ``is_done`` returns true. The thread sleeps between two calls and leaves the core to others.
 
-    A device that waits for another rank, as NCCL lets it, is not done if that rank is gone.
+    With NCCL a device may wait for a rank that is gone: the ranks are checked each second.
 
     Args:
-        is_done: is asked at once, and then at intervals of an eighth of what was waited, 10 ms at most.
+        is_done: called at once, then after an eighth of the time waited, at most 10 ms.
         timeout: in seconds.
-        late: what the error says has not happened.
+        late: beginning of the error message.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: ``is_done`` is false for ``timeout`` seconds.
         RankError: another rank has failed or is gone.
     """
     started = time.monotonic()
-    next_look = _LOOK_SECONDS
+    next_check = _RANK_CHECK_SECONDS
     while not is_done():
         waited = time.monotonic() - started
         if waited > timeout:
             raise TimeoutError(f"{late} within {timeout:g} s")
-        if waited > next_look:
+        if waited > next_check:
             dist.check_nobody_left(late)
-            next_look = waited + _LOOK_SECONDS
+            next_check = waited + _RANK_CHECK_SECONDS
         time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
 
 
 # ── a GPU of CUDA or ROCm ────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Pinning:
-    """Memory that GPUs write to directly, without a copy in between.
+    """Pins host memory, which GPUs then copy to directly.
 
     Args:
-        register: pins memory: address, bytes, flags; returns the error's number, 0 for none.
-        unregister: ends that: address; returns the same.
-        clear_error: clears the device's last error, which the next kernel would report otherwise.
+        runtime: has ``cudaHostRegister(address, size, flags)`` and ``cudaHostUnregister(address)``, which return an
+            error number, 0 for success.
+        clear_error: clears the last error of the device. Otherwise the next kernel would report the error.
     """
 
-    def __init__(
-        self,
-        register: Callable[[int, int, int], Any],
-        unregister: Callable[[int], Any],
-        clear_error: Callable[[], object],
-    ) -> None:
-        self._register, self._unregister, self._clear_error = register, unregister, clear_error
+    def __init__(self, runtime: Any, clear_error: Callable[[], object]) -> None:
+        self._runtime, self._clear_error = runtime, clear_error
         self._lock = threading.Lock()
-        self._pinned: dict[int, list[int]] = {}  # addresses of the slices, by that of the memory
-        self._refused: set[int] = set()
+        self._pinned: dict[int, list[int]] = {}  # pinned slices by address of the memory; [] if it could not be pinned
 
-    def add(self, memory: HostMemory, go: threading.Event | None = None) -> bool:
-        """Pin ``memory`` in slices, between which other threads may pin theirs. May be called twice.
-
-        Args:
-            memory: host memory.
-            go: pinning pauses while this event is cleared; ``None``: it does not pause.
-
-        Returns:
-            True if all of ``memory`` is pinned.
-        """
+    def add(self, memory: HostMemory) -> bool:
+        """Pin ``memory`` in slices of 1 GiB, and return true if all slices are pinned. May be called twice."""
         with self._lock:
-            if memory.address in self._pinned or memory.address in self._refused:
-                return memory.address in self._pinned
+            if memory.address in self._pinned:
+                return bool(self._pinned[memory.address])
             done: list[int] = []
             for offset in range(0, memory.size_bytes, _SLICE_BYTES):
-                if go is not None:
-                    go.wait(_PAUSE_SECONDS)
                 address, size = memory.address + offset, min(_SLICE_BYTES, memory.size_bytes - offset)
-                if code := int(self._register(address, size, _PORTABLE)):
+                if code := int(self._runtime.cudaHostRegister(address, size, _PORTABLE)):
                     self._clear_error()
                     self._undo(done)
-                    self._refused.add(memory.address)
+                    self._pinned[memory.address] = []
                     log.warning(
                         "%d bytes of memory for checkpoints could not be pinned (CUDA error %d): the GPU copies to it "
                         "slowly, and training waits meanwhile. Is there a limit on locked memory (ulimit -l)?",
@@ -340,27 +247,26 @@ class Pinning:
             return True
 
     def remove(self, memory: HostMemory) -> None:
-        """Unpin it; what was never pinned, too."""
+        """Unpin ``memory``, if it is pinned."""
         with self._lock:
-            self._refused.discard(memory.address)
             self._undo(self._pinned.pop(memory.address, []))
 
     def _undo(self, addresses: Sequence[int]) -> None:
         for address in addresses:
-            if code := int(self._unregister(address)):
+            if code := int(self._runtime.cudaHostUnregister(address)):
                 self._clear_error()
                 log.warning("memory for checkpoints could not be unpinned (CUDA error %d)", code)
 
 
 @final
 class CudaCopier:
-    """A GPU that torch reaches as ``cuda``: copies have a stream of their own."""
+    """A GPU of type ``cuda``, by NVIDIA or AMD. Copies have streams of their own."""
 
     may_run_late = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One queue: a stream that has got many copies is followed by the next, which waits for them.
+        # Together one queue: after many copies a new stream is used, which waits for the stream before.
         self._streams = deque([torch.cuda.Stream(device)])
         self._queued = 0
         self._reading = torch.cuda.Stream(device)
@@ -371,7 +277,7 @@ class CudaCopier:
         return torch.cuda.current_stream(self._device)
 
     def _stream(self) -> torch.cuda.Stream:
-        """Return the stream for what is queued next."""
+        """Return the stream for the next copy."""
         if self._queued >= _STREAM_COPIES:
             before = self._streams[0]
             if len(self._streams) < _STREAMS:
@@ -388,29 +294,25 @@ class CudaCopier:
     def copy(
         self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
     ) -> None:
-        for cut in cuts(storage.nbytes() - start if size is None else size, offset):
-            target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
+        for begin, to, length in cuts(storage.nbytes() - start if size is None else size, offset):
+            target = torch.frombuffer(memory.view(to, length), dtype=torch.uint8)
             with torch.cuda.stream(self._stream()):
-                target.copy_(bytes_of(storage, start + cut.start, cut.size), non_blocking=True)
-                # Copies of one direction run in the order in which they become ready: a kernel lets others get in
-                # (https://github.com/meta-pytorch/torchrec/pull/4373).
+                target.copy_(bytes_of(storage, start + begin, length), non_blocking=True)
+                # Copies of one direction run in the order in which they become ready: after a kernel, copies of
+                # training go first (https://github.com/meta-pytorch/torchrec/pull/4373).
                 self._spacer.add_(1)
             self._queued += 1
 
     def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
-        with torch.cuda.stream(self._stream()):  # whose memory it is, too
+        with torch.cuda.stream(self._stream()):  # the memory belongs to this stream, too
             return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
 
-    def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> torch.cuda.Event:
+    def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> Any:
         bytes_of(storage, start, source.numel()).copy_(source, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(self._training())
-        return event
+        return self._training().record_event()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._streams[0])
-        return event
+    def mark(self) -> Any:
+        return self._streams[0].record_event()
 
     def before_training(self, mark: Any) -> None:
         training = self._training()
@@ -421,25 +323,18 @@ class CudaCopier:
         self._stalls.append((before, after))
 
     def wait(self, mark: Any, timeout: float) -> None:
-        poll(mark.query, timeout, f"{self._device} did not finish its copies")  # an error of the device is raised here
+        poll(mark.query, timeout, f"{self._device} did not finish its copies")  # raises errors of the device
 
     def finish_training(self, timeout: float) -> None:
-        event = torch.cuda.Event()
-        event.record(self._training())
-        self.wait(event, timeout)
+        self.wait(self._training().record_event(), timeout)
 
-    def read(self, numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def read(self, numbers: Tensor) -> tuple[Tensor, Any]:
         target = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._reading.wait_stream(self._training())
         with torch.cuda.stream(self._reading):
             target.copy_(numbers, non_blocking=True)
-        numbers.record_stream(self._reading)  # its memory is not used again before that
-        event = torch.cuda.Event()
-        event.record(self._reading)
-        return target, event
-
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        return self.read(content_sums([bytes_of(storage) for storage in storages]))
+        numbers.record_stream(self._reading)  # the allocator keeps the memory until then
+        return target, self._reading.record_event()
 
     def fetch(self, read: Any) -> Any:
         target, event = read
@@ -457,19 +352,18 @@ class CudaCopier:
 # ── other devices ────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class PageableCopier:
-    """A device without streams that we know, such as MPS or XPU: each copy is waited for."""
+    """A device whose streams composerlite does not use, such as MPS or XPU: each copy blocks."""
 
     may_run_late = False
 
     def after_training(self) -> None:
-        """The device copies in the order in which it is asked."""
+        """Do nothing: the device works in the order of the calls."""
 
     def copy(
         self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
     ) -> None:
-        for cut in cuts(storage.nbytes() - start if size is None else size, offset):
-            target = torch.frombuffer(memory.view(cut.offset, cut.size), dtype=torch.uint8)
-            target.copy_(bytes_of(storage, start + cut.start, cut.size))
+        part = bytes_of(storage, start, size)
+        torch.frombuffer(memory.view(offset, part.numel()), dtype=torch.uint8).copy_(part)
 
     def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
         return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
@@ -478,27 +372,19 @@ class PageableCopier:
         bytes_of(storage, start, source.numel()).copy_(source)
 
     def mark(self) -> None:
-        """Do nothing: every copy is finished when it returns."""
+        """Do nothing: copies are complete already."""
 
     def before_training(self, mark: Any) -> None:
-        """Do nothing: every copy is finished when it returns."""
+        """Do nothing: copies are complete already."""
 
     def wait(self, mark: Any, timeout: float) -> None:
-        """Do nothing: every copy is finished when it returns.
-
-        Args:
-            mark: ignored.
-            timeout: ignored.
-        """
+        """Do nothing: copies are complete already."""
 
     def finish_training(self, timeout: float) -> None:
-        """Do nothing: a read waits for the device by itself."""
+        """Do nothing: a read waits for the device."""
 
     def read(self, numbers: Tensor) -> Tensor:
         return numbers
-
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Tensor:
-        return content_sums([bytes_of(storage) for storage in storages])
 
     def fetch(self, read: Any) -> Any:
         return read.tolist()
@@ -510,7 +396,7 @@ class PageableCopier:
 # ── which one ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class MachineDevices:
-    """The devices of this machine, as torch has them."""
+    """The accelerators that torch finds on this machine."""
 
     def __init__(self) -> None:
         self._copiers: dict[torch.device, DeviceCopier] = {}
@@ -524,44 +410,29 @@ class MachineDevices:
             copier = self._copiers[device] = CudaCopier(device) if device.type == "cuda" else PageableCopier()
         return copier
 
-    def pinner(self, device: torch.device | None = None) -> Pin:
-        if not torch.cuda.is_initialized() or (device is not None and device.type != "cuda"):
-            return lambda memory, go: False
+    def current(self) -> torch.device | None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+    def pin(self, memory: HostMemory, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return False
         if self._pinning is None:
-            runtime: Any = torch.cuda.cudart()
-            self._pinning = Pinning(runtime.cudaHostRegister, runtime.cudaHostUnregister, _clear_cuda_error)
-        pinning, current = self._pinning, torch.cuda.current_device() if device is None else device
-
-        def pin(memory: HostMemory, go: threading.Event | None) -> bool:
-            with torch.cuda.device(current):  # a new thread has the first device of the machine
-                if go is not None:
-                    _load_kernels()
-                return pinning.add(memory, go)
-
-        return pin
+            self._pinning = Pinning(torch.cuda.cudart(), _clear_cuda_error)
+        with torch.cuda.device(device):  # a new thread begins with the first device of the machine
+            return self._pinning.add(memory)
 
     def release(self, memory: HostMemory) -> None:
         if self._pinning is not None:
             self._pinning.remove(memory)
 
 
-def _load_kernels() -> None:
-    """Sum up a little on the current device, and get pinned memory for the sums: the first time takes over 50 ms."""
-    try:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            sums = content_sums([torch.zeros(n, dtype=torch.uint8, device="cuda") for n in (5, 16 * _COLUMNS)])
-            torch.empty(1 << 16, pin_memory=True)[: sums.numel()].copy_(sums.view(-1), non_blocking=True)
-    except RuntimeError as e:  # no memory: the first save may find some
-        log.debug("kernels are loaded at the first save: %s", e)
-
-
 def _clear_cuda_error() -> None:
-    """Launch a kernel for nothing: torch raises the error that was left behind, and it is forgotten."""
+    """Launch a kernel, so that torch raises the last error of CUDA, and ignore the error."""
     try:
         torch.zeros(1, device="cuda").add_(1)
     except RuntimeError as e:
-        log.debug("forgotten: %s", e)
+        log.debug("cleared an error of CUDA: %s", e)
 
 
 this_machine = MachineDevices()
-"""The devices of this machine."""
+"""The accelerators of this machine."""

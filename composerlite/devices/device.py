@@ -1,4 +1,4 @@
-"""Devices: what training runs on, as a name that torch takes, with what Composer's devices offer."""
+"""The device that training runs on, as a name that torch takes, with the methods of Composer's devices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 def move_to_device(batch: T, device: str | torch.device) -> T:
     """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``.
 
-    On the CPU the values are there when this returns. Copies to a CUDA GPU may still run; what is computed with them
-    there waits. Elsewhere, and to the CPU, nothing does: https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
+    Copies to a CUDA GPU may still run when this returns: work on the GPU waits for them. Other copies are complete.
+    https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 
     Args:
         batch: tensors in nested lists, tuples, mappings and dataclasses.
@@ -31,7 +31,8 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
         The batch on the device.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=_orders_copies(device))  # pyright: ignore[reportReturnType]
+        is_ordered = str(device).startswith("cuda")  # work on the device waits for copies to the device
+        return batch.to(device, non_blocking=is_ordered)  # pyright: ignore[reportReturnType]
     if isinstance(batch, Mapping):
         moved = {key: move_to_device(value, device) for key, value in batch.items()}
         return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[return-value, call-arg]
@@ -48,23 +49,17 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
     return batch
 
 
-def _orders_copies(device: str | torch.device) -> bool:
-    """Return true if work that is given to ``device`` waits by itself for a copy to it that still runs."""
-    kind = device.type if isinstance(device, Device | torch.device) else torch.device(device).type
-    return kind == "cuda"
-
-
 class Device(str):
     """The device that training runs on, with the methods of Composer's devices.
 
-    It is the name that torch has for the device, ``'cpu'`` or ``'cuda:0'``: it can be given wherever torch takes a
-    device, and it equals the ``torch.device`` of that name. ``Device(name)`` is of the class for its type.
+    A ``Device`` is the name of a device in torch, such as ``'cpu'`` or ``'cuda:0'``, and equals the ``torch.device`` of
+    that name. Every function of torch that takes a device takes a ``Device``. ``Device('cpu')`` makes a ``DeviceCPU``.
 
     Attributes:
         name: ``'cpu'``, ``'gpu'``, or as ``type``.
-        dist_backend: backend of ``torch.distributed`` for it.
-        type: of the device, in torch's words: ``'cpu'``, ``'cuda'``, ``'mps'`` or ``'xpu'``.
-        index: number of the device among those of its type; ``None`` where there is only one.
+        dist_backend: backend of ``torch.distributed`` for the device.
+        type: type of the device in torch: ``'cpu'``, ``'cuda'``, ``'mps'`` or ``'xpu'``.
+        index: number of the device among the devices of its type; ``None`` for the only one.
     """
 
     name = ""

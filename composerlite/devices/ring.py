@@ -152,7 +152,7 @@ class DeviceRing:
             memory = None
         if memory is None:
             memory = HostMemory(size_bytes)
-        self._devices.pinner(device)(memory, None)
+        self._devices.pin(memory, device)
         try:
             yield memory
         finally:

@@ -27,15 +27,7 @@ from composerlite.storage.disk.files import (
     replace_symlink,
     temporary_name,
 )
-from composerlite.storage.disk.memory import (
-    Copier,
-    Copying,
-    HostMemory,
-    PageWatch,
-    WarmMemory,
-    available_memory,
-    whole_pages,
-)
+from composerlite.storage.disk.memory import HostMemory, WarmMemory, available_memory, copy_memory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter, WindowRing, reserve
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name, is_name
@@ -66,8 +58,6 @@ if TYPE_CHECKING:
 __all__ = [
     "RING_BYTES",
     "Background",
-    "Copier",
-    "Copying",
     "Digester",
     "FileDigest",
     "HardlinkPin",
@@ -75,7 +65,6 @@ __all__ = [
     "LocalObjectStore",
     "ObjectInfo",
     "ObjectStore",
-    "PageWatch",
     "ParallelReader",
     "PartUpload",
     "Progress",
@@ -97,6 +86,7 @@ __all__ = [
     "available_memory",
     "check_name",
     "chunk_bytes_for",
+    "copy_memory",
     "download_url",
     "fsync_folder",
     "importing_sdk",
@@ -119,7 +109,6 @@ __all__ = [
     "verify_file",
     "wait_at_exit",
     "wait_no_more",
-    "whole_pages",
     "without_secrets",
 ]
 

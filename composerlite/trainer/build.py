@@ -375,7 +375,7 @@ def _memory_saver(arguments: Mapping[str, Any], callbacks: Sequence[Callback]) -
         raise ConfigError(
             f"save_memory_folder={str(folder)!r}: there is no such folder. Name one that is kept in memory (tmpfs)."
         )
-    same = ("ignore_keys", "staging_bytes", "async", "lazy", "verify_copy")
+    same = ("ignore_keys", "staging_bytes", "async", "lazy")
     return CheckpointSaver(
         f"{folder}/composerlite-{os.getuid()}/{{run_name}}",
         remote_file_name=None,

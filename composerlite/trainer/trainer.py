@@ -204,7 +204,6 @@ class Trainer:
         save_async: bool = True,
         save_staging_bytes: int | None = None,
         save_lazy: bool | None = None,
-        save_verify_copy: int | str = "first",
         save_on_exception: bool = False,
         save_failure_limit: int = 0,
         save_ephemeral_interval: TimeInput | SchedulePredicate | None = None,

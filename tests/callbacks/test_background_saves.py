@@ -320,11 +320,6 @@ def test_an_interval_may_be_a_budget(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"save_failure_limit": -1}, "save_failure_limit=-1: expected a whole number, 0 or more"),
     ({"save_staging_bytes": 1.5}, r"save_staging_bytes=1\.5: expected a whole number"),
-    (
-        {"save_verify_copy": "last"},
-        r"save_verify_copy='last': expected 'first', 'always', 'never', or a number of saves",
-    ),
-    ({"save_verify_copy": 0}, r"save_verify_copy=0: expected a whole number, 1 or more"),
     ({"save_ephemeral_interval": "1x"}, "save_ephemeral_interval='1x'"),
     ({"save_ephemeral_interval": "auto:1%"}, "save_ephemeral_interval='auto:1%'"),
     ({"save_interval": "auto:0%"}, "save_interval='auto:0%'"),
@@ -366,7 +361,7 @@ class Clamped(Model):
 
 
 def test_a_model_that_changes_its_weights_in_forward_is_saved_as_it_was(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     """Also where the optimizer has no state to begin with: each file is its batch's."""
     seen = WeightsAt()
@@ -390,4 +385,3 @@ def test_a_model_that_changes_its_weights_in_forward_is_saved_as_it_was(
     for batch, weight in seen.weights.items():
         saved = torch.load(tmp_path / f"ba{batch}.pt", weights_only=True, mmap=True)["state"]["model"]
         assert torch.equal(saved["layer.weight"], weight)
-    assert caplog.text.count("change between a save and the optimizer's next step") <= 1

@@ -20,7 +20,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import form, job
 from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.sharded_plan import Planner
-from composerlite.checkpoint.save.staging import Staging
+from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.storage import StagedLink
@@ -31,7 +31,7 @@ STAGES: dict[str, list[Stage]] = {
     "copies": [
         ("gather", 1, form, "gather"),
         ("name", 0, Catalog, "check_free"),
-        ("snapshot", 1, Staging, "take"),
+        ("snapshot", 1, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
         ("flush", 0, FileWriter, "finish"),
         ("commit", 0, form, "commit_file"),
@@ -43,7 +43,7 @@ STAGES: dict[str, list[Stage]] = {
         ("name", 0, Catalog, "check_free"),
         ("plan", 1, Planner, "create_local_plan"),
         ("claim", 0, ShardedDirectory, "begin"),
-        ("snapshot", 1, Staging, "take"),
+        ("snapshot", 1, StagingMemory, "take"),
         ("commit", 0, ShardedDirectory, "commit"),
         ("latest", 0, StagedLink, "publish"),
         ("retention", 0, job, "delete_checkpoint"),

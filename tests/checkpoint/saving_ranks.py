@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.staging import Staging
+from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.errors import ConfigError, RankError
@@ -199,7 +199,7 @@ def die_in(kind: type, method: str) -> None:
 
 
 STAGES: dict[str, tuple[type, str]] = {
-    "snapshot": (Staging, "take"),
+    "snapshot": (StagingMemory, "take"),
     "write": (ShardedDirectory, "write"),
     "vote": (CommitRound, "arrive"),
     "commit": (ShardedDirectory, "commit"),

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from composerlite._torch_compat import storage_id
-from composerlite.devices import DeviceCopier, Pin
-from composerlite.devices.copier import content_sums
+from composerlite.devices import DeviceCopier
 from composerlite.storage import HostMemory
-from composerlite.storage.disk.memory import memory_at, move
+from composerlite.storage.disk.memory import move
 
 Choose = Callable[[int], int]
 """Picks one of so many, from 0."""
@@ -65,9 +64,13 @@ class SimulatedDevice:
         """The copier of what it owns."""
         return self._copier if storage_id(storage) in self._storages else None
 
-    def pinner(self, device: torch.device | None = None) -> Pin:
+    def current(self) -> torch.device | None:
+        """It has no name of its own in torch."""
+        return None
+
+    def pin(self, memory: HostMemory, device: torch.device) -> bool:
         """All memory can be written to."""
-        return lambda memory, go: True
+        return True
 
     def release(self, memory: HostMemory) -> None:
         """Nothing was done to it."""
@@ -189,20 +192,6 @@ class _Copier:
             self._device.wait_in("reads", self._device.record("training"))
         self._device.queue("reads", lambda: found.append(numbers.tolist()))
         return found, self._device.record("reads")
-
-    def sum_up(self, storages: Sequence[torch.UntypedStorage]) -> Any:
-        places = [(storage.data_ptr(), storage.nbytes()) for storage in storages]
-
-        def now() -> torch.Tensor:
-            return content_sums([torch.frombuffer(memory_at(*place), dtype=torch.uint8) for place in places])
-
-        sums = now() * 0
-
-        def compute() -> None:
-            sums.copy_(now())
-
-        self._device.train(compute)
-        return self.read(sums)
 
     def fetch(self, read: Any) -> Any:
         found, moment = read

@@ -7,7 +7,6 @@ which a checkpoint is wrong.
 from __future__ import annotations
 
 import io
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from simulated_device import WAITS, Choose, SimulatedDevice
 from torch import nn
 
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
-from composerlite.checkpoint.save.staging import Staging, VerifyCopy, finish_device_work
+from composerlite.checkpoint.save.snapshot import StagingMemory, finish_device_work
 from composerlite.core import LossReading
 from composerlite.devices import DeviceRing
 from composerlite.errors import SaveError
@@ -50,7 +49,7 @@ class OnDevice(torch.optim.SGD):
 class Run:
     """A model on a device: a step changes its weight and the optimizer's state, a forward pass its running mean."""
 
-    def __init__(self, choose: Choose, without: str = "", verify: VerifyCopy = "never") -> None:
+    def __init__(self, choose: Choose, without: str = "") -> None:
         self.device = SimulatedDevice(choose, without)
         self.weight, self.mean = nn.Parameter(torch.zeros(SIZE)), torch.zeros(SIZE)
         bias, count = nn.Parameter(torch.zeros(SMALL)), torch.zeros(SMALL - 7)
@@ -60,7 +59,7 @@ class Run:
         self.early = [self.mean, count]
         self.tensors = {"weight": self.weight, "bias": bias, "momentum": momentum, "mean": self.mean, "count": count}
         self.device.owns(*self.tensors.values())
-        self.staging = Staging(verify=verify, devices=self.device)
+        self.staging = StagingMemory(devices=self.device)
         self.steps = 0
 
     def image(self) -> TorchImage:
@@ -276,7 +275,7 @@ def test_small_storages_are_one_copy() -> None:
         copy(storage, *where)
 
     copier.copy = counted
-    image, staging = TorchImage(tensors), Staging(verify="always", devices=device)
+    image, staging = TorchImage(tensors), StagingMemory(devices=device)
     places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
     memory = staging.reserve(image.size_bytes)
     assert memory is not None
@@ -300,94 +299,57 @@ def test_without_any_one_of_the_waits_a_save_is_wrong(without: str) -> None:
     pytest.fail(f"200 orders show nothing wrong where it is not so that {without}")
 
 
-@pytest.mark.parametrize(
-    ("verify", "without"),
-    [*((verify, wait) for verify in ("first", "always", 1) for wait in WAITS[:2]), ("always", WAITS[2])],
-)
-def test_bytes_of_another_step_are_never_committed(verify: VerifyCopy, without: str) -> None:
-    """With ``save_verify_copy`` a wait that is missing ends in an error, at the save where it does harm."""
-    wrong = 0
-    for seed in range(30):
-        run = Run(at_random(seed), without, verify)
-        run.forward()
-        run.step()
-        for _ in range(1 if verify == "first" else 3):
-            expected = run.values()
-            snapshot, read = run.save()
-            run.forward()
-            run.step()
-            try:
-                snapshot.wait()
-            except SaveError as e:
-                assert "save_verify_copy" in str(e)  # noqa: PT017
-                wrong += 1
-            else:
-                assert all(bool((copy == value).all()) for copy, value in zip(read(), expected, strict=True))
-        run.close()
-    assert wrong
-
-
-def saved_late(run: Run) -> None:
-    """Have the first save behind, which sees whether others write; nobody did."""
-    snapshot, read = run.save()
-    run.step()
-    snapshot.wait()
-    read()
-
-
-def test_a_write_that_nobody_counts_is_found_by_content() -> None:
-    """Through ``.data``, or by a fused kernel, between a save and the optimizer's step; later saves copy at once."""
-    run = Run(lambda count: 0, verify="always")  # the device trains first, and nothing is copied before it has to be
-    saved_late(run)
-    snapshot, read = run.save()
-    run.step()
-    snapshot.wait()
-    read()
-    snapshot, _ = run.save()
-    run.forward(lambda: run.weight.detach().numpy().fill(9.0))
-    with pytest.raises(SaveError, match="save_verify_copy"):
-        snapshot.wait()
-    snapshot, read = run.save()
-    run.forward(lambda: run.weight.detach().numpy().fill(3.0))
-    snapshot.wait()
-    assert bool((read()[0] == 9.0).all())
-    run.close()
-
-
 def test_a_write_that_torch_counts_is_found_at_every_save() -> None:
-    """Also where no content is compared."""
-    run = Run(lambda count: 0)
-    saved_late(run)
-    snapshot, _ = run.save()
-    with torch.no_grad():
-        run.weight.add_(1)
-    run.step()
-    with pytest.raises(SaveError, match="between the save and the optimizer's next step"):
+    """By the forward pass or a callback, before the optimizer's step or where no step follows."""
+    for is_followed_by_a_step in (True, False):
+        run = Run(lambda count: 0)
+        snapshot, read = run.save()
+        run.step()
         snapshot.wait()
-    run.close()
-
-
-@pytest.mark.parametrize("verify", ["first", "always"])
-def test_who_writes_to_weights_in_the_forward_pass_is_seen_at_the_first_save(
-    verify: VerifyCopy, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without an error: one warning, and copies that training waits for."""
-    run = Run(at_random(0), verify=verify)
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            snapshot, read = run.save()
-            run.forward(lambda: run.weight.detach().numpy().__iadd__(0.5))
+        read()
+        snapshot, read = run.save()
+        with torch.no_grad():
+            run.weight.add_(1)
+        if is_followed_by_a_step:
             run.step()
+        with pytest.raises(SaveError, match="between the save and the optimizer's next step"):
             snapshot.wait()
-            assert float(read()[0][0]) == 1.5 * number
-    run.close()
-    assert caplog.text.count("change between a save and the optimizer's next step") == 1
+        read()
+        run.close()
+
+
+KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "fused": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_any_kind_waits_for_the_copy_and_is_no_change(kind: str) -> None:
+    """The wait is queued before the step. What the step changes is not compared."""
+    device, weight = SimulatedDevice(lambda count: 0), nn.Parameter(torch.zeros(SIZE))
+    device.owns(weight)
+    weight.grad = torch.ones_like(weight)
+    optimizer, staging, image = KINDS[kind]([weight]), StagingMemory(devices=device), TorchImage({"weight": weight})
+    copier: Any = device.of(weight.untyped_storage())
+    waits: list[float] = []
+    copier.before_training = lambda mark: waits.append(float(weight.detach()[0]))
+    memory = staging.reserve(image.size_bytes)
+    assert memory is not None
+    snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+    assert waits == []
+    optimizer.step()
+    optimizer.step()
+    snapshot.wait()
+    assert waits == [0.0]
+    staging.give_back(memory)
+    staging.close()
 
 
 def test_a_tensor_with_new_memory_is_saved_as_it_was() -> None:
     """``p.data = new`` after the save: what is being copied is kept until it is."""
-    run = Run(lambda count: 0, verify="always")
-    saved_late(run)
+    run = Run(lambda count: 0)
+    run.step()
     expected = float(run.steps)
     run.device.run_all()
     snapshot, read = run.save()

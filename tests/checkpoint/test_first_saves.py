@@ -1,4 +1,4 @@
-"""The first save behind training, where memory for a copy would be new: it goes to the file as it was."""
+"""The first saves of a run and of a process: synchronous until memory for a copy is ready."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ from composerlite.checkpoint import (
     load_model_and_optim_state,
     read_checkpoint,
 )
-from composerlite.checkpoint.save.staging import Staging, shared_staging
+from composerlite.checkpoint.save.snapshot import StagingMemory, shared_staging
 from composerlite.core import State
 from composerlite.errors import SaveError
-from composerlite.storage import StreamWriter, verify_file
-from composerlite.storage.disk.memory import address_of
 
 LAYERS, SIZE = 4, 10 << 20  # 160 MB of weights, and as much of momentum
 Save = Callable[[Path, nn.Module, torch.optim.Optimizer], Future[None]]
@@ -114,41 +112,25 @@ def test_the_first_saves_of_a_process_are_those_of_the_call(tmp_path: Path, way:
 def counted_copies(where: str, way: str) -> None:
     """The first save of a process, and one after memory was got ready."""
     copies: list[bool] = []
-    take = Staging.take
+    take = StagingMemory.take
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         copies.append(True)
         return take(*arguments, **keywords)
 
-    Staging.take = counted
+    StagingMemory.take = counted
     model, optimizer = trained(SIZE // 8)
     for number, expected in enumerate((0, 1)):
         WAYS[way](Path(where) / f"step{number}", model, optimizer).result(100)
-        assert shared_staging.prepared()
+        assert shared_staging.wait_until_prepared()
         assert len(copies) == expected
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_first_save_of_a_function_waits_for_no_memory(tmp_path: Path, way: str) -> None:
-    """It is written as it is while the caller waits, and memory is got ready behind it: the next one is a copy."""
+def test_the_first_save_of_a_function_is_synchronous(tmp_path: Path, way: str) -> None:
+    """The state itself is written while the caller waits. Memory is prepared meanwhile: the next save copies."""
     done = run_forked(counted_copies, str(tmp_path), way, cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("size", [0, 1000, 9 << 20, (40 << 20) + 5])
-def test_a_ring_that_grows_writes_the_same_file(tmp_path: Path, size: int) -> None:
-    """However many windows it takes, and in whichever order they come back."""
-    data = bytearray(torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes())
-    path = tmp_path / "file"
-    path.touch()
-    arguments: dict[str, Any] = {"ring_bytes": 2 << 20}
-    with StreamWriter(path, size, **arguments) as writer:
-        writer.may_grow = True
-        if size:
-            writer.copy(address_of(data), size)
-        digest = writer.finish()
-    assert path.read_bytes() == data
-    verify_file(path, digest)
 
 
 def test_an_interrupted_first_save_commits_nothing(tmp_path: Path) -> None:
@@ -172,12 +154,12 @@ def forks_during_a_save(where: str, way: str) -> None:
 
     def save(name: str) -> Callable[[], object]:
         if way == "pipeline":
-            return pipeline.save(state, catalog=Catalog(folder), template=name, lazy=True).wait
+            return pipeline.save(state, catalog=Catalog(folder), template=name).wait
         if way == "functions":
             return async_save_model_and_optim_state(folder / name, state.model, optimizer).result
         return checkpointer.save_async(folder / name, state.model, {}).result
 
-    for name in ("first.pt", "second.pt"):  # from now on there is memory for copies
+    for name in ("first.pt", "second.pt"):
         save(name)()
         optimizer.step()
     result = save("parent.pt")
@@ -258,7 +240,7 @@ def assert_holds(path: Path, state: State, value: float) -> None:
 @pytest.mark.parametrize("form", TEMPLATES)
 @pytest.mark.parametrize("prepares", [False, True], ids=["unprepared", "being prepared"])
 def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, prepares: bool) -> None:
-    """It is written as it is, also while memory is being prepared; the next are copied, all are of one moment."""
+    """It is synchronous, also while memory is being prepared; the next are copied, all are of one moment."""
     state, pipeline = training(form, SIZE // 8), Pipeline()
     expected: dict[Path, float] = {}
     copied: list[bool] = []
@@ -283,7 +265,7 @@ def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, 
 
 
 def test_a_closed_pipeline_is_prepared_again(tmp_path: Path) -> None:
-    """Where memory was got ready again after the end, the next save is a copy, as a first save that was prepared is."""
+    """A save after :meth:`Pipeline.close` copies, too, if memory was prepared again."""
     state, pipeline = training("file", SIZE // 8), Pipeline()
     for _ in range(2):
         pipeline.prepare(state)

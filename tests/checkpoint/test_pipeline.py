@@ -41,7 +41,7 @@ def pipeline() -> Any:
     pipeline.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"lazy": True}, {"asynchronous": False}])
+@pytest.mark.parametrize("how", [{}, {"asynchronous": False}])
 @pytest.mark.parametrize("width", [2, WIDE])
 def test_a_checkpoint_is_that_of_the_call(pipeline: Pipeline, tmp_path: Path, width: int, how: dict[str, bool]) -> None:
     """Weights change right after; the file holds what they were, each save anew in the same memory."""
@@ -67,7 +67,7 @@ def test_values_that_are_no_tensors_are_those_of_the_call(pipeline: Pipeline, tm
     assert contents["state"]["callbacks"]["Remember"]["what"] == [1, {"a": 2}]
 
 
-@pytest.mark.parametrize("how", [{}, {"lazy": True}, {"asynchronous": False}])
+@pytest.mark.parametrize("how", [{}, {"asynchronous": False}])
 def test_shared_memory_is_saved_once_and_shared_again(tmp_path: Path, pipeline: Pipeline, how: dict[str, bool]) -> None:
     """Tied weights, views and transposed tensors; one storage in the file for each in memory."""
     base = torch.arange(100_000.0)
@@ -191,46 +191,6 @@ def test_metrics_and_what_is_ephemeral_are_in_the_manifest(pipeline: Pipeline, t
     save(pipeline, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, ephemeral=True).wait()
     (manifest,) = Catalog(tmp_path).manifests()
     assert (manifest.metrics, manifest.ephemeral) == ({"eval/accuracy": 0.5}, True)
-
-
-# ── lazily ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_lazy_save_of_weights_that_others_change_fails(pipeline: Pipeline, tmp_path: Path) -> None:
-    """It was promised that only the optimizer does; a file of two moments must not become a checkpoint."""
-    failed = 0
-    pipeline.prepare(new_state(0, width=4 * WIDE))  # else the first is no copy
-    assert pipeline.prepared()
-    for batch in range(31):  # where everything was copied before the change, the save is good
-        state = new_state(batch, width=4 * WIDE)
-        pending = save(pipeline, state, tmp_path, lazy=True)
-        if batch:  # else no save is late
-            with torch.no_grad():
-                next(state.model.parameters()).add_(1)
-        step(state)
-        try:
-            assert value_in(read_checkpoint(pending.wait().path)) == 0.0
-        except SaveError as e:
-            assert "was changed between the save and the optimizer's next step" in str(e)  # noqa: PT017
-            assert Catalog(tmp_path).manifest_of(pending.name) is None
-            failed += 1
-            break
-    assert failed
-    assert temporaries(tmp_path) == []
-
-
-def test_a_lazy_save_that_no_step_follows_is_complete(pipeline: Pipeline, tmp_path: Path) -> None:
-    """The end of training."""
-    pending = save(pipeline, new_state(1, width=WIDE, value=2.0), tmp_path, lazy=True)
-    assert value_in(read_checkpoint(pending.wait().path)) == 2.0
-
-
-def test_buffers_are_copied_before_a_lazy_save_returns(pipeline: Pipeline, tmp_path: Path) -> None:
-    """The forward pass changes them: batch norm's running mean, for one."""
-    state = new_state(1)
-    buffer = torch.full((WIDE,), 5.0)
-    state.model.register_buffer("running", buffer)
-    pending = save(pipeline, state, tmp_path, lazy=True)
-    buffer.fill_(6.0)
-    assert bool((safe_torch_load(pending.wait().path)["state"]["model"]["running"] == 5.0).all())
 
 
 # ── what is strange ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,112 +1,134 @@
-"""A snapshot is one moment: what changes while it is taken is found, whoever changes it."""
+"""Memory for copies of the state: prepared in the background, lent to one save at a time, and bounded."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.save.staging import Snapshot, Staging
-from composerlite.errors import SaveError
-from composerlite.storage import available_memory
+from composerlite.checkpoint.save.snapshot import StagingMemory
+from composerlite.storage import HostMemory, available_memory
 
-SIZE = 4 << 20
+MIB = 1 << 20
+SIZE = 40 * MIB
 
 
 @pytest.fixture
-def staging() -> Iterator[Staging]:
+def staging() -> Iterator[StagingMemory]:
     """Closed at the end."""
-    staging = Staging()
+    staging = StagingMemory()
     yield staging
     staging.close()
 
 
-@pytest.fixture
-def weight() -> nn.Parameter:
-    """With a gradient."""
-    weight = nn.Parameter(torch.zeros(SIZE))
-    weight.grad = torch.ones_like(weight)
-    return weight
-
-
-def lazily(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Snapshot:
-    """A snapshot of ``weight``."""
-    image = TorchImage({"weight": weight})
-    memory = staging.reserve(image.size_bytes)
+def prepared(staging: StagingMemory, size: int = SIZE) -> HostMemory:
+    """Memory for a copy of ``size`` bytes."""
+    staging.prepare(size)
+    assert staging.wait_until_prepared(60)
+    memory = staging.reserve(size)
     assert memory is not None
-    return staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+    return memory
 
 
-def tried(staging: Staging, optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> None:
-    """The first snapshot of a run, that sees whether others write; nobody did."""
-    lazily(staging, optimizer, weight).wait()
-    optimizer.step()
-    if lazily(staging, optimizer, weight).copying is None:
-        pytest.skip("the kernel cannot watch pages (Linux 6.7), or may not here")
-    optimizer.step()
-
-
-def test_a_change_that_torch_does_not_count_is_seen(staging: Staging, weight: nn.Parameter) -> None:
-    """Once only: everything is copied at once from then on."""
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    tried(staging, optimizer, weight)
-    torn = 0
-    for _ in range(20):
-        snapshot = lazily(staging, optimizer, weight)
-        weight.data[1000:-1000:1024] = 3.0
-        optimizer.step()
-        try:
-            snapshot.wait()
-        except SaveError as e:
-            assert "was changed between the save and the optimizer's next step" in str(e)  # noqa: PT017
-            torn += 1
-    assert torn == 1
-    assert lazily(staging, optimizer, weight).copying is None
-
-
-def test_who_writes_at_the_first_save_is_left_to_write(
-    staging: Staging, weight: nn.Parameter, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No save of such a run fails: one warning, and copies before training goes on."""
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    tried(Staging(), optimizer, weight)  # skips where nothing can be watched
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            snapshot = lazily(staging, optimizer, weight)
-            weight.data.clamp_(-0.5, 0.5)
-            optimizer.step()
-            snapshot.wait()
-            assert snapshot.copying is None
-    assert caplog.text.count("change between a save and the optimizer's next step") == 1
-
-
-def test_the_optimizers_own_change_is_none(staging: Staging, weight: nn.Parameter) -> None:
-    """It waits for the copy, so it is after that, however late anybody looks."""
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    tried(staging, optimizer, weight)
-    snapshot = lazily(staging, optimizer, weight)
-    optimizer.step()
-    optimizer.step()
+def test_a_copy_has_the_bytes_of_the_call(staging: StagingMemory) -> None:
+    """What is changed after the call is not in the copy, whoever changes it and however."""
+    tensors = {"weight": torch.zeros(SIZE // 4), "small": torch.zeros(3), "empty": torch.zeros(0)}
+    image = TorchImage(tensors)
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
+    memory = prepared(staging, image.size_bytes)
+    snapshot = staging.take(memory, image.storages(), image.size_bytes)
+    for tensor in tensors.values():
+        tensor.data.fill_(1.0)
+    assert snapshot.is_complete
     snapshot.wait()
-    assert float(weight.detach()[0]) == -4.0
+    for place in places:
+        assert not any(memory.view(*place)[:: 1 << 10])
+    staging.give_back(memory)
 
 
-def test_weights_that_are_shared_are_copied_at_once(staging: Staging, weight: nn.Parameter) -> None:
-    """Another process writes to them when it likes, unseen."""
-    weight.share_memory_()
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for _ in range(3):
-        snapshot = lazily(staging, optimizer, weight)
-        assert snapshot.copying is None
-        optimizer.step()
-        snapshot.wait()
+def test_there_is_no_memory_before_it_is_prepared(staging: StagingMemory) -> None:
+    """The first touch would take longer than writing the state. Little memory costs nothing."""
+    assert staging.reserve(SIZE) is None
+    memory = staging.reserve(MIB)
+    assert memory is not None
+    staging.give_back(memory)
+    staging.prepare(SIZE)
+    assert staging.reserve(SIZE) is None
+    assert staging.wait_until_prepared(60)
+    assert staging.reserve(SIZE) is not None
 
 
-def test_processes_of_a_machine_share_what_is_free(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_lent_to_one_save_and_kept(staging: StagingMemory) -> None:
+    """The next save has the same memory, which grows with the checkpoint."""
+    memory = prepared(staging)
+    assert staging.reserve(SIZE) is None
+    staging.prepare(2 * SIZE)  # nothing happens: the memory is lent
+    assert staging.reserve(MIB) is None
+    staging.give_back(memory)
+    assert staging.reserve(SIZE) is memory
+    staging.give_back(memory)
+    assert staging.reserve(2 * SIZE) is None
+    larger = prepared(staging, 2 * SIZE)
+    assert larger.size_bytes < 2 * SIZE + 9 * MIB
+
+
+def test_closing_ends_the_preparation(staging: StagingMemory) -> None:
+    """A run that ends does not wait for gigabytes; the memory may be prepared again."""
+    staging.prepare(2000 * MIB)
+    started = time.perf_counter()
+    staging.close()
+    assert time.perf_counter() - started < 5
+    assert not any(thread.name == "checkpoint-memory" for thread in threading.enumerate())
+    staging.give_back(prepared(staging))
+
+
+def test_memory_that_is_lent_survives_closing(staging: StagingMemory) -> None:
+    """A device that does not finish may still write there."""
+    memory = prepared(staging)
+    staging.close()
+    memory.view(0, 1)[0] = 1
+    staging.give_back(memory)
+    assert staging.reserve(SIZE) is None
+
+
+def test_a_preparing_thread_rests_most_of_the_time(staging: StagingMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 5 % of a core, in pieces of 2 MiB, so that no step of training is slowed by more."""
+    pauses: list[float] = []
+    pieces: list[tuple[int, int]] = []
+
+    def fault_in(self: HostMemory, offset: int, size: int) -> None:
+        pieces.append((offset, size))
+        busy_until = time.perf_counter() + 0.001
+        while time.perf_counter() < busy_until:
+            pass
+
+    monkeypatch.setattr(HostMemory, "fault_in", fault_in)
+    monkeypatch.setattr("composerlite.checkpoint.save.snapshot.time.sleep", pauses.append)
+    memory = prepared(staging)
+    assert [offset for offset, _ in pieces] == list(range(0, memory.size_bytes, 2 * MIB))
+    assert sum(size for _, size in pieces) == memory.size_bytes
+    assert len(pauses) == len(pieces)
+    assert min(pauses) >= 0.019
+
+
+def test_a_limit_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """No memory beyond it, and no warning: the user has chosen it."""
+    staging = StagingMemory(MIB)
+    with caplog.at_level(logging.WARNING):
+        staging.prepare(SIZE)
+        assert staging.reserve(SIZE) is None
+        assert staging.reserve(2 * MIB) is None
+    assert staging.reserve(MIB) is not None
+    assert caplog.text == ""
+    assert staging.ring_bytes == 16 * MIB
+
+
+def test_processes_of_a_machine_share_what_is_free(staging: StagingMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes half of its share at most: eight of them do not ask for four times the memory that there is."""
     third = available_memory() // 3
     assert staging.fits(third)
@@ -116,22 +138,10 @@ def test_processes_of_a_machine_share_what_is_free(staging: Staging, monkeypatch
     assert staging.fits(available_memory() // 20)
 
 
-@pytest.mark.parametrize(("verify", "compared"), [("always", True), (1, True), ("first", False), ("never", False)])
-def test_memory_that_loses_a_bit_is_found_where_content_is_compared(
-    verify: int | str, compared: bool, weight: nn.Parameter
-) -> None:
-    """``save_verify_copy='always'`` or a number: the copy is what the tensors held, or it is not committed."""
-    staging = Staging(verify=verify)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    tried(staging, optimizer, weight)
-    lazily(staging, optimizer, weight).wait()
-    optimizer.step()
-    snapshot = lazily(staging, optimizer, weight)
-    snapshot.finish()
-    snapshot.memory.view(SIZE, 1)[0] ^= 1
-    if compared:
-        with pytest.raises(SaveError, match="save_verify_copy"):
-            snapshot.wait()
-    else:
-        snapshot.wait()
-    staging.close()
+def test_too_little_memory_is_said_once(staging: StagingMemory, caplog: pytest.LogCaptureFixture) -> None:
+    """With the way to choose another size."""
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            staging.prepare(available_memory())
+            assert staging.reserve(available_memory()) is None
+    assert caplog.text.count("save_staging_bytes limits the size of the copy") == 1

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from parts import new_state, temporaries
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Pipeline, safe_torch_load
 from composerlite.core import State
-from composerlite.errors import SaveError
 
 LAYERS, SIZE = 6, 1 << 19  # 12 MB of weights, and as much of momentum
 Writer = Callable[[list[nn.Parameter], State], None]
@@ -124,6 +121,7 @@ WRITERS: list[Writer] = [
     thread,
 ]
 WAYS: dict[str, dict[str, bool]] = {"lazy": {"lazy": True}, "async": {}, "sync": {"asynchronous": False}}
+"""``lazy`` is for accelerators: on the CPU it is as ``async``."""
 
 
 def bytes_of(state: State) -> dict[str, torch.Tensor]:
@@ -146,25 +144,16 @@ def bytes_in(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def committed_as_saved(pipeline: Pipeline, state: State, folder: Path, way: str, write: Writer) -> bool:
-    """Save, let somebody write, step; whether it was committed. If it was, every byte must be the save's."""
+def save_as_it_is(pipeline: Pipeline, state: State, folder: Path, way: str, write: Writer) -> None:
+    """Save, let somebody write, step: every byte of the checkpoint must be that of the save."""
     expected = bytes_of(state)
-    name = f"ba{state.timestamp.batch.value}.pt"
-    catalog = Catalog(folder)
-    pending = pipeline.save(state, catalog=catalog, template="ba{batch}.pt", **WAYS[way])
+    pending = pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt", **WAYS[way])
     write([*state.model.parameters()], state)
     step(state)
-    try:
-        path = pending.wait().path
-    except SaveError:
-        assert way == "lazy", "a copy that training waits for cannot be torn by what comes after"
-        assert catalog.manifest_of(name) is None
-        return False
-    found = bytes_in(path)
+    found = bytes_in(pending.wait().path)
     assert found.keys() == expected.keys()
     torn = [key for key, value in expected.items() if not torch.equal(found[key], value)]
     assert not torn, f"{way}, {write.__name__}: a checkpoint of two moments was committed: {torn}"
-    return True
 
 
 @pytest.fixture
@@ -178,63 +167,12 @@ def pipeline() -> Iterator[Pipeline]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_no_checkpoint_of_two_moments_is_committed(pipeline: Pipeline, tmp_path: Path, write: Writer, way: str) -> None:
-    """Saves that are each followed at once by a write: right, or a SaveError and nothing; and never twice an error."""
+    """Saves that are each followed at once by a write, without a copy and with one."""
     state = state_at(0)
-    committed = [
-        committed_as_saved(pipeline, state, tmp_path, way, write if batch > 1 else nobody) for batch in range(7)
-    ]
-    assert committed.count(False) <= 1
+    for _ in range(3):
+        save_as_it_is(pipeline, state, tmp_path, way, write)
+        assert pipeline.prepared()
     assert temporaries(tmp_path) == []
-
-
-def compiled(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Its step is compiled, as PyTorch's tutorials do it; torch traces around the hooks."""
-    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    optimizer.step = torch.compile(optimizer.step, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
-    return optimizer
-
-
-def half(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Of weights and momentum in bfloat16."""
-    for weight in weights:
-        weight.data = weight.data.bfloat16()
-    return torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "fused": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
-    "foreach": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=True),
-    "compiled": compiled,
-    "half": half,
-}
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of modules that inductor imports
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.soak) if kind == "compiled" else kind for kind in OPTIMIZERS]
-)
-def test_a_step_of_any_kind_waits_for_the_copy(pipeline: Pipeline, tmp_path: Path, kind: str) -> None:
-    """The optimizer that trains writes in a way that torch does not count: its steps come after the copy, all saved."""
-    torch._dynamo.reset()
-    state = state_at(0)
-    state.optimizers = [OPTIMIZERS[kind]([*state.model.parameters()])]
-    step(state)
-    assert [committed_as_saved(pipeline, state, tmp_path, "lazy", nobody) for _ in range(5)] == [True] * 5
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_run_of_any_writers_and_ways(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Drawn: who writes after each save of a run, and how each is made."""
-    steps = st.lists(st.tuples(st.sampled_from(sorted(WAYS)), st.sampled_from(WRITERS)), min_size=2, max_size=6)
-    folder = tmp_path_factory.mktemp("run")
-    pipeline = Pipeline()
-    try:
-        state = state_at(1)
-        committed = [committed_as_saved(pipeline, state, folder, way, write) for way, write in data.draw(steps)]
-    finally:
-        pipeline.close()
-    assert committed.count(False) <= 1
 
 
 def a_run_whose_weights_are_replaced(where: str) -> None:
@@ -243,7 +181,7 @@ def a_run_whose_weights_are_replaced(where: str) -> None:
     size = 10 << 20  # what is that large, malloc gives back to the system at once
     state = state_at(0, size)
     for batch in range(12):
-        pending = pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt", lazy=True)
+        pending = pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt")
         for weight in state.model.parameters() if batch else ():
             weight.data = torch.ones(1)  # nothing of the user's refers to the memory that was there
         for weight in state.model.parameters():

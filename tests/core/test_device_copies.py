@@ -1,17 +1,15 @@
-"""Copies from devices: pinned memory, devices without streams, and sums over content."""
+"""Copies from devices: pinned memory, and devices without streams."""
 
 from __future__ import annotations
 
 import logging
-import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composerlite.devices import MachineDevices, PageableCopier, Pinning
-from composerlite.devices.copier import content_sums, cuts, poll
+from composerlite.devices.copier import MachineDevices, PageableCopier, Pinning, cuts, poll
 from composerlite.storage import HostMemory
 
 GIB = 1 << 30
@@ -26,8 +24,8 @@ class Runtime:
         self.pinned: dict[int, int] = {}
         self.has_error = False
 
-    def register(self, address: int, size: int, flags: int) -> int:
-        """As ``cudaHostRegister``: an error stays until somebody takes it."""
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        """An error stays until somebody clears it."""
         self.calls += 1
         if self.calls - 1 == self.fails:
             self.has_error = True
@@ -38,8 +36,8 @@ class Runtime:
         self.pinned[address] = size
         return 0
 
-    def unregister(self, address: int) -> int:
-        """As ``cudaHostUnregister``."""
+    def cudaHostUnregister(self, address: int) -> int:
+        """Return the error of CUDA for memory that is not pinned."""
         return 0 if self.pinned.pop(address, None) is not None else 713
 
     def clear(self) -> None:
@@ -48,7 +46,7 @@ class Runtime:
 
     def pinning(self) -> Pinning:
         """What calls them."""
-        return Pinning(self.register, self.unregister, self.clear)
+        return Pinning(self, self.clear)
 
 
 @pytest.fixture
@@ -61,9 +59,7 @@ def test_memory_is_pinned_in_slices_once(memory: HostMemory) -> None:
     """All of it, and in the end none."""
     runtime = Runtime()
     pinning = runtime.pinning()
-    go = threading.Event()
-    go.set()
-    assert pinning.add(memory, go)
+    assert pinning.add(memory)
     assert pinning.add(memory)
     assert sum(runtime.pinned.values()) == memory.size_bytes
     assert len(runtime.pinned) == runtime.calls == 3
@@ -96,11 +92,11 @@ def test_memory_that_cannot_be_pinned_is_left_as_it_was(
 def test_chunks_are_all_of_a_copy_and_none_reaches_over_a_slice(size: int, offset: int) -> None:
     """What CUDA copies is in one piece of pinned memory."""
     end = 0
-    for cut in cuts(size, offset):
-        assert (cut.start, cut.offset) == (end, offset + end)
-        assert 0 < cut.size <= 64 << 20
-        assert cut.offset // GIB == (cut.offset + cut.size - 1) // GIB
-        end += cut.size
+    for start, to, length in cuts(size, offset):
+        assert (start, to) == (end, offset + end)
+        assert 0 < length <= 64 << 20
+        assert to // GIB == (to + length - 1) // GIB
+        end += length
     assert end == size
 
 
@@ -137,7 +133,9 @@ def test_a_device_without_streams_copies_at_once() -> None:
     copier.wait(copier.mark(), 1.0)
     copier.finish_training(1.0)
     assert bytes(memory.view(4096, storage.nbytes())) == tensor.numpy().tobytes()
-    assert copier.fetch(copier.sum_up([storage])) == content_sums([tensor.view(torch.uint8)]).tolist()
+    copier.copy(storage, memory, 0, 4, 6)
+    assert bytes(memory.view(0, 6)) == tensor[2:5].numpy().tobytes()
+    assert copier.fetch(copier.read(tensor[:3])) == [0, 1, 2]
     assert not copier.may_run_late
     assert copier.waited_seconds() == 0.0
     memory.close()
@@ -148,52 +146,8 @@ def test_this_machines_memory_needs_no_device() -> None:
     devices, memory = MachineDevices(), HostMemory(1)
     assert devices.of(torch.zeros(3).untyped_storage()) is None
     assert isinstance(devices.of(torch.zeros(3, device="meta").untyped_storage()), PageableCopier)
+    assert not devices.pin(memory, torch.device("cpu"))
     if not torch.cuda.is_initialized():
-        assert not devices.pinner()(memory, None)
+        assert devices.current() is None
     devices.release(memory)
     memory.close()
-
-
-# ── sums over content ────────────────────────────────────────────────────────────────────────────────────────────────
-@given(st.integers(1, 400_000), st.integers(0, 2**62), st.integers(1, 255))
-def test_a_sum_sees_any_byte_that_differs(size: int, where: int, change: int) -> None:
-    """At the end, too, which is no whole word."""
-    data = (torch.arange(size) * 31 % 251).to(torch.uint8)
-    before = content_sums([data]).tolist()
-    assert content_sums([data.clone()]).tolist() == before
-    data[where % size] ^= change
-    assert content_sums([data]).tolist() != before
-
-
-@given(st.integers(0, 49_999), st.integers(0, 49_999))
-def test_a_sum_sees_words_that_changed_places(one: int, other: int) -> None:
-    """Such as chunks of two tensors that were written to each other's place."""
-    words = torch.arange(50_000, dtype=torch.int64) << 20
-    before = content_sums([words.view(torch.uint8)]).tolist()
-    words[[one, other]] = words[[other, one]]
-    assert (content_sums([words.view(torch.uint8)]).tolist() == before) is (one == other)
-
-
-def test_small_parts_are_summed_together() -> None:
-    """Which ones depends on their sizes alone: a device and this machine group them alike."""
-    parts = [torch.full((size,), 7, dtype=torch.uint8) for size in (8, 3, 0, 2 << 20, 5, 5)]
-    sums = content_sums(parts)
-    assert sums.shape == (3, 2)
-    assert torch.equal(sums, content_sums([part.clone() for part in parts]))
-    parts[1][0] = 8
-    assert (sums != content_sums(parts)).any(1).tolist() == [True, False, False]
-
-
-def test_a_large_part_has_sums_for_each_64_mib() -> None:
-    """A byte that differs is seen in each of them, and so are words that changed places between two."""
-    block = 64 << 20
-    data = torch.zeros(block + 13, dtype=torch.uint8)
-    data[5] = 1
-    before = content_sums([data])
-    assert before.shape == (2, 2)
-    for place in (0, block - 1, block, block + 12):
-        data[place] ^= 7
-        assert (content_sums([data]) != before).all(1).tolist() == [place < block, place >= block]
-        data[place] ^= 7
-    data[5], data[block + 5] = 0, 1
-    assert (content_sums([data]) != before).all()

@@ -65,7 +65,6 @@ def build(folder: Path | None = None, *, device: str = DEVICE, **arguments: Any)
         "save_folder": None if folder is None else str(folder),
         "save_filename": "ba{batch}.pt",
         "save_interval": "1ba",
-        "save_verify_copy": "always",
         "optimizers": torch.optim.AdamW(model.parameters(), lr=1e-2, **kind),
     }
     return Trainer(model=model, device=device, **{**defaults, **arguments})

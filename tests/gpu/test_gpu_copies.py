@@ -13,8 +13,9 @@ from torch import nn
 
 from composerlite.checkpoint import load_state_dict, save_state_dict
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.save.staging import Staging
-from composerlite.devices import DeviceCopier, MachineDevices, Pin
+from composerlite.checkpoint.save.snapshot import StagingMemory
+from composerlite.devices import DeviceCopier
+from composerlite.devices.copier import MachineDevices
 from composerlite.storage import HostMemory
 
 pytestmark = GPU
@@ -95,9 +96,13 @@ class Without:
             setattr(copier, self._wait, lambda *arguments: None)
         return copier
 
-    def pinner(self, device: torch.device | None = None) -> Pin:
+    def current(self) -> torch.device | None:
         """As the machine."""
-        return self._devices.pinner(device)
+        return self._devices.current()
+
+    def pin(self, memory: HostMemory, device: torch.device) -> bool:
+        """As the machine."""
+        return self._devices.pin(memory, device)
 
     def release(self, memory: HostMemory) -> None:
         """As the machine."""
@@ -114,10 +119,12 @@ def weight() -> nn.Parameter:
 
 def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
     """The least and the largest number of a snapshot of twos that is taken while the device is busy."""
-    staging = Staging(verify="never", devices=Without(wait))
+    staging = StagingMemory(devices=Without(wait))
     optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     image = TorchImage({"weight": weight})
-    for number in range(2):  # the first one copies at once, ones: that is what its memory has at the second
+    staging.prepare(image.size_bytes)
+    assert staging.wait_until_prepared(60)
+    for number in range(2):  # after the first one the memory holds ones
         memory = staging.reserve(image.size_bytes)
         assert memory is not None
         image = TorchImage({"weight": weight})
@@ -154,7 +161,9 @@ def test_without_a_wait_the_bytes_are_wrong(wait: str, weight: nn.Parameter) -> 
 def test_a_save_does_not_wait_for_the_device() -> None:
     """Taking a snapshot queues work and returns while the device sleeps for a second."""
     weight = nn.Parameter(torch.zeros(BIG, device=DEVICE))
-    staging, optimizer = Staging(verify="never"), torch.optim.SGD([weight], lr=1.0)
+    staging, optimizer = StagingMemory(), torch.optim.SGD([weight], lr=1.0)
+    staging.prepare(TorchImage({"weight": weight}).size_bytes)
+    assert staging.wait_until_prepared(60)
     for _ in range(2):
         image = TorchImage({"weight": weight})
         memory = staging.reserve(image.size_bytes)

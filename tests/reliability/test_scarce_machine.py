@@ -92,7 +92,6 @@ def a_run_without_threads(folder: str, when: str, options: str) -> None:
     torch.set_num_threads(1)
     how: dict[str, Any] = {
         "file": {},
-        "lazy": {"save_lazy": True},
         "packed": {"save_filename": "ba{batch}.pt.gz"},
         "ring": {"save_staging_bytes": 0},
     }[options]
@@ -103,7 +102,7 @@ def a_run_without_threads(folder: str, when: str, options: str) -> None:
         run.fit()
 
 
-@pytest.mark.parametrize("options", ["file", "lazy", "packed", "ring"])
+@pytest.mark.parametrize("options", ["file", "packed", "ring"])
 @pytest.mark.parametrize("when", ["0", "1", "4"])
 def test_a_run_that_gets_no_more_threads_saves_every_checkpoint(tmp_path: Path, when: str, options: str) -> None:
     """The limit of processes is reached before the run, with its first save, or later: said once, nothing is lost."""
@@ -242,27 +241,22 @@ def forbid_memory(spare: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def a_run_without_memory(folder: str, when: str, options: str) -> None:
+def a_run_without_memory(folder: str, when: str) -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     torch.set_num_threads(1)
-    how: dict[str, Any] = {
-        "file": {},
-        "lazy": {"save_lazy": True},
-    }[options]
     ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: else each thread that allocates takes 64 MB of addresses
     spare = 300 << 20  # for steps and writing; 430 MB are to be copied
     callbacks = [At(int(when), functools.partial(forbid_memory, spare))] if int(when) else []
-    with trainer(Path(folder), *callbacks, batches=3, frozen=16 * WIDE, **how) as run:
+    with trainer(Path(folder), *callbacks, batches=3, frozen=16 * WIDE) as run:
         if not callbacks:
             forbid_memory(spare + (50 << 20))
         run.fit()
 
 
-@pytest.mark.parametrize("options", ["file", "lazy"])
 @pytest.mark.parametrize("when", ["0", "1"])
-def test_a_run_that_gets_no_memory_for_the_copy_saves_every_checkpoint(tmp_path: Path, when: str, options: str) -> None:
+def test_a_run_that_gets_no_memory_for_the_copy_saves_every_checkpoint(tmp_path: Path, when: str) -> None:
     """Training waits while they are written, as a warning says once."""
-    done = run_forked(a_run_without_memory, str(tmp_path), when, options, cwd=tmp_path, timeout=200)
+    done = run_forked(a_run_without_memory, str(tmp_path), when, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert batches(tmp_path) == [1, 2, 3]
     assert done.stderr.count("no memory for a copy") == 1

@@ -29,11 +29,10 @@ WIDE = 150_000
 
 SAVING: dict[str, dict[str, Any]] = {
     "sync": {"asynchronous": False},
-    "async": {"asynchronous": True, "lazy": False},
-    "lazy": {"asynchronous": True, "lazy": True},
+    "async": {"asynchronous": True},
     "ring": {"asynchronous": True, "staging_bytes": 0},
 }
-"""The ways to save: training waits; it goes on after the copy; before it; there is no memory for a copy."""
+"""The ways to save: training waits; training continues after a copy; there is no memory for a copy."""
 
 SPREAD: dict[str, dict[str, Any]] = {
     "alone": {},

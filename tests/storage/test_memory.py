@@ -1,4 +1,4 @@
-"""Memory that is used again, what there is of it, and copies by several threads."""
+"""Memory that is used again, how much is free, and copies by several threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.storage import Copier, HostMemory, available_memory
+from composerlite.storage import HostMemory, available_memory, copy_memory
+from composerlite.storage.disk import memory as memory_module
 from composerlite.storage.disk.memory import address_of, memory_at
 
 MiB = 1 << 20
@@ -41,31 +42,17 @@ def resident_bytes() -> int:
 
 
 def test_memory_is_taken_when_it_is_faulted_in_and_given_back_when_it_is_closed() -> None:
-    """Nothing is taken for what is not used, and other threads run while pages are provided."""
+    """Nothing is taken for what is not used, and only the range that is asked for."""
     before = resident_bytes()
     memory = HostMemory(200 * MiB)
     assert resident_bytes() < before + 20 * MiB
-    thread = threading.Thread(target=memory.fault_in)
-    thread.start()
-    thread.join()
+    memory.fault_in(0, 100 * MiB)
+    assert before + 80 * MiB < resident_bytes() < before + 120 * MiB
+    memory.fault_in(100 * MiB, 100 * MiB)
     assert resident_bytes() > before + 180 * MiB
     memory.close()
     memory.close()
     assert resident_bytes() < before + 20 * MiB
-
-
-def test_closing_ends_the_faulting_in() -> None:
-    """Whoever gives up does not wait for gigabytes of pages that nobody will use, and nothing is touched after."""
-    before = resident_bytes()
-    memory = HostMemory(2000 * MiB)
-    thread = threading.Thread(target=memory.fault_in)
-    thread.start()
-    while resident_bytes() < before + 10 * MiB:
-        time.sleep(0.001)
-    memory.close()
-    thread.join(10)
-    assert not thread.is_alive()
-    assert resident_bytes() < before + 200 * MiB
 
 
 def test_forked_processes_do_not_inherit_it() -> None:
@@ -134,14 +121,7 @@ def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     assert available_memory(root) == 0
 
 
-# ── Copier ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.fixture
-def copier() -> Iterator[Copier]:
-    """One that is closed afterwards."""
-    with closing(Copier()) as copier:
-        yield copier
-
-
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 SIZES = [0, 1, 4, 4096, 100_000, 1000 << 10, (1000 << 10) + 1, 7 * MiB + 3]
 
 
@@ -172,60 +152,40 @@ def _keep_sources() -> Iterator[None]:
 @pytest.mark.parametrize(
     "sizes", [[], SIZES, [4] * 5000, [20 * MiB, 4, 20 * MiB]], ids=["none", "all", "many", "large"]
 )
-def test_memory_is_copied(copier: Copier, sizes: list[int]) -> None:
+def test_memory_is_copied(sizes: list[int]) -> None:
     """Every byte of every job and none beside them, again and again."""
     for _ in range(3):
         target, expected, jobs = jobs_of(sizes)
-        copier.copy(iter(jobs))
+        copy_memory(iter(jobs))
         assert target == expected
 
 
-def test_a_copy_goes_on_behind_the_caller(copier: Copier) -> None:
-    """Started and waited for; it says what it took."""
-    target, expected, jobs = jobs_of([*SIZES, 40 * MiB])
-    copying = copier.start(jobs)
-    copying.wait(60)
-    assert target == expected
-    assert 0 < copying.seconds < 60
+def test_no_thread_copies_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever catches Ctrl-C may free the memory."""
+    target, _, jobs = jobs_of([64 * MiB])
+    move = memory_module.move
+    main = threading.get_ident()
+
+    def interrupted(*piece: int) -> None:
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        move(*piece)
+
+    monkeypatch.setattr(memory_module, "move", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_memory(jobs)
+    copied = bytes(target)
+    time.sleep(0.05)
+    assert bytes(target) == copied
+    assert not any(thread.name == "checkpoint-copier" for thread in threading.enumerate())
 
 
-def test_whoever_is_in_a_hurry_helps(copier: Copier) -> None:
-    """``finish`` copies too, also twice, and returns when everything is there."""
-    target, expected, jobs = jobs_of([40 * MiB, *SIZES])
-    copying = copier.start(jobs)
-    copying.finish()
-    assert target == expected
-    copying.finish()
-    copying.wait(0)
-
-
-def test_copies_are_not_waited_for_for_ever() -> None:
-    """After ``close`` nobody copies behind the caller: waiting ends with an error, helping still works."""
-    copier = Copier()
-    copier.close()
-    copier.close()
-    target, expected, jobs = jobs_of([MiB])
-    copying = copier.start(jobs)
-    with pytest.raises(TimeoutError, match=r"not copied after 0\.01 s"):
-        copying.wait(0.01)
-    copying.finish()
-    assert target == expected
-
-
-def test_what_goes_wrong_in_a_thread_is_raised_to_who_waits(copier: Copier) -> None:
-    """A job that is no job: an error, and the next copies work."""
-    target, expected, jobs = jobs_of([MiB])
-    copying = copier.start([(0.5, 0, MiB // 2)])  # type: ignore[list-item]
-    with pytest.raises(Exception, match="argument 1"):
-        copying.wait(60)
-    copier.copy(jobs)
-    assert target == expected
-
-
-def test_many_copies_at_once_do_not_mix(copier: Copier) -> None:
-    """Each handle is done when its own jobs are."""
-    things = [jobs_of([size, 3 * MiB, 4]) for size in range(1, 30)]
-    copyings = [copier.start(jobs) for _, _, jobs in things]
-    for copying, (target, expected, _) in zip(reversed(copyings), reversed(things), strict=True):
-        copying.finish()
+def test_copies_of_several_threads_do_not_mix() -> None:
+    """Each call returns when its own copies are complete."""
+    things = [jobs_of([size, 17 * MiB, 4]) for size in range(1, 9)]
+    threads = [threading.Thread(target=copy_memory, args=(jobs,)) for _, _, jobs in things]
+    for thread in threads:
+        thread.start()
+    for thread, (target, expected, _) in zip(threads, things, strict=True):
+        thread.join(60)
         assert target == expected

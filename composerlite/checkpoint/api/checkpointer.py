@@ -51,7 +51,7 @@ from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
-from composerlite.checkpoint.save.staging import shared_staging
+from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, get_local_world_size, group_of
 from composerlite.errors import (
     CheckpointError,
@@ -473,7 +473,6 @@ class _StepWriter:
         ephemeral: bool,
     ) -> None:
         self.gathers = False
-        self.may_stream = shards.may_stream
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -497,14 +496,14 @@ class _StepWriter:
         self._shards.staged_in(memory)
         self._train.staged_in(memory, self._start)
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
         """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
         path, size = self._folder.at(f"{TRAIN}/rank{self._group.rank}.pt"), self._train.size_bytes
         self._written = path
         file = NewFile(path, size, self._train.write, chunk_bytes_for(size))
         (digest,) = self._folder.place.write([file])
         self._record = FileRecord.of(path, digest)
-        self._shards.write(memory, ring_bytes, may_grow=may_grow)
+        self._shards.write(memory, ring_bytes)
 
     def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
         """Wait until everything is durable; what rank 0 needs to know of it."""

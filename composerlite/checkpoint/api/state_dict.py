@@ -45,7 +45,7 @@ from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
 from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
-from composerlite.checkpoint.save.staging import shared_staging
+from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import number_of

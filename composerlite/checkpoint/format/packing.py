@@ -69,7 +69,6 @@ class Format:
         *,
         memory: HostMemory | None = None,
         ring_bytes: int = RING_BYTES,
-        may_grow: bool = False,
     ) -> Sink:
         """Open a sink for the bytes of a ``.pt`` file, which writes ``path``.
 
@@ -78,39 +77,35 @@ class Format:
             size_bytes: of the ``.pt`` file to come, exactly.
             memory: where the bytes are already, at their offsets in the ``.pt`` file.
             ring_bytes: memory to write with where they are not.
-            may_grow: take more rather than wait for the disk; of no effect where the file is compressed.
 
         Raises:
             ConfigError: see :meth:`check`.
             OSError: no space, which is known at once where the file is not compressed.
         """
         if self.archive:
-            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes, may_grow=may_grow)
+            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes)
         if self.compressor is None:
-            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow)
+            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
         return PackedSink(path, self.compressor, most_bytes=size_bytes)
 
     def frame(self, data: bytes) -> bytes:
         """Return ``data`` as the bytes to append to a file of this format: a frame, if the file is compressed."""
         return data if self.compressor is None else self.compressor.frame(data)
 
-    def open_archive(
-        self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES, may_grow: bool = False
-    ) -> Sink:
+    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES) -> Sink:
         """Open a sink for the bytes of several files, one after the other, which writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
             members: names and sizes of the files.
             ring_bytes: memory to write with.
-            may_grow: as :meth:`open_sink`.
 
         Raises:
             ConfigError, OSError: as :meth:`open_sink`.
         """
         size_bytes = tar_bytes(*(size for _, size in members))
         if self.compressor is None:
-            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes, may_grow=may_grow), members)
+            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes), members)
         return TarSink(PackedSink(path, self.compressor, most_bytes=size_bytes), members)
 
 

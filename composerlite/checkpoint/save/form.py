@@ -61,14 +61,12 @@ class RankWriter(Protocol):
     Attributes:
         size_bytes: of memory for a copy.
         gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
-        may_stream: the bytes may be written as they are while the caller waits: that takes no longer than to copy them.
         seconds: spent by name, complete after :meth:`finish`.
         weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
     """
 
     size_bytes: int
     gathers: bool
-    may_stream: bool
     seconds: dict[str, float]
     weights_crc: Sequence[int]
 
@@ -80,13 +78,12 @@ class RankWriter(Protocol):
         """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
         ...
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
         """Hand all bytes to those who write them, and who may still be writing when this returns.
 
         Args:
             memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
             ring_bytes: memory to write with in that case.
-            may_grow: take more in that case, rather than wait for the disk.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -166,7 +163,6 @@ class NullWriter:
 
     def __init__(self, gathering: Gathering | None = None) -> None:
         self.gathers = gathering is not None
-        self.may_stream = True
         self._gathering = gathering
         self.size_bytes = 0
         self.seconds: dict[str, float] = {}
@@ -180,7 +176,7 @@ class NullWriter:
         """The other ranks' part of gathering."""
         self._gather()
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
         """The same, where it is gathered as it is written."""
         self._gather()
 
@@ -251,7 +247,6 @@ class FileWriter:
     ) -> None:
         self._format = format_of(template)
         self.gathers = gathering is not None
-        self.may_stream = self._format.compressor is None
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self.size_bytes = 0
@@ -299,7 +294,7 @@ class FileWriter:
             return storage
         return self._gathering.next().untyped_storage()
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
         """Hand all bytes to what writes the file. What is sharded over ranks is gathered as it comes, if it is not yet.
 
         After an error nothing is left.
@@ -310,11 +305,9 @@ class FileWriter:
             path = self._data.temporary
             if len(self._images) > 1:
                 members = [(name, image.size_bytes) for name, image in self._images.items()]
-                sink = self._format.open_archive(path, members, ring_bytes=ring_bytes, may_grow=may_grow)
+                sink = self._format.open_archive(path, members, ring_bytes=ring_bytes)
             else:
-                sink = self._format.open_sink(
-                    path, self.size_bytes, memory=memory, ring_bytes=ring_bytes, may_grow=may_grow
-                )
+                sink = self._format.open_sink(path, self.size_bytes, memory=memory, ring_bytes=ring_bytes)
             self._sink = stack.enter_context(sink)
             with self._named():
                 crcs: list[list[int]] = []

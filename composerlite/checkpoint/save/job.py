@@ -33,7 +33,7 @@ from composerlite.checkpoint.record.manifest import Manifest, new_id
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import RankWriter, SaveRequest, first_name, form_of, gathering
-from composerlite.checkpoint.save.staging import Snapshot, Staging, finish_device_work
+from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
 from composerlite.storage import RING_BYTES, HostMemory, wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
@@ -147,7 +147,6 @@ class PendingSave:
         stall_seconds: how long it has kept training besides the snapshot.
         staging: where the copy is, if there is one.
         snapshot: the copy, in memory that does not change; ``None`` to read from the tensors themselves.
-        streamed: there was memory for a copy, but new: what is written was read when it was handed over.
         failure: why this rank cannot do its part: it votes against the checkpoint.
         to_delete: names of the checkpoints that this rank deletes from the disk that it sees, after the save.
         future: what comes of :meth:`start`; cancelled where the caller was interrupted before the work had begun.
@@ -166,15 +165,13 @@ class PendingSave:
     slowest_rank: int | None = field(default=None, init=False)
     blocking: bool = False
     stall_seconds: float = 0.0
-    staging: Staging | None = field(default=None, init=False)
+    staging: StagingMemory | None = field(default=None, init=False)
     snapshot: Snapshot | None = field(default=None, init=False)
-    streamed: bool = field(default=False, init=False)
     failure: BaseException | None = field(default=None, init=False)
     to_delete: Sequence[str] = field(default=(), init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
     deletion_error: Exception | None = field(default=None, init=False)
     _tidied: threading.Event = field(default_factory=threading.Event, init=False)
-    _training_thread: int = field(default_factory=threading.get_ident, init=False)
     _memory: HostMemory | None = field(default=None, init=False)
     _written: bool = field(default=False, init=False)
     _ended: bool = field(default=False, init=False)
@@ -208,8 +205,6 @@ class PendingSave:
 
     def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
         """Wait until it has ended, well or not; whether it has."""
-        if self.snapshot is not None and threading.get_ident() == self._training_thread:
-            self.snapshot.finish()
         try:
             self.future.exception(timeout)
         except TimeoutError:
@@ -234,57 +229,53 @@ class PendingSave:
 
     # ── what whoever saves waits for ─────────────────────────────────────────────────────────────────────────────
     def stage(
-        self,
-        staging: Staging,
-        lazy: Sequence[Optimizer] = (),
-        *,
-        has_room: bool = True,
-        make_room: Callable[[], object] = lambda: None,
+        self, staging: StagingMemory, lazy: Sequence[Optimizer] = (), previous: PendingSave | None = None
     ) -> None:
-        """Copy the state to memory, or write it now where that memory would have to be allocated.
+        """Copy the state, or write the state itself now if no memory is ready for a copy.
 
         With several ranks an error is kept for the vote.
 
         Args:
-            staging: has the memory.
-            lazy: see :meth:`Staging.take`.
-            has_room: there is room for the file already.
-            make_room: wait until there is.
+            staging: memory for the copy. Without a copy, memory for the next save is prepared.
+            lazy: see :meth:`StagingMemory.take`.
+            previous: the save before. Its checkpoints by retention are deleted before the state is written.
+
+        Raises:
+            SaveError: in a run of one rank: the contents cannot be written.
+            OSError: in a run of one rank: no space, no permission, and the like.
         """
         self.staging = staging
         writer = self.writer
         try:
-            streams = writer.may_stream and has_room and staging.would_be_new(writer.storages(), writer.size_bytes)
-            memory = None if streams else staging.reserve(writer.size_bytes)
+            memory = staging.reserve(writer.size_bytes)
             copies = memory is not None
             if writer.gathers:
-                streams, copies = self.group.broadcast((streams, copies))
+                copies = self.group.broadcast(copies)
             if copies:
                 if memory is None:
                     raise SaveError(f"no memory for this rank's part of a copy of {self.path}.")
                 self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
-                self._memory = self.snapshot.memory
-                writer.staged_in(self._memory)
+                self._memory = memory
+                writer.staged_in(memory)
                 return
             if memory is not None:  # rank 0 has none
                 staging.give_back(memory)
-            if not streams:
-                log.info("no memory for a copy of %s: training waits while it is written", self.path)
-                make_room()
-            with staging.paused():
-                self._write(may_grow=streams)
-            self.streamed = streams
+            log.info("no memory is ready for a copy of %s: training waits while the state is written", self.path)
+            if previous is not None:
+                previous.wait_until_tidy()  # the disk may have no room before
+            self._write()
+            staging.prepare(writer.size_bytes)
         except BaseException as e:
             self._close(may_be_committed=False)
             if self.group.size == 1:
                 raise
             self.failure = e
 
-    def _write(self, *, may_grow: bool = False) -> None:
+    def _write(self) -> None:
         try:
             if self._memory is None:
                 finish_device_work(self.writer.storages())
-            self.writer.write(self._memory, self.ring_bytes, may_grow=may_grow)
+            self.writer.write(self._memory, self.ring_bytes)
         except BaseException:
             self.writer.close(may_be_committed=False)
             raise
@@ -357,8 +348,6 @@ class PendingSave:
                     "alone how that ends. Wait for it there, or before the fork."
                 )
             )
-        if self.snapshot is not None:
-            self.snapshot.abandon()
         self.to_delete = ()
         self._tidied = threading.Event()
         self._tidied.set()
@@ -379,8 +368,6 @@ class PendingSave:
                 report = self._commit_on_disks(cast("ShardWriter", self.writer))
         finally:
             self._close(may_be_committed=self.votes[0].may_be_committed)
-            if self.streamed and self.staging is not None:
-                self.staging.prepare(self.writer.size_bytes)
         if self.follow_up is not None and self.follow_up.is_leader:
             self.to_delete = report.deleted
         return self._as_seen_here(report)
@@ -388,7 +375,7 @@ class PendingSave:
     def _close(self, *, may_be_committed: bool) -> None:
         self.writer.close(may_be_committed=may_be_committed)
         memory, self._memory = self._memory, None
-        if memory is not None and self.staging is not None and self.snapshot is not None and self.snapshot.is_over:
+        if memory is not None and self.staging is not None and self.snapshot is not None and self.snapshot.is_complete:
             self.staging.give_back(memory)
 
     def _finish(self) -> _RankPart:
@@ -534,11 +521,10 @@ class Pipeline:
         staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
             needs if that is at most half of what is free. Where it does not suffice, the training thread waits while
             the bytes go through a ring of that size.
-        verify_copy: at which saves the copy is compared with what it was: see :class:`Staging`.
     """
 
-    def __init__(self, staging_bytes: int | None = None, verify_copy: int | str = "first") -> None:
-        self._staging = Staging(staging_bytes, verify_copy)
+    def __init__(self, staging_bytes: int | None = None) -> None:
+        self._staging = StagingMemory(staging_bytes)
         self._pending: PendingSave | None = None
         self._given_up: set[str] = set()  # by the save before, and perhaps not deleted yet
         self._previous: dict[str, SaveReport] = {}
@@ -552,9 +538,9 @@ class Pipeline:
         ignore_keys: IgnoreKeys = None,
         state_dict: StateDict | None = None,
     ) -> None:
-        """Get the memory for checkpoints of ``state`` ready, in the background, so that the first costs no more.
+        """Prepare memory for copies of ``state`` in the background. Call after the first optimizer step.
 
-        A save before that is written without a copy: see :class:`UncopiedState`.
+        A save before the memory is ready is synchronous.
 
         Args:
             state: of the run.
@@ -566,14 +552,14 @@ class Pipeline:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
         if self._pending is not None:
-            return  # it found memory, or gets some for the next at its end
+            return  # the save had memory, or prepared some
         gathered = gathering(state, state_dict, weights_only=weights_only, ignore_keys=ignore_keys)
         if (size_bytes := form_of(state).expected_bytes(gathered)) is not None:
             self._staging.prepare(size_bytes)
 
     def prepared(self, timeout: float = 60.0) -> bool:
-        """Wait for :meth:`prepare`; whether it is done."""
-        return self._staging.prepared(timeout)
+        """Wait at most ``timeout`` seconds until memory is prepared; return whether it is."""
+        return self._staging.wait_until_prepared(timeout)
 
     def save(
         self,
@@ -613,8 +599,8 @@ class Pipeline:
             overwrite: replace a checkpoint of the same name.
             latest: name of the symbolic link to point to it, with format variables.
             asynchronous: return when the snapshot is taken; otherwise when the checkpoint is committed.
-            lazy: return before weights and optimizer state are copied: the next step of an optimizer waits for that.
-                Nothing but optimizers may change them in between.
+            lazy: return before weights and optimizer state on accelerators are copied. The next optimizer step waits
+                for the copy, and nothing but optimizers may change these tensors before.
             ephemeral: it is given up as soon as a newer one is committed.
             after_crash: the state is that in which an exception left it; nobody resumes from it unasked.
             metrics: metric values to keep with it, by name; those that are no finite numbers are left out.
@@ -715,14 +701,7 @@ class Pipeline:
         )
         try:
             if asynchronous:
-                # While older checkpoints are being deleted, there may be no room for the file yet.
-                has_room = previous is None or previous.is_tidy
-                pending.stage(
-                    self._staging,
-                    state.optimizers if lazy and form.may_be_lazy else (),
-                    has_room=has_room,
-                    make_room=self.wait_until_tidy,
-                )
+                pending.stage(self._staging, state.optimizers if lazy and form.may_be_lazy else (), previous)
             pending.stall_seconds = time.perf_counter() - started
             if pending.snapshot is not None:  # it counts its own, later ones too
                 pending.stall_seconds -= pending.snapshot.stall_seconds

@@ -101,7 +101,6 @@ class SaveOptions:
     compat: str | None
     asynchronous: bool
     staging_bytes: int | None
-    verify_copy: int | str
     in_memory: bool
     replication: float | None
     on_exception: bool
@@ -132,12 +131,6 @@ class SaveOptions:
         self._set("filename", str(self.filename))
         if self.staging_bytes is not None:
             _check_number(self.staging_bytes, argument="save_staging_bytes")
-        if self.verify_copy not in ("first", "always", "never"):
-            if isinstance(self.verify_copy, str):
-                raise ConfigError(
-                    f"save_verify_copy={self.verify_copy!r}: expected 'first', 'always', 'never', or a number of saves."
-                )
-            _check_number(self.verify_copy, argument="save_verify_copy", least=1)
         if self.files_per_node is not None:
             _check_number(self.files_per_node, argument="save_files_per_node", least=1)
         if self.replication is not None and not 0 < self.replication < math.inf:

@@ -214,7 +214,6 @@ class SafetensorsWriter:
         largest_file_bytes: int = LARGEST_FILE_BYTES,
     ) -> None:
         self.gathers = True
-        self.may_stream = True
         self.size_bytes = 0
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
@@ -277,7 +276,7 @@ class SafetensorsWriter:
     def staged_in(self, memory: HostMemory) -> None:
         """Do nothing: see :meth:`storages`."""
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
         """Write the files of this rank, and send to others what they write. What fails keeps no other rank waiting."""
         names = [file.name for file in self._share.files]
         failure: BaseException | None = None

@@ -259,7 +259,7 @@ class Saver:
         self._publishing: Publishing | None = None  # where there is anywhere to publish to
         self._started = 0.0
         self._checked: StateDict | None = None
-        self._pipeline = Pipeline(options.staging_bytes, options.verify_copy)
+        self._pipeline = Pipeline(options.staging_bytes)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
         self.counters = [self._saves_done]
         self._retention = retention_policy(

@@ -15,11 +15,9 @@ import math
 import os
 import pickle
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
@@ -51,9 +49,8 @@ from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, Planner, plan_together
-from composerlite.checkpoint.save.staging import UncopiedState
 from composerlite.errors import bytes_text
-from composerlite.storage import FileDigest, HostMemory, Sink, StreamWriter, WorkerPool, chunk_bytes_for, number_of
+from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
 
 __all__ = [
@@ -117,8 +114,6 @@ class RemoteFileSystemWriter(StorageWriter):
         overwrite: replace what is there.
 
     Attributes:
-        on_state_read: called as soon as the state was read, and may change.
-        may_grow: take new memory for that rather than wait for the disk.
         watched: names of tensors that should be finite, by their place in the index.
         threads: files that a rank writes at the same time.
         layout: the rule that the plan follows, where it does.
@@ -137,8 +132,6 @@ class RemoteFileSystemWriter(StorageWriter):
         super().__init__()
         number_of(process_count, 1, "process_count")
         self.threads = number_of(thread_count, min(4, os.cpu_count() or 1))
-        self.on_state_read: Callable[[], object] = lambda: None
-        self.may_grow = False
         self.watched: Mapping[MetadataIndex, str] = {}
         self.layout: ShardLayout | None = None
         self._folder = ShardedDirectory.of(path, threads=thread_count)
@@ -147,8 +140,6 @@ class RemoteFileSystemWriter(StorageWriter):
         self._started = time.perf_counter()
         self._claim: SaveHandle | None = None
         self._world_size = 1
-        self._lock = threading.Lock()
-        self._unread = 0
         self._save_id = str(uuid.uuid4())
 
     @property
@@ -209,7 +200,6 @@ class RemoteFileSystemWriter(StorageWriter):
         self._claim = claim
         layout = self.layout
         files = _files(plan.items, self.threads) if layout is None else _files_by_rule(plan.items, layout, rank)
-        self._unread = len(files)
         threads = 1 if self._throttle else max(1, len(files))
         try:
             with (
@@ -242,8 +232,6 @@ class RemoteFileSystemWriter(StorageWriter):
         not_finite: list[str] = []
 
         def fill(sink: Sink) -> None:
-            if self.may_grow and isinstance(sink, StreamWriter):
-                sink.may_grow = True
             for item in items:
                 start = sink.size_bytes
                 if (value := values.get(item.index)) is not None:
@@ -258,21 +246,12 @@ class RemoteFileSystemWriter(StorageWriter):
                 size = sink.size_bytes - start
                 place = StorageInfo(relative_path=name, offset=start, length=size)
                 results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=place))
-            self._was_read()
 
         most_chunks = MOST_CHUNKS if self.layout is None else self.layout.most_chunks
         chunk_bytes = chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks)
         (digest,) = self._folder.write(self._claim, [NewFile(name, most, fill, chunk_bytes)])
         written = _FileWritten(name, digest, next(iter(not_finite), None))
         return [*results, WriteResult(MetadataIndex(f"file {name}"), digest.size_bytes, written)]
-
-    def _was_read(self) -> None:
-        """Take note of a file that was filled."""
-        with self._lock:
-            self._unread -= 1
-            is_last = not self._unread
-        if is_last:
-            self.on_state_read()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint on the first rank, when all have written.
@@ -464,7 +443,6 @@ class ShardWriter:
         watched: Container[int] = (),
     ) -> None:
         self.gathers = False
-        self.may_stream = not throttle  # else it may have to wait for its turn
         self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self.committed: Manifest | None = None
@@ -472,8 +450,6 @@ class ShardWriter:
         self._group = dist.get_group() if group is None else group
         self._disks = disks
         self._results: list[WriteResult] = []
-        self._helper: WorkerPool | None = None
-        self._writing: futures.Future[None] | None = None
         self._copies: list[StorageCopy] = []
         self._places: dict[int, _Place] = {}
         self._planner = Planner(of_run=of_run)
@@ -565,26 +541,13 @@ class ShardWriter:
                 self._planner.tensors[index] = copy
         self._copies = []
 
-    def write(self, memory: HostMemory | None, ring_bytes: int, *, may_grow: bool = False) -> None:
-        """Write the files of this rank: until they are durable, or with ``may_grow`` until they may change."""
-        if not may_grow:
-            self._write()
-            return
-        state = UncopiedState()
-        self._writer.on_state_read, self._writer.may_grow = state.mark_read, True
-        self._helper = WorkerPool(1, name="checkpoint-shards")
-        self._writing = self._helper.submit(self._write)
-        self._writing.add_done_callback(lambda _: state.release())
-        state.wait()
-
-    def _write(self) -> None:
+    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+        """Write the files of this rank, and wait until they are durable."""
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         self._release()
 
     def finish(self, manifest: Manifest) -> list[WriteResult]:
-        """Wait until the files are durable; what rank 0 needs to know of them."""
-        if self._writing is not None:
-            self._writing.result()
+        """Return the places of the items and the digests of the files, for rank 0."""
         return self._results
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
@@ -607,8 +570,6 @@ class ShardWriter:
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the directory unless it is committed, or may be. May be called twice."""
-        if self._helper is not None:  # it writes to the end, also what nobody waits for
-            self._helper.close()
         self._release()
         if not may_be_committed:
             self._writer.abandon()
