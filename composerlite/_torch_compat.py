@@ -46,6 +46,7 @@ __all__ = [
     "savable_dtypes",
     "scheduler_in_charge",
     "scheduler_parts",
+    "storage_dtypes",
     "storage_id",
     "typed_storage_class",
     "untyped_storage",
@@ -103,6 +104,12 @@ def untyped_storage(storage: torch.storage.TypedStorage) -> torch.UntypedStorage
 def typed_storage_class(storage: torch.storage.TypedStorage) -> Any:
     """The class that the format names for a typed storage, such as ``torch.FloatStorage``."""
     return getattr(torch, storage._pickle_storage_type())
+
+
+def storage_dtypes() -> dict[str, torch.dtype]:
+    """Return the types of the numbers in torch's typed storages, by the names of the storage classes."""
+    tables: Any = torch.storage
+    return {name: dtype for dtype, name in tables._dtype_to_storage_type_map().items()}
 
 
 @functools.cache

@@ -137,6 +137,18 @@ def test_typed_storage_class_is_the_one_that_files_name() -> None:
     assert compat.typed_storage_class(common) is torch.LongStorage
 
 
+@seen_with("storage_dtypes", "2.13")
+def test_storage_dtypes_are_those_of_the_classes_that_files_name() -> None:
+    """A file names the class of each storage."""
+    found = compat.storage_dtypes()
+    assert {found[name] for name in ("FloatStorage", "BFloat16Storage", "BoolStorage")} == {
+        torch.float32,
+        torch.bfloat16,
+        torch.bool,
+    }
+    assert all(isinstance(getattr(torch, name), type) for name in found)
+
+
 @seen_with("savable_dtypes", "2.11", "2.12", "2.13", "2.15")
 def test_savable_dtypes_are_those_that_torch_saves() -> None:
     """Each of them comes back; what is left out is refused by torch, or has no numbers that one could save."""

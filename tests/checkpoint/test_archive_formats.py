@@ -288,7 +288,7 @@ for path in map(Path, sys.argv[1:]):
             pass
     except ConfigError as e:
         print(path.name, "|", e)
-    print(last_frame(path.read_bytes()[-65536:])[1][22:])
+    print(last_frame(path.read_bytes()[-65536:])[1])
 """
 
 

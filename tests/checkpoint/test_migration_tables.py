@@ -39,7 +39,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "DCP, a model and an optimizer": ("dcp/nested",),
     "safetensors": ("safetensors/model.safetensors", "safetensors/sharded", "dcp/safetensors"),
     "`pytorch_model.bin`": ("made/one_file", "made/folder"),
-    "files of torch before 1.6": ("made/old.pt",),
 }
 """Rows of the table of ``load_path`` by how they begin, and the checkpoints that show them."""
 
@@ -102,9 +101,6 @@ def _path(name: str, folder: Path) -> Path:
         return folder / "one"
     if name == "made/folder":
         return bin_folder(folder / "several", halves())
-    if name == "made/old.pt":
-        torch.save(torch.load(DATA / "torch/checkpoint.pt"), folder / "old.pt", _use_new_zipfile_serialization=False)
-        return folder / "old.pt"
     return DATA / name
 
 
@@ -160,8 +156,6 @@ def test_a_scheduler_of_another_class_is_not_restored(
 
 
 def _arguments(name: str) -> dict[str, Any]:
-    if name == "made/old.pt":
-        return {"trust_checkpoint": True, **_arguments("torch/checkpoint.pt")}
     return next((dict(arguments) for path, arguments in WHOLE.values() if path == name), {})
 
 
@@ -222,7 +216,6 @@ LEFT: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "DeepSpeed": (_deepspeed, ("client",)),
     "torchtitan": (lambda folder: _with("dcp/torchtitan", folder, dataloader={"at": 6}), ("dataloader",)),
     "DCP, a model and an optimizer": (lambda folder: _with("dcp/nested", folder, step=6), ("step",)),
-    "files of torch before 1.6": (lambda folder: _path("made/old.pt", folder), ("epoch", "step")),
 }
 """Of each row a checkpoint that has what its last cell names, and the words for that in the log.
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.format.zip_file import Layout, ZipEntry, entries, trailer
+from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, entries, trailer
 
 GiB = 1 << 30
 
@@ -21,7 +21,7 @@ def build(path: Path, contents: list[tuple[str, bytes]]) -> Layout:
     crcs = [zlib.crc32(data) for _, data in contents]
     with path.open("wb") as file:
         for record, crc, (_, data) in zip(layout.records, crcs, contents, strict=True):
-            assert file.tell() == record.offset
+            assert file.tell() == record.start
             file.write(record.header + data + record.descriptor(crc))
         file.write(trailer(layout.records, crcs, layout.end))
     return layout
@@ -35,7 +35,7 @@ def test_any_records_are_read_back_and_aligned(sizes: list[int], tmp_path_factor
     contents = [(f"data/{i}", bytes([i]) * size) for i, size in enumerate(sizes)]
     layout = build(path, contents)
     for record in layout.records:
-        assert record.data_offset % (4096 if record.size_bytes >= 65536 else 64) == 0
+        assert record.offset % (4096 if record.size >= 65536 else 64) == 0
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert {name: archive.read(f"archive/{name}") for name, _ in contents} == dict(contents)
@@ -49,9 +49,9 @@ def test_records_beyond_four_gigabytes_are_found(tmp_path: Path) -> None:
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
         for record, crc, data in zip(layout.records, crcs, [b"", small, b"3\n"], strict=True):
-            file.seek(record.offset)
+            file.seek(record.start)
             file.write(record.header + data)
-            file.seek(record.data_offset + record.size_bytes)
+            file.seek(record.offset + record.size)
             file.write(record.descriptor(crc))
         file.seek(layout.end)
         file.write(trailer(layout.records, crcs, layout.end))
@@ -71,7 +71,7 @@ def test_more_records_than_sixteen_bits_can_count(tmp_path: Path) -> None:
         assert archive.read("archive/data/69999") == b"x"
 
 
-def looked_up(path: Path) -> tuple[dict[str, ZipEntry], list[tuple[int, int]], list[int]]:
+def looked_up(path: Path) -> tuple[dict[str, ZipRecord], list[tuple[int, int]], list[int]]:
     """The records of an archive, which parts of it were told of beforehand, and where headers were asked for."""
     data = path.read_bytes()
     told: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ def test_where_headers_are_is_told_before_they_are_asked_for(tmp_path: Path) -> 
     path = tmp_path / "a.pt"
     torch.save([torch.zeros(20_000 if i % 2 else 10) for i in range(9)], path)
     found, told, asked = looked_up(path)
-    assert [entry.header for entry in found.values()] == headers_in(path)
+    assert [entry.start for entry in found.values()] == headers_in(path)
     assert told == [(page * 4096, 4096) for page in sorted({header // 4096 for header in headers_in(path)})]
     assert set(asked) == set(headers_in(path))
 
@@ -112,8 +112,8 @@ def test_headers_of_our_own_files_are_not_looked_for(tmp_path: Path) -> None:
     assert (told, asked) == ([], [])
     data = path.read_bytes()
     for entry, record in zip(found.values(), layout.records, strict=True):
-        assert entry == (record.offset, record.header, record.data_offset, record.size_bytes, entry.crc)
-        assert data[entry.header : entry.offset] == entry.header_bytes
+        assert entry == record._replace(crc=entry.crc)
+        assert data[entry.start : entry.offset] == entry.header
     path.write_bytes(data[: layout.end + 38] + b"\1" + data[layout.end + 39 :])  # an attribute that says nothing
     again, _, asked = looked_up(path)
     assert again == found

@@ -20,7 +20,7 @@ from typing import final
 
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, next_member, stand_ins
 from composerlite.checkpoint.format.compression import codec_of
-from composerlite.checkpoint.format.packing import is_packed, uncompressed
+from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
 from composerlite.checkpoint.load.reader import readable, validate
 from composerlite.checkpoint.load.resolve import (
@@ -172,7 +172,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
         if is_compressed:
             if digest is not None:
                 verify_file(path, digest)
-            file = stack.enter_context(uncompressed(path, most_bytes=unpacked_bytes))
+            file = stack.enter_context(unpacked(path, keep_archive=True, most_bytes=unpacked_bytes))
             size_bytes = file.seek(0, 2)
             source: ByteSource = UnverifiedFile(file)
         else:

@@ -1,30 +1,36 @@
-"""Compressed checkpoints: codecs by file name, writing, reading, and the last frame, which contains the record.
+"""Compressed files: the codecs, a sink that compresses in several threads, and the last frame with the record.
 
-Files are compressed in blocks of 4 MB in several threads. Each block is a frame: see
-:mod:`composerlite.checkpoint.format.codecs`. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d`` read the
-files, and files that these programs write are read here.
+A compressed file is a sequence of frames. Each frame is a complete stream of its codec: a member of gzip, a stream of
+bzip2 or xz, a frame of lz4 or Zstandard. The sink writes a frame for every block of 4 MB and, if the checkpoint has a
+record, a last frame that contains only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
+read these files and return the file inside with the record. Files of these programs are read, too.
 """
 
 from __future__ import annotations
 
+import bz2
 import ctypes
-import functools
 import io
+import lzma
 import os
-import re
+import shutil
+import struct
+import sys
+import tempfile
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, final
+from typing import IO, Any, Protocol, cast, final
 
 import xxhash
-from isal import isal_zlib
+from isal import igzip_lib, isal_zlib
 
-from composerlite.checkpoint.format import codecs
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, Seal, WorkerPool, chunk_bytes_for
 
@@ -42,14 +48,116 @@ __all__ = [
 _PIECE_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
 _MOST_FRAME_DATA_BYTES = 0xFFFF  # more does not fit into a stored block of gzip
-_FOOTER_MARK = b"\nCLREC1 "
-"""Beginning of the last line of a record: see :mod:`composerlite.checkpoint.record.tail`."""
-_MOST_FOOTER_BYTES = 64
-_MOST_TRIES = 8
-"""Places that may be tried as the beginning of a last frame. A file with more of them was made to cost time."""
+_BLOCK_BYTES = 4 << 20
+_DECODER_MEMORY_BYTES = 128 << 20  # `xz -9` needs 65 MiB
+_FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
+"""Beginning and size of the last line of a record: see :mod:`composerlite.checkpoint.record.tail`."""
 
 
-_ZSTANDARD, _PACKAGE = b"\x28\xb5\x2f\xfd", "backports.zstd"
+class Decoder(Protocol):
+    """Decodes one frame. The decoders of the standard library have this interface."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, /, max_length: int = -1) -> bytes: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A Python library that compresses and decompresses.
+
+    Attributes:
+        encode: returns a block of data as one frame. Called in several threads at once.
+        decoder: returns a new decoder of one frame.
+        errors: exceptions that the decoder raises for damaged data.
+    """
+
+    encode: Callable[[memoryview], bytes]
+    decoder: Callable[[], Decoder]
+    errors: tuple[type[Exception], ...]
+
+
+def _gzip_library() -> Library:
+    encode = partial(igzip_lib.compress, level=1, flag=igzip_lib.COMP_GZIP)  # ten times as fast as zlib
+    decoder = partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
+    return Library(encode, decoder, (cast(type[Exception], igzip_lib.error), ValueError))
+
+
+def _xz_library() -> Library:
+    encode = partial(lzma.compress, preset=0)  # higher presets take three times as long for numbers of the same size
+    decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_DECODER_MEMORY_BYTES)
+    return Library(encode, decoder, (lzma.LZMAError,))
+
+
+def _lz4_library() -> Library:
+    from lz4 import frame
+
+    encode = partial(frame.compress, block_size=frame.BLOCKSIZE_MAX4MB, content_checksum=True)
+    return Library(encode, cast(Any, frame.LZ4FrameDecompressor), (RuntimeError,))
+
+
+def _zstandard_library() -> Library:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+
+    option = zstd.CompressionParameter
+    options: dict[int, int] = {option.compression_level: 1, option.checksum_flag: 1}
+    return Library(partial(zstd.compress, options=options), zstd.ZstdDecompressor, (zstd.ZstdError,))
+
+
+# ── last frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# A frame of a stored block contains its data as they are, so a reader needs no library to find the record. The same
+# data always give the same bytes. So a reader that encodes the data again detects every flipped bit, also in the bits
+# that no checksum of the format covers. bzip2 has no stored blocks. All versions of libbz2 give the same bytes.
+def _gzip_frame(data: bytes) -> bytes:
+    """Return ``data`` as a gzip member of one stored block (RFC 1951 and 1952)."""
+    head = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + struct.pack("<BHH", 1, len(data), len(data) ^ 0xFFFF)
+    return head + data + struct.pack("<II", zlib.crc32(data), len(data))
+
+
+def _xz_frame(data: bytes) -> bytes:
+    """Return ``data`` as an xz stream of one stored block (the .xz file format, version 1.2)."""
+
+    def with_crc(part: bytes) -> bytes:
+        return part + struct.pack("<I", zlib.crc32(part))
+
+    def number(value: int) -> bytes:  # in groups of 7 bits
+        groups = [value >> shift & 0x7F for shift in range(0, value.bit_length() or 1, 7)]
+        return bytes([group | 0x80 for group in groups[:-1]] + groups[-1:])
+
+    check_kind, filters = b"\0\1", b"\x02\0\x21\1\x08\0\0\0"  # CRC-32; LZMA2 with a dictionary of 64 KiB
+    head = b"\xfd7zXZ\0" + with_crc(check_kind) + with_crc(filters)
+    block = b"\1" + struct.pack(">H", len(data) - 1) + data + b"\0"
+    index = b"\0\1" + number(len(filters) + 4 + len(block) + 4) + number(len(data))
+    index = with_crc(index + bytes(-len(index) % 4))
+    footer = struct.pack("<I", len(index) // 4 - 1) + check_kind
+    check = struct.pack("<I", zlib.crc32(data))
+    return head + block + bytes(-len(block) % 4) + check + index + with_crc(footer)[-4:] + footer + b"YZ"
+
+
+def _lz4_frame(data: bytes) -> bytes:
+    """Return ``data`` as an lz4 frame of one stored block (LZ4 frame format, version 1.6)."""
+    descriptor = b"\x64\x40"  # independent blocks of at most 64 KiB, a checksum of the content
+    head = b"\x04\x22\x4d\x18" + descriptor + bytes([xxhash.xxh32_intdigest(descriptor) >> 8 & 0xFF])
+    block = struct.pack("<I", len(data) | 1 << 31) + data + bytes(4)
+    return head + block + struct.pack("<I", xxhash.xxh32_intdigest(data))
+
+
+def _zstandard_frame(data: bytes) -> bytes:
+    """Return ``data`` as a Zstandard frame of one raw block (RFC 8878)."""
+    head = b"\x28\xb5\x2f\xfd\xa4" + struct.pack("<I", len(data))  # one segment, its size in 4 bytes, a checksum
+    block = (len(data) << 3 | 1).to_bytes(3, "little") + data
+    return head + block + struct.pack("<I", xxhash.xxh64_intdigest(data) & 0xFFFFFFFF)
 
 
 @final
@@ -62,18 +170,16 @@ class Compressor:
         magic: first bytes of every frame.
         library: imports the Python library.
         encode_last: returns data as a last frame, without the library.
-        last_magic: first bytes of every last frame.
-        data_offset: offset of the data in a last frame; 0: the data are compressed.
-        package: name of the library's package; empty if composerlite requires it.
+        package: name of the library's package; empty if composerlite requires the package.
+        block_bytes: size of a block before compression.
     """
 
     extension: str
     magic: bytes
-    library: Callable[[], codecs.Library]
+    library: Callable[[], Library]
     encode_last: Callable[[bytes], bytes]
-    last_magic: bytes
-    data_offset: int
     package: str = ""
+    block_bytes: int = _BLOCK_BYTES
 
     @property
     def exists(self) -> bool:
@@ -106,22 +212,6 @@ class Compressor:
         if len(data) > _MOST_FRAME_DATA_BYTES:
             raise ValueError(f"{len(data)} bytes for a last frame, which has at most {_MOST_FRAME_DATA_BYTES}")
         return self.encode_last(data)
-
-    def data_of(self, frame: bytes) -> bytes | None:
-        """Return the data of the last frame ``frame``, which end with a record; ``None``: it is no such frame."""
-        data = b""
-        if self.data_offset:
-            footer = frame.rfind(_FOOTER_MARK)
-            data = frame[self.data_offset : frame.find(b"\n", footer + 1) + 1]
-        else:
-            library = self.library()
-            try:
-                data = library.decoder().decompress(frame, _MOST_FRAME_DATA_BYTES)
-            except library.errors:
-                return None  # bytes that begin like a frame
-        if len(data) > _MOST_FRAME_DATA_BYTES or not data.endswith(b"\n"):
-            return None
-        return data if _FOOTER_MARK in data[-_MOST_FOOTER_BYTES:] and self.frame(data) == frame else None
 
     def decoded(self, pieces: Iterable[bytes]) -> Generator[bytes]:
         """Decode a file.
@@ -160,11 +250,12 @@ class Compressor:
 
     @contextmanager
     def compress(self, filename: str | Path) -> Generator[IO[bytes]]:
-        """Open the compressed file ``filename`` for writing. The file is durable after the block."""
-        Path(filename).touch()
-        with PackedSink(Path(filename), self, most_bytes=0) as sink:
-            with io.BufferedWriter(_SinkWriter(sink)) as file:  # type: ignore[arg-type]
-                yield file
+        """Open a file for writing. The end of the block compresses its contents into the durable file ``filename``."""
+        Path(filename).write_bytes(b"")
+        with tempfile.TemporaryFile() as file, PackedSink(Path(filename), self, most_bytes=0) as sink:
+            yield file
+            file.seek(0)
+            shutil.copyfileobj(file, sink, _MOST_DECODED_BYTES)
             sink.finish()
 
     @contextmanager
@@ -181,15 +272,15 @@ class Compressor:
             yield io.BufferedReader(PiecesReader(pieces))
 
 
+_BZIP2 = Library(bz2.compress, bz2.BZ2Decompressor, (OSError, ValueError))
 KNOWN_COMPRESSORS = (
-    Compressor("bz2", b"BZh", codecs.bzip2_library, codecs.bzip2_frame, b"BZh91AY&SY", 0),
-    Compressor("gz", b"\x1f\x8b", codecs.gzip_library, codecs.gzip_frame, codecs.gzip_frame(b"")[:11], 15),
-    Compressor("lz4", b"\x04\x22\x4d\x18", codecs.lz4_library, codecs.lz4_frame, codecs.lz4_frame(b"")[:7], 11, "lz4"),
-    Compressor("xz", b"\xfd7zXZ\0", codecs.xz_library, codecs.xz_frame, codecs.xz_frame(b" ")[:25], 27),
-    Compressor("zst", _ZSTANDARD, codecs.zstandard_library, codecs.zstandard_frame, _ZSTANDARD + b"\xa4", 12, _PACKAGE),
+    Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress, block_bytes=4 * 900_000),  # it compresses 900 kB at a time
+    Compressor("gz", b"\x1f\x8b", _gzip_library, _gzip_frame),
+    Compressor("lz4", b"\x04\x22\x4d\x18", _lz4_library, _lz4_frame, "lz4"),
+    Compressor("xz", b"\xfd7zXZ\0", _xz_library, _xz_frame),
+    Compressor("zst", b"\x28\xb5\x2f\xfd", _zstandard_library, _zstandard_frame, "backports.zstd"),
 )
 """Every codec, by extension."""
-_LAST_MAGIC = re.compile(b"|".join(re.escape(known.last_magic) for known in KNOWN_COMPRESSORS))
 
 
 def is_compressed_pt(filename: str | Path) -> bool:
@@ -228,26 +319,24 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
         Offset of the frame in ``end``, and the data in the frame; ``None`` if the file does not end with such a frame,
         or if a bit of the frame was flipped.
     """
-    for match in reversed(list(_LAST_MAGIC.finditer(end))[-_MOST_TRIES:]):
-        codec = next(known for known in KNOWN_COMPRESSORS if known.last_magic == match[0])
-        if (data := codec.data_of(end[match.start() :])) is not None:
-            return match.start(), data
-    return None
-
-
-@final
-class _SinkWriter(io.RawIOBase):
-    """A writable file whose bytes a sink takes."""
-
-    def __init__(self, sink: PackedSink) -> None:
-        self._sink = sink
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self._sink.write(bytes(data))
-        return len(data)
+    place = end.rfind(_FOOTER_MARK)
+    if place >= 0:
+        try:
+            start = place - int(end[place + len(_FOOTER_MARK) :][:8], 16)
+        except ValueError:
+            return None
+        data = end[max(0, start) : place + _FOOTER_BYTES]
+        candidates = KNOWN_COMPRESSORS[1:] if start >= 0 else ()
+    else:  # bzip2 has no stored blocks
+        try:
+            data = bz2.BZ2Decompressor().decompress(end[end.rfind(b"BZh91AY&SY") :], _MOST_FRAME_DATA_BYTES)
+        except (OSError, ValueError):
+            return None
+        candidates = KNOWN_COMPRESSORS[:1] if _FOOTER_MARK in data[-_FOOTER_BYTES:] else ()
+    if len(data) > _MOST_FRAME_DATA_BYTES:
+        return None
+    frames = (known.frame(data) for known in candidates)
+    return next(((len(end) - len(frame), data) for frame in frames if end.endswith(frame)), None)
 
 
 @final
@@ -274,8 +363,6 @@ class PiecesReader(io.RawIOBase):
 
 
 _HASHED_BYTES = 1 << 20  # a piece is still in the processor's cache when it is copied
-_HELD_BYTES = 22
-"""Size of the end record of a zip archive, whose comment is the tail."""
 _MOST_THREADS = 8  # each needs memory for a block and its frame
 _NICENESS = 5  # the threads get a third of the time that training gets, if both want the processor
 
@@ -286,9 +373,6 @@ class PackedSink:
 
     Threads of low priority compress, so that training gets the processors first. Memory holds at most two blocks more
     than there are threads. Used as a context manager: leaving the block before :meth:`finish` stops the threads.
-
-    The last 22 bytes and the tail are a frame of their own, the last one. So a program that decompresses the file
-    returns the file inside with its tail.
 
     Args:
         path: an existing file, empty.
@@ -309,22 +393,27 @@ class PackedSink:
         self.seconds = {"hash": 0.0, "compress": 0.0, "write": 0.0, "flush": 0.0}
         self._path = path
         self._compressor = compressor
-        self._library = compressor.library()
+        self._encode = compressor.library().encode
         self._plain = xxhash.xxh3_128()
         self._digester = Digester(chunk_bytes_for(most_bytes))
-        self._block_bytes = self._library.block_bytes
-        self._free: list[bytearray] = []
-        self._block, self._filled = bytearray(self._block_bytes + _HELD_BYTES), 0
+        self._block, self._filled = bytearray(compressor.block_bytes), 0
         self._pending: deque[tuple[Future[bytes], bytearray]] = deque()
-        self._is_begun = False
-        self._given_up = False
+        self._file = path.open("r+b", buffering=0)
         self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-        self._file = os.open(path, os.O_WRONLY)
-        self._pool = WorkerPool(self._threads, name="checkpoint-compressor", first=_lower_priority)
+        self._pool = WorkerPool(self._threads, name="checkpoint-compressor", first=partial(os.nice, _NICENESS))
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append ``data``."""
-        self._append(memoryview(data))
+        view = memoryview(data).cast("B")
+        self.size_bytes += len(view)
+        with self._timed("hash"):
+            self._plain.update(view)
+        while view:
+            piece, view = view[: len(self._block) - self._filled], view[len(self._block) - self._filled :]
+            self._block[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            if self._filled == len(self._block):
+                self._compress_block()
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``, and return their CRC-32, continued from ``crc``."""
@@ -334,34 +423,29 @@ class PackedSink:
             piece = memoryview((ctypes.c_char * length).from_address(address + start)).cast("B")
             with self._timed("hash"):
                 crc = isal_zlib.crc32(piece, crc)
-            self._append(piece)
+            self.write(piece)
         return crc
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
         """Wait until the file is durable, and return its digest: that of all frames but the last one.
 
         Args:
-            seal: makes the tail from the digests of the frames before and of the bytes inside. ``None``: no tail.
+            seal: makes the tail from the digest of the frames before and that of the bytes inside. ``None``: no tail.
 
         Raises:
             OSError: the file could not be written.
         """
-        held_bytes = 0 if seal is None else min(_HELD_BYTES, self._filled)
-        if self._filled > held_bytes or not (self._is_begun or seal):  # an empty file is a frame without data
-            self._queue_block(self._filled - held_bytes)
+        if self._filled or not (self.size_bytes or seal):  # an empty file is a frame without data
+            self._compress_block()
         while self._pending:
             self._write_oldest()
         digest = self._digester.finish()
         if seal is not None:
-            tail = seal(digest, FileDigest(self.size_bytes, self._plain.hexdigest()))
-            frame = self._compressor.frame(bytes(self._block[:held_bytes]) + tail)
-            self._write_out(frame)
+            frame = self._compressor.frame(seal(digest, FileDigest(self.size_bytes, self._plain.hexdigest())))
+            self._write_frame(frame)
             digest = digest.with_tail(frame)
         with self._timed("flush"):
-            try:
-                os.fsync(self._file)
-            except OSError as e:
-                raise OSError(e.errno, e.strerror, str(self._path)) from e
+            os.fsync(self._file.fileno())
         self._close()
         return digest
 
@@ -371,63 +455,41 @@ class PackedSink:
     def __exit__(self, *exception: object) -> None:
         self._close()
 
-    def _append(self, data: memoryview) -> None:
-        self.size_bytes += len(data)
-        with self._timed("hash"):
-            self._plain.update(data)
-        while data:
-            room = len(self._block) - self._filled
-            piece, data = data[:room], data[room:]
-            self._block[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
-            if self._filled == len(self._block):
-                self._queue_block(self._block_bytes)
+    def _compress_block(self) -> None:
+        """Compress the block in a thread. If all threads have work, first write the oldest frame."""
+        work = self._pool.submit(partial(self._encode, memoryview(self._block)[: self._filled]))
+        self._pending.append((work, self._block))
+        oldest = self._write_oldest() if len(self._pending) > self._threads else bytearray(len(self._block))
+        self._block, self._filled = oldest, 0
 
-    def _queue_block(self, size: int) -> None:
-        """Compress the first ``size`` bytes of the block in a thread. The rest begins the next block."""
-        block, filled, self._is_begun = self._block, self._filled, True
-        work = functools.partial(self._encode, memoryview(block)[:size])
-        self._pending.append((self._pool.submit(work), block))
-        if len(self._pending) > self._threads:
-            self._write_oldest()
-        self._block = self._free.pop() if self._free else bytearray(len(block))
-        self._filled = filled - size
-        self._block[: self._filled] = block[size:filled]
-
-    def _encode(self, block: memoryview) -> bytes:
-        return b"" if self._given_up else self._library.encode(block)
-
-    def _write_oldest(self) -> None:
+    def _write_oldest(self) -> bytearray:
+        """Write the oldest frame, and return the memory of its block."""
         future, block = self._pending.popleft()
         with self._timed("compress"):
             frame = future.result()
         with self._timed("hash"):
             self._digester.update(frame)
-        self._write_out(frame)
-        self._free.append(block)
+        self._write_frame(frame)
+        return block
 
-    def _write_out(self, frame: bytes) -> None:
+    def _write_frame(self, frame: bytes) -> None:
         left = memoryview(frame)
         with self._timed("write"):
-            try:
-                while left:
-                    left = left[os.write(self._file, left) :]
-            except OSError as e:
-                raise OSError(e.errno, e.strerror, str(self._path)) from e
+            while left:
+                left = left[self._file.write(left) :]
 
     @contextmanager
     def _timed(self, activity: str) -> Generator[None]:
+        """Add the time of the block to ``seconds``. An error of the system names the file."""
         before = time.perf_counter()
-        yield
+        try:
+            yield
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from e
         self.seconds[activity] += time.perf_counter() - before
 
     def _close(self) -> None:
-        if self._given_up:
-            return
-        self._given_up = True
+        for future, _ in self._pending:
+            future.cancel()
         self._pool.close()
-        os.close(self._file)
-
-
-def _lower_priority() -> None:
-    os.nice(_NICENESS)  # on Linux, of this thread alone
+        self._file.close()

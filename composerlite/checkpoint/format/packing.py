@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
@@ -27,7 +27,7 @@ from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compre
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import RING_BYTES, HostMemory, Sink, StreamWriter
 
-__all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "uncompressed", "unpacked"]
+__all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "unpacked"]
 
 # '.tar.lzma' holds xz: that is what Composer writes under the name, and every reader of archives looks at the content.
 _ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
@@ -138,7 +138,7 @@ def format_of(name: str | Path) -> Format:
     return Format("")
 
 
-# ── reading them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading files ────────────────────────────────────────────────────────────────────────────────────────────────────
 _TORCH_FILES = (b"PK", b"\x80")  # a .pt file is a zip archive, and an older one begins with a pickle
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
@@ -150,11 +150,11 @@ _ARCHIVE_BYTES = 1 << 20  # more than an archive adds to the file in it
 
 
 def is_packed(path: Path) -> bool:
-    """Check whether the file ``path`` is compressed or an archive, by its first bytes: its name may say something else.
+    """Check whether the file ``path`` is compressed or an archive, by its first bytes. Its name does not matter.
 
     Raises:
-        IncompatibleCheckpointError: it is compressed with a program whose files are not read.
-        OSError: it cannot be read.
+        IncompatibleCheckpointError: the file is compressed with a program whose files are not read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         beginning = file.read(_HEADER_BYTES)
@@ -168,7 +168,7 @@ def is_packed(path: Path) -> bool:
 
 
 def is_packed_beginning(beginning: bytes) -> bool:
-    """Check whether a file with these first 512 bytes, or all that it has, is compressed or an archive."""
+    """Check whether a file is compressed or an archive. ``beginning``: the first 512 bytes, or the whole file."""
     if beginning.startswith(_TORCH_FILES):
         return False
     return codec_of(beginning) is not None or is_tar_header(beginning)
@@ -176,149 +176,92 @@ def is_packed_beginning(beginning: bytes) -> bool:
 
 @contextlib.contextmanager
 def unpacked(
-    path: Path, *, size_bytes: int | None = None, progress: Callable[[int], object] = int
+    path: Path,
+    *,
+    size_bytes: int | None = None,
+    most_bytes: int = 0,
+    keep_archive: bool = False,
+    progress: Callable[[int], object] = int,
 ) -> Generator[IO[bytes]]:
-    """The ``.pt`` file in the checkpoint ``path``, open for reading, at its beginning.
+    """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    It is unpacked into a file without a name, which is gone with the block, or with the process: in the folder that
-    ``TMPDIR`` names, else beside ``path``, else where the system has temporary files. A ``.pt`` file that is neither
-    compressed nor in an archive is opened as it is. Memory is bounded whatever the file holds.
+    The file is unpacked into a file without a name, which is gone with the block, or with the process. Its folder is
+    ``TMPDIR``, else that of ``path``, else that of the system's temporary files. A file that is neither compressed nor
+    an archive is opened as it is. Memory is bounded whatever the file contains.
 
     Args:
         path: the checkpoint.
-        size_bytes: what it unpacks to, if that is known. If not, more than a hundred times its size and more than
-            1 GiB is taken for an attack.
+        size_bytes: size of the unpacked file, if it is known. If not, more than a hundred times the size of ``path``
+            and more than 1 GiB is taken for an attack.
+        most_bytes: size that the unpacked file may have in any case.
+        keep_archive: decompress only, and leave an archive as it is.
         progress: is called with each number of bytes read.
 
     Raises:
-        CorruptCheckpointError: it is damaged, cut off, unpacks to too much, or holds something else.
-        IncompatibleCheckpointError: it is an archive of DeepSpeed.
-        ConfigError: what unpacks it is not installed.
-        OSError: it cannot be read, or there is no space to unpack it.
+        CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
+        IncompatibleCheckpointError: the file is an archive of DeepSpeed.
+        ConfigError: the library of its codec is not installed.
+        OSError: the file cannot be read, or there is no space to unpack it.
     """
-    with _expanded(path, _inner_bytes, size_bytes=size_bytes, progress=progress) as file:
-        yield file
-
-
-@contextlib.contextmanager
-def uncompressed(path: Path, *, most_bytes: int = 0) -> Generator[IO[bytes]]:
-    """The file ``path`` out of its compression, open for reading: as :func:`unpacked`, but an archive stays one.
-
-    Args:
-        path: the file.
-        most_bytes: what it may unpack to in any case.
-    """
-    with _expanded(path, _decoded_bytes, least_limit=most_bytes) as file:
-        yield file
-
-
-@contextlib.contextmanager
-def _expanded(
-    path: Path,
-    inner: Callable[[IO[bytes], _Limit, Callable[[int], object]], Generator[bytes]],
-    *,
-    size_bytes: int | None = None,
-    least_limit: int = 0,
-    progress: Callable[[int], object] = int,
-) -> Generator[IO[bytes]]:
-    """Open the output of ``inner`` for the file, in a nameless temporary; the file itself if it is not packed."""
-    with contextlib.ExitStack() as stack:
-        packed = stack.enter_context(path.open("rb", buffering=0))
+    with path.open("rb", buffering=0) as packed:
         if not is_packed(path):
             yield packed
             return
-        folder = _scratch_folder(path)
-        target = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=f".{path.name}."))
-        limit = _Limit(
-            path,
-            packed_bytes=path.stat().st_size,
-            size_bytes=size_bytes,
-            folder=folder,
-            least_bytes=least_limit,
-        )
-        try:
-            with contextlib.closing(inner(packed, limit, progress)) as pieces:
-                for piece in pieces:
+        # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
+        beside = path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
+        folder = Path(os.environ.get("TMPDIR") or beside)
+        most = max(_ALWAYS_BYTES, _RATIO * path.stat().st_size, most_bytes)
+        most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
+        with tempfile.TemporaryFile(dir=folder, prefix=f".{path.name}.") as target:
+            try:
+                pieces = _limited(_decoded(packed, progress), most, folder, path)
+                for piece in pieces if keep_archive else _without_archive(pieces):
                     target.write(piece)
-            target.flush()
-            limit.check_size(target.tell())
-        except (CorruptCheckpointError, IncompatibleCheckpointError) as e:
-            raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
-        except ConfigError as e:
-            raise ConfigError(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
-        target.seek(0)
-        yield target
+                target.flush()
+                if size_bytes is not None and target.tell() != size_bytes:
+                    raise CorruptCheckpointError(f"it unpacks to {target.tell()} bytes and not to {size_bytes}")
+            except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
+                raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
+            target.seek(0)
+            yield target
 
 
-def _decoded_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
-    """Contents of the file, out of its compression."""
+def _decoded(packed: IO[bytes], progress: Callable[[int], object]) -> Generator[bytes]:
+    """Yield the contents of a file without its compression."""
+    codec = codec_of(packed.read(_HEADER_BYTES))
+    packed.seek(0)
 
     def pieces() -> Generator[bytes]:
         while piece := packed.read(_PIECE_BYTES):
             progress(len(piece))
             yield piece
 
-    beginning = packed.read(_HEADER_BYTES)
-    packed.seek(0)
-    codec = codec_of(beginning)
-    with contextlib.closing(pieces() if codec is None else codec.decoded(pieces())) as decoded:
-        yield from limit.counted(decoded)
+    yield from pieces() if codec is None else codec.decoded(pieces())
 
 
-def _inner_bytes(packed: IO[bytes], limit: _Limit, progress: Callable[[int], object]) -> Generator[bytes]:
-    """Contents of the file, out of its compression and out of its archive."""
-    with contextlib.closing(_decoded_bytes(packed, limit, progress)) as decoded:
-        beginning = b""
-        while len(beginning) < _HEADER_BYTES and (piece := next(decoded, None)) is not None:
-            beginning += piece
-        source = io.BufferedReader(PiecesReader(itertools.chain([beginning], decoded)))
-        if is_tar_header(beginning) and not beginning.startswith(_TORCH_FILES):
-            yield from tar_member(source)
-        else:
-            yield from iter(lambda: source.read1(_MOST_BYTES), b"")
+def _limited(pieces: Iterable[bytes], most_bytes: int, folder: Path, path: Path) -> Generator[bytes]:
+    """Yield ``pieces``. Raises an error after ``most_bytes``, or more bytes than there is space in ``folder``."""
+    room = int(_SHARE_OF_DISK * shutil.disk_usage(folder).free)
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > most_bytes:
+            raise CorruptCheckpointError(
+                f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
+                "trust it, unpack it with the tool of its format and load the .pt file."
+            )
+        if size > room:
+            message = f"No space left on device to unpack {str(path)!r}; TMPDIR=… names another"
+            raise OSError(errno.ENOSPC, message, str(folder))
+        yield piece
 
 
-def _scratch_folder(path: Path) -> Path:
-    if folder := os.environ.get("TMPDIR"):
-        return Path(folder)
-    # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
-    return path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
-
-
-@final
-class _Limit:
-    """The limit of what a file may unpack to."""
-
-    def __init__(
-        self, path: Path, *, packed_bytes: int, size_bytes: int | None, folder: Path, least_bytes: int = 0
-    ) -> None:
-        self._path = path
-        self._expected = size_bytes
-        self._most = max(_ALWAYS_BYTES, _RATIO * packed_bytes, least_bytes)
-        if size_bytes is not None:
-            self._most = size_bytes + _ARCHIVE_BYTES
-        self._folder = folder
-        self._room = int(_SHARE_OF_DISK * shutil.disk_usage(folder).free)
-        self._size = 0
-
-    def counted(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """``pieces``, until there are too many."""
-        for piece in pieces:
-            self._size += len(piece)
-            if self._size > self._most:
-                raise CorruptCheckpointError(
-                    f"it unpacks to more than {self._most} bytes, and a checkpoint of its size holds less. If you "
-                    "trust it, unpack it with the tool of its format and load the .pt file."
-                )
-            if self._size > self._room:
-                raise OSError(
-                    errno.ENOSPC,
-                    f"No space left on device to unpack {str(self._path)!r}; TMPDIR=… names another",
-                    str(self._folder),
-                )
-            yield piece
-
-    def check_size(self, size_bytes: int) -> None:
-        """Raise an error if that is not what was known."""
-        if self._expected is not None and size_bytes != self._expected:
-            raise CorruptCheckpointError(f"it unpacks to {size_bytes} bytes and not to {self._expected}")
+def _without_archive(pieces: Generator[bytes]) -> Iterable[bytes]:
+    """Return the contents of the ``.pt`` file in ``pieces``, which may be an archive."""
+    beginning = b""
+    while len(beginning) < _HEADER_BYTES and (piece := next(pieces, None)) is not None:
+        beginning += piece
+    whole = itertools.chain([beginning], pieces)
+    if beginning.startswith(_TORCH_FILES) or not is_tar_header(beginning):
+        return whole
+    return tar_member(io.BufferedReader(PiecesReader(whole)))

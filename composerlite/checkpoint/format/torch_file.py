@@ -27,12 +27,13 @@ from composerlite._torch_compat import (
     local_part,
     rebuild_tensor,
     savable_dtypes,
+    storage_dtypes,
     storage_id,
     typed_storage_class,
     untyped_storage,
 )
-from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, trailer
-from composerlite.checkpoint.trust.trusted import RefusedError, StorageKind, check_shape, is_loadable
+from composerlite.checkpoint.format.zip_file import Layout, data_layout, trailer
+from composerlite.checkpoint.trust.trusted import RefusedError, check_shape, is_loadable
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
@@ -91,9 +92,8 @@ class TorchImage:
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
         # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
         # left out: they invite readers to compute where torch's own writer would have put each storage.
-        self._layout = Layout.of_data([storage.nbytes() for storage in pickled.storages])
-        for name, value in self._rest:
-            self._layout.add(name, len(value))
+        data = data_layout(tuple(storage.nbytes() for storage in pickled.storages))
+        self._layout = Layout([(name, len(value)) for name, value in self._rest], after=data)
         self._memory: HostMemory | None = None
         self._start = 0
         self._finite = FiniteCheck()
@@ -105,17 +105,17 @@ class TorchImage:
     def storages(self) -> list[StorageCopy]:
         """List the storages to copy before training changes them, each once."""
         assert self._storages is not None, "the image was staged already"
-        return [StorageCopy(s, r.data_offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
+        return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
 
     def numbers_of(self, tensors: Iterable[Any]) -> list[int]:
-        """The numbers, in the list that :meth:`write` returns, of the storages of ``tensors``."""
+        """Return the positions, in the list that :meth:`write` returns, of the storages of ``tensors``."""
         found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
         return sorted(number for number in found if number is not None)
 
     def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Look for values that are not finite in those of ``tensors`` that are in the file, when it is written.
+        """Look for values that are not finite in these named, strided tensors, as far as they are in the file.
 
-        They are plain ones, at strides.
+        :meth:`write` looks, and sets :attr:`not_finite`.
         """
         for name, tensor in tensors:
             if (number := self._index.get(storage_id(tensor.untyped_storage()))) is not None:
@@ -126,37 +126,34 @@ class TorchImage:
         return self._finite.found
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """Read the bytes from ``memory`` from now on: from ``start`` on, each storage at its offset in the file."""
+        """Write from a copy in ``memory``: from ``start`` on, each storage at its offset in the file."""
         self._memory, self._start = memory, start
         self._storages = None
 
     def write(self, sink: Sink) -> list[int]:
-        """Write the file to ``sink``; the CRC-32 of each storage."""
-        crcs = [self._write_record(sink, number, record) for number, record in enumerate(self._layout.records)]
-        sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
-        return crcs[: len(crcs) - len(self._rest)]
-
-    def _write_record(self, sink: Sink, number: int, record: ZipRecord) -> int:
-        """Write one record, from its header to its descriptor; the CRC-32 of its data."""
-        sink.write(record.header)
-        rest = number - (len(self._layout.records) - len(self._rest))
-        if rest >= 0:
-            data = torch.frombuffer(bytearray(self._rest[rest][1]), dtype=torch.uint8)
-            crc = sink.copy(data.data_ptr(), record.size_bytes)
-        elif self._memory is not None:
-            address = self._memory.address + self._start + record.data_offset
-            crc = self._finite.copy(number, sink, address, record.size_bytes)
-        else:
-            assert self._storages is not None
-            storage = self._storages[number]
-            if self.stand_in is not None:
-                storage = self.stand_in(storage)
-            if (copier := self.ring.copier_of(storage)) is None:
-                crc = self._finite.copy(number, sink, storage.data_ptr(), record.size_bytes)
+        """Write the file to ``sink``, and return the CRC-32 of each storage."""
+        crcs: list[int] = []
+        count = len(self._layout.records) - len(self._rest)
+        for number, record in enumerate(self._layout.records):
+            sink.write(record.header)
+            if number >= count:
+                data = torch.frombuffer(bytearray(self._rest[number - count][1]), dtype=torch.uint8)
+                crc = sink.copy(data.data_ptr(), record.size)
+            elif self._memory is not None:
+                crc = self._finite.copy(number, sink, self._memory.address + self._start + record.offset, record.size)
             else:
-                crc = self._finite.copy_pieces(number, sink, self.ring.read(copier, storage), storage)
-        sink.write(record.descriptor(crc))
-        return crc
+                assert self._storages is not None
+                storage = self._storages[number]
+                if self.stand_in is not None:
+                    storage = self.stand_in(storage)
+                if (copier := self.ring.copier_of(storage)) is None:
+                    crc = self._finite.copy(number, sink, storage.data_ptr(), record.size)
+                else:
+                    crc = self._finite.copy_pieces(number, sink, self.ring.read(copier, storage), storage)
+            sink.write(record.descriptor(crc))
+            crcs.append(crc)
+        sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
+        return crcs[:count]
 
 
 def file_bytes(contents: Any, *, must_load: bool = False) -> bytes:
@@ -195,33 +192,15 @@ class FileInMemory:
 
 
 # ── values that are not finite ───────────────────────────────────────────────────────────────────────────────────
-class _Bits(NamedTuple):
-    """Numbers of a type as integers of the same size: whose exponent is all ones is infinite or NaN.
-
-    Attributes:
-        signed: type of integers, as which those of positive numbers are not negative.
-        unsigned: type of integers, as which those of negative numbers are the largest.
-        exponent: an exponent of all ones.
-        sign: the sign.
-    """
-
-    signed: type[np.signedinteger[Any]]
-    unsigned: type[np.unsignedinteger[Any]]
-    exponent: int
-    sign: int
-
-
-_FLOAT32 = _Bits(np.int32, np.uint32, 0x7F80_0000, 1 << 31)
-_FLOAT64 = _Bits(np.int64, np.uint64, 0x7FF0 << 48, 1 << 63)
-_NUMBERS = {
-    torch.float64: _FLOAT64,
-    torch.float32: _FLOAT32,
-    torch.float16: _Bits(np.int16, np.uint16, 0x7C00, 1 << 15),
-    torch.bfloat16: _Bits(np.int16, np.uint16, 0x7F80, 1 << 15),
-    torch.complex128: _FLOAT64,
-    torch.complex64: _FLOAT32,
+_EXPONENTS = {
+    torch.float64: (8, 0x7FF0 << 48),
+    torch.float32: (4, 0x7F80_0000),
+    torch.float16: (2, 0x7C00),
+    torch.bfloat16: (2, 0x7F80),
+    torch.complex128: (8, 0x7FF0 << 48),
+    torch.complex64: (4, 0x7F80_0000),
 }
-"""Those of the numbers in tensors of a type, where these may be infinite or NaN."""
+"""Size in bytes of the numbers of a type, and their bits if the exponent is all ones: infinite or NaN."""
 
 
 class _Watched(NamedTuple):
@@ -236,129 +215,111 @@ class _Watched(NamedTuple):
 
 @final
 class FiniteCheck:
-    """Check of the tensors of an image, each in its storage, while the storages are written.
+    """Looks for values that are not finite in tensors of an image while their storages are written.
 
     The largest of some numbers, as integers, tells whether all are finite: numpy finds it in one call for a piece, in
-    this thread, and without the interpreter, which training needs. The search ends with the first tensor that is found.
+    this thread, and without the interpreter, which training needs. The search ends with the first tensor found.
 
     Attributes:
-        found: name of a tensor that has a value which is NaN or infinite, as far as it was written.
+        found: name of a tensor with a value that is NaN or infinite, among those written so far.
     """
 
     def __init__(self) -> None:
         self.found: str | None = None
-        self._places: dict[int, list[_Watched]] = {}
+        self._watched: dict[int, list[_Watched]] = {}
 
     def add(self, number: int, name: str, tensor: Tensor) -> None:
         """Watch ``tensor``, which lies in the storage ``number``."""
-        if tensor.dtype in _NUMBERS:
+        if tensor.dtype in _EXPONENTS:
             place = _Watched(name, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            self._places.setdefault(number, []).append(place)
+            self._watched.setdefault(number, []).append(place)
 
     def copy(self, number: int, sink: Sink, address: int, size: int) -> int:
-        """Copy the storage ``number`` from ``address`` to ``sink``, checking it on the way; the CRC-32 of its bytes."""
+        """Copy the storage ``number`` from ``address`` to ``sink``, check it, and return the CRC-32 of its bytes."""
         pieces = [(address + start, min(sink.piece_bytes, size - start)) for start in range(0, size, sink.piece_bytes)]
-        return self._copy(number, sink, pieces, lambda dtype: _tensor_at(address, size, dtype))
+        return self.copy_pieces(number, sink, pieces, None)
 
     def copy_pieces(
-        self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], storage: torch.UntypedStorage
+        self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], storage: torch.UntypedStorage | None
     ) -> int:
-        """Copy the storage ``number``, which comes from a device in ``pieces``, to ``sink``, checking it on the way.
+        """Copy the storage ``number``, which is in memory in ``pieces``, to ``sink``, and check it on the way.
 
         Args:
-            number: of the storage.
+            number: position of the storage in the file.
             sink: takes its bytes.
-            pieces: address and size of each, in order; a whole number of numbers.
-            storage: on the device.
+            pieces: address and size of each piece, in order; a whole number of numbers.
+            storage: on a device. ``None``: the pieces are a list, one behind the other in memory.
 
         Returns:
             CRC-32 of all bytes.
         """
-        return self._copy(number, sink, pieces, lambda dtype: _tensor_in(storage, dtype))
-
-    def _copy(
-        self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], whole_as: Callable[[torch.dtype], Tensor]
-    ) -> int:
-        places, crc = self._places.get(number), 0
+        watched, crc = self._watched.get(number), 0
         for address, size in pieces:
-            if places and self.found is None and not _are_finite(address, size, _NUMBERS[places[0].dtype]):
-                self.found = _first_not_finite(places, whole_as)
-                places = []  # it may be in memory that no tensor has: it is looked at once
+            if watched and self.found is None and not _are_finite(address, size, watched[0].dtype):
+                if storage is None:
+                    first, total = next(iter(pieces))[0], sum(size for _, size in pieces)
+                    memory = (ctypes.c_char * total).from_address(first)
+                    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+                self.found = next((place.name for place in watched if not _is_finite(place, storage)), None)
+                watched = []  # the value may be in memory that no tensor has: the tensors are checked once
             crc = sink.copy(address, size, crc)
         return crc
 
 
-def _tensor_in(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
-    count: Any = storage.nbytes() // dtype.itemsize
-    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, 0, (count,), (1,))
-
-
-def _tensor_at(address: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
-    memory = (ctypes.c_char * size_bytes).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=size_bytes // dtype.itemsize)
-
-
-def _are_finite(address: int, size_bytes: int, bits: _Bits) -> bool:
+def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
+    """Check ``size_bytes`` of memory that hold numbers of ``dtype``."""
+    item_bytes, exponent = _EXPONENTS[dtype]
     memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
-    count = size_bytes // (bits.sign.bit_length() // 8)
+    count = size_bytes // item_bytes
     if not count:
         return True
-    positive, negative = (np.frombuffer(memory, kind, count).max() for kind in (bits.signed, bits.unsigned))
-    return int(positive) < bits.exponent and int(negative) < bits.sign | bits.exponent
+    # As signed integers, positive numbers are the largest; as unsigned ones, negative numbers are.
+    largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}", count).max()) for kind in "iu"]
+    return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
 
 
-def _first_not_finite(places: Sequence[_Watched], whole_as: Callable[[torch.dtype], Tensor]) -> str | None:
-    for place in places:
-        whole = whole_as(place.dtype)
-        if not bool(whole.as_strided(place.size, place.stride, place.offset).isfinite().all()):
-            return place.name
-    return None
+def _is_finite(place: _Watched, storage: torch.UntypedStorage) -> bool:
+    empty: Any = torch.empty(0, dtype=place.dtype, device=storage.device)
+    return bool(empty.set_(storage, place.offset, place.size, place.stride).isfinite().all())
 
 
 # ── the pickle ───────────────────────────────────────────────────────────────────────────────────────────────────────
 _PROTOCOL = 2  # what torch.save writes, and what its restricted reader takes
 _STORAGE_TYPES = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
+    dtype: getattr(torch, name) for name, dtype in storage_dtypes().items() if not name.startswith(("Q", "Complex"))
 }
-"""What the format calls the storages of common tensors. The others are pickled by torch itself."""
-
+"""Storage classes of common tensors, by the type of the numbers. Other tensors are reduced by torch itself."""
 _COMMON = frozenset({str, int, float, bool, type(None), tuple, dict, list, collections.OrderedDict, Tensor, type})
 _BARE = (torch.UntypedStorage, torch.storage.TypedStorage)
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
-# A reference to a storage is a tuple followed by an opcode that only Pickler.persistent_id writes, and a pickler that
-# has one asks it of every object. So a number that is pickled to known bytes stands behind each tuple, and those bytes
-# are replaced by the opcode afterwards. Only the first of them is a G: they cannot overlap.
-_STAND_IN = 2.1906318370474834e145
-_STAND_IN_BYTES = pickle.dumps(_STAND_IN, protocol=_PROTOCOL)[2:-1]
 
-_Reference = tuple[str, Any, str, str, int]
-"""What the reader is given to find a storage by."""
+@final
+class _Referred(NamedTuple):
+    """A storage in the pickle: its class, position, device and count of numbers.
+
+    The device is always the CPU, so that a machine without the device of the tensor loads the file.
+    """
+
+    kind: Any
+    key: str
+    location: str
+    numbers: int
 
 
 @final
 class Pickled:
-    """Some contents as a pickle that refers to the storages of tensors by their numbers.
+    """Contents as a pickle that refers to the storages of tensors by their numbers.
 
     Args:
-        contents: what is to be pickled.
+        contents: what is pickled.
         known: classes that the reader allows; others are reported in the log.
         must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
 
     Attributes:
         data: the pickle.
-        storages: what it refers to, in order, each once.
-        index: of each storage in ``storages``, by :func:`storage_id`.
+        storages: the storages in the contents, in order, each once.
+        index: position of each storage in ``storages``, by :func:`storage_id`.
 
     Raises:
         SaveError: ``must_load``, and it would be refused.
@@ -367,30 +328,16 @@ class Pickled:
 
     def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
         buffer = io.BytesIO()
-        pickler: _Pickler = _QuickPickler(buffer, known, must_load=must_load)
-        try:
-            pickler.dump(contents)
-            self.data = buffer.getvalue()
-            quick = self.data.count(_STAND_IN_BYTES) == pickler.references
-        except _BareStorageError:
-            quick = False
-        if quick:
-            self.data = self.data.replace(_STAND_IN_BYTES, pickle.BINPERSID)
-        else:  # there is a storage without a tensor, or the number itself among the contents
-            buffer = io.BytesIO()
-            pickler = _ThoroughPickler(buffer, known, must_load=must_load)
-            pickler.dump(contents)
-            self.data = buffer.getvalue()
+        pickler = _Pickler(buffer, known, must_load=must_load)
+        pickler.dump(contents)
+        self.data = buffer.getvalue()
         self.storages = pickler.storages
         self.index = pickler.index
-        if must_load:
-            self._check_loads(contents, read=pickler.has_objects)
-
-    def _check_loads(self, contents: Any, *, read: bool) -> None:
-        """Read the pickle as a load will, if ``read``; else see that ``contents`` have a shape that loads."""
+        if not must_load:
+            return
         try:
-            if read:
-                RestrictedUnpickler(self.data, _LiveStorages(self.storages)).load()
+            if pickler.has_objects:
+                RestrictedUnpickler(self.data, self).load()
             else:
                 check_shape(contents, len(self.data))
         except RefusedError as e:
@@ -401,37 +348,25 @@ class Pickled:
         except (ValueError, RecursionError) as e:
             raise SaveError(f"it would be saved, and not be loaded: {e}. Keep plain values.") from e
 
-
-@final
-class _LiveStorages:
-    """The storages of a pickle that has just been made. Nothing is read or copied.
-
-    Args:
-        storages: by their numbers.
-    """
-
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        self._storages = storages
-
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        """The storage that the pickle calls ``identity``."""
-        _, kind, key, _, _ = identity
-        assert isinstance(kind, StorageKind)
-        return torch.storage.TypedStorage(wrap_storage=self._storages[int(key)], dtype=kind.dtype, _internal=True)
+        """Return the live storage that the pickle calls ``identity``."""
+        _, dtype, key, _, _ = identity
+        return torch.storage.TypedStorage(wrap_storage=self.storages[int(key)], dtype=dtype, _internal=True)
 
     def read_now(self) -> None:
-        """Do nothing: the numbers are there."""
+        """Do nothing: the numbers are in the storages."""
 
 
+@final
 class _Pickler(pickle.Pickler):
-    """Notes each storage once instead of writing it.
+    """Pickles as ``torch.save`` does, byte for byte. Notes each storage once instead of writing it.
 
     Deques and defaultdicts become constructor calls, the only form in which ``weights_only`` takes them back.
 
     Attributes:
-        storages: found so far. index: their numbers. references: how often they are referred to.
-        has_objects: whether there was anything else than plain tensors, values and containers of these; noted where it
-            ``must_load``.
+        storages: found so far.
+        index: their positions.
+        has_objects: there is something other than plain tensors, values and containers; noted if it ``must_load``.
     """
 
     def __init__(self, file: io.BytesIO, known: Collection[str], *, must_load: bool = False) -> None:
@@ -439,9 +374,20 @@ class _Pickler(pickle.Pickler):
         self._known, self._must_load = known, must_load
         self.storages: list[torch.UntypedStorage] = []
         self.index: dict[int, int] = {}
-        self.references = 0
         self.has_objects = False
         self._seen: dict[int, tuple[torch.dtype, str]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)  # asked of every object: the common ones first
+        if kind in _COMMON:
+            return None
+        if kind is _Referred:
+            return "storage", *obj
+        if isinstance(obj, torch.UntypedStorage):
+            return "storage", *self._refer(obj, torch.UntypedStorage, torch.uint8)
+        if isinstance(obj, torch.storage.TypedStorage):
+            return "storage", *self._refer(untyped_storage(obj), typed_storage_class(obj), obj.dtype)
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -458,15 +404,9 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, _NAMED) and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
             if not self._must_load:
                 _warn_if_not_loadable(obj)
-        elif isinstance(obj, _BARE):
-            raise _BareStorageError
         elif isinstance(obj, Tensor) and f"{kind.__module__}.{kind.__qualname__}" not in self._known:
             check_savable(obj)
         return NotImplemented
-
-    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
-        """Arguments that stand for a storage in a call."""
-        raise NotImplementedError
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         """Reduce as torch does, in a tenth of the time; the rare kinds of tensors are left to torch."""
@@ -474,23 +414,15 @@ class _Pickler(pickle.Pickler):
         storage_type = _STORAGE_TYPES.get(dtype)
         dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.is_meta)
         if storage_type is None or not dense or tensor.__dict__:
-            made, arguments, *rest = _reduced(tensor)
-            if arguments and isinstance(arguments[0], _BARE):
-                arguments = (*self._referred(self._refer_to(arguments[0])), *arguments[1:])
-            return made, arguments, *rest
-        storage = tensor.untyped_storage()
-        referred = self._referred(self._refer(storage, storage_type, dtype, storage.nbytes() // tensor.itemsize))
+            if not is_dense(tensor):
+                check_savable(tensor)
+            return tensor.__reduce_ex__(_PROTOCOL)
+        referred = self._refer(tensor.untyped_storage(), storage_type, dtype)
         hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, hooks)
-        return rebuild_tensor, (*referred, *place)
+        return rebuild_tensor, (referred, *place)
 
-    def _refer_to(self, storage: torch.UntypedStorage | torch.storage.TypedStorage) -> _Reference:
-        if isinstance(storage, torch.UntypedStorage):
-            return self._refer(storage, torch.UntypedStorage, torch.uint8, storage.nbytes())
-        bare = untyped_storage(storage)
-        return self._refer(bare, typed_storage_class(storage), storage.dtype, bare.nbytes() // storage.dtype.itemsize)
-
-    def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype, count: int) -> _Reference:
+    def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> _Referred:
         identity = storage_id(storage)
         seen = self._seen.get(identity)
         if seen is None:
@@ -499,55 +431,7 @@ class _Pickler(pickle.Pickler):
             seen = self._seen[identity] = (dtype, str(number))
         elif seen[0] is not dtype:
             raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
-        self.references += 1
-        return "storage", storage_type, seen[1], "cpu", count  # not where it is: a machine without it loads it, too
-
-
-class _BareStorageError(Exception):
-    """Raised for a storage that no tensor of a common kind refers to."""
-
-
-@final
-class _QuickPickler(_Pickler):
-    """Writes :data:`_STAND_IN` where the opcode of a reference belongs."""
-
-    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
-        return reference, _STAND_IN
-
-
-@final
-class _Referred:
-    """Stands for a storage among the arguments of a call."""
-
-    __slots__ = ("reference",)
-
-    def __init__(self, reference: _Reference) -> None:
-        self.reference = reference
-
-
-@final
-class _ThoroughPickler(_Pickler):
-    """Takes a storage wherever one is."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        kind = type(obj)  # asked of every object: the common ones first
-        if kind is _Referred:
-            return obj.reference
-        if kind in _COMMON:
-            return None
-        if isinstance(obj, _BARE):
-            return self._refer_to(obj)
-        return None
-
-    def _referred(self, reference: _Reference) -> tuple[Any, ...]:
-        return (_Referred(reference),)
-
-
-def _reduced(tensor: Tensor) -> Any:
-    """Reduce a rare kind of tensor as torch does."""
-    if not is_dense(tensor):
-        check_savable(tensor)
-    return tensor.__reduce_ex__(_PROTOCOL)
+        return _Referred(storage_type, seen[1], "cpu", storage.nbytes() // dtype.itemsize)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import itertools
 import math
 import os
 import pickle
@@ -15,14 +16,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, Protocol, cast, final
+from typing import IO, Any, NamedTuple, Protocol, final
 
 import torch
 from isal import isal_zlib
 from torch import Tensor, nn
 
-from composerlite.checkpoint.format.zip_file import Layout, ZipEntry, entries, records_root
-from composerlite.checkpoint.trust.trusted import StorageKind, storage_kind
+from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, entries, records_root
+from composerlite.checkpoint.trust.trusted import storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError
@@ -32,12 +33,10 @@ __all__ = [
     "ByteSource",
     "MapLocation",
     "Sieve",
-    "StorageRecord",
     "StoredTensor",
     "TorchFile",
     "UnverifiedFile",
     "Window",
-    "is_legacy",
     "item_contents",
     "predicted",
     "runs_of",
@@ -141,29 +140,13 @@ class Sieve(Protocol):
     """Takes the bytes of a record a part at a time, from front to back, and keeps what it needs."""
 
     step_bytes: int
-    """Parts are multiples of it."""
+    """Parts are multiples of this size."""
     device: torch.device | None
-    """Where ``part`` is copied to while this thread continues; ``None``: it does not."""
+    """Where ``part`` is copied to while this thread continues; ``None``: it is not copied to a device."""
 
     def take(self, start: int, part: torch.Tensor, slots: RingSlots) -> None:
-        """The bytes from ``start`` on. ``part`` is used again, but for what ``slots`` is told of: when that is done."""
+        """Take the bytes from ``start`` on. ``part`` is used again, except for copies that ``slots`` knows of."""
         ...
-
-
-class StorageRecord(NamedTuple):
-    """The bytes of a storage in the file."""
-
-    name: str
-    size: int
-    offset: int
-
-
-class _Unread(NamedTuple):
-    """A storage whose bytes have not been read, and where they are."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    name: str
-    dtype: torch.dtype
 
 
 @final
@@ -171,22 +154,23 @@ class TorchFile:
     """A ``.pt`` file. :attr:`contents` is there at once; the bytes of its tensors are undefined until :meth:`read`.
 
     Attributes:
-        contents: what the file holds.
+        contents: what the file contains.
+        ring: tensors on devices are read through it.
 
     Args:
-        source: its bytes.
-        size_bytes: how many there are.
+        source: bytes of the file.
+        size_bytes: size of the file.
         peek: reads bytes that need not be verified: they are verified when the tensors are read.
         expect: is called with the bytes that ``peek`` will be asked for.
         map_location: where tensors go.
-        trust: load any type, **running whatever code the file holds**.
-        check_sums: compare the CRC-32 of each record with that in the archive; for what nothing else verifies.
+        trust: load any type, **running whatever code the file contains**.
+        check_sums: compare the CRC-32 of each record with that in the archive; for files that nothing else verifies.
         comment_bytes: size of the comment behind the archive, if ``size_bytes`` does not include the comment.
-        types: further classes that it may hold, by full name, made and filled as pickle does. Theirs is what may run.
+        types: further classes that the file may contain, by full name, created and filled as pickle does.
 
     Raises:
         CorruptCheckpointError: damaged, or no torch file.
-        RefusedError: it names something that is not known to be safe.
+        RefusedError: the file names something that is not known to be safe.
     """
 
     def __init__(
@@ -203,18 +187,12 @@ class TorchFile:
         comment_bytes: int = 0,
     ) -> None:
         self._source = source
-        self.ring = shared_ring  # through which it is read where it goes to devices
-        self._unread: list[_Unread] = []
-        if is_legacy(size_bytes, peek):
-            if not trust:
-                raise CorruptCheckpointError(
-                    "it has the format of torch before 1.6. Only if the file is yours, load it with "
-                    "trust_checkpoint=True, which runs whatever code the file holds, or convert it: "
-                    "torch.save(torch.load(path, weights_only=False), path)"
-                )
-            self._swap, self._check_sums, self._records = False, False, {}
-            self.contents = _legacy(source.read(0, size_bytes), map_location)
-            return
+        self.ring = shared_ring
+        if peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY:
+            raise CorruptCheckpointError(
+                "it has the format of torch before 1.6. Convert it, only if the file is yours, since whatever code the "
+                "file holds is run: torch.save(torch.load(path, weights_only=False), path)"
+            )
         listed = entries(size_bytes, source.read, peek, expect, comment_bytes=comment_bytes)
         root = records_root(listed)
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
@@ -222,8 +200,9 @@ class TorchFile:
         self._check_sums = check_sums and any(entry.crc for entry in self._records.values())
         self._swap = self._small("byteorder", b"little") != sys.byteorder.encode()
         self._map_location = map_location
-        self._devices: dict[str, str | None] = {}
-        self._eager = trust  # its code may look at the numbers in the tensors that it is given
+        self._eager = trust  # its code may look at the numbers in its tensors
+        # The storages whose bytes are unread, each with its record and the type of its numbers.
+        self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord, torch.dtype]] = []
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
         try:
@@ -232,52 +211,50 @@ class TorchFile:
             raise CorruptCheckpointError(str(e)) from e
         self._known = {}  # from here on a storage lives as long as something in the contents has it
 
-    # ── what the pickle asks for ─────────────────────────────────────────────────────────────────────────────────
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        """The storage that the pickle calls ``identity``."""
-        mark, kind, key, location, count = identity
-        if mark != "storage" or not isinstance(kind, StorageKind) or type(key) is not str or type(location) is not str:
+        """Return the storage that the pickle calls ``identity``."""
+        mark, dtype, key, location, count = identity
+        has_types = isinstance(dtype, torch.dtype) and type(key) is type(location) is str and type(count) is int
+        if mark != "storage" or not has_types:
             raise ValueError("a storage in a form that torch does not write")
-        storage = self._known.get(key)
-        if storage is None:
-            storage = self._known[key] = self._new(key, kind.dtype, location, count)
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)
+        if key not in self._known:
+            record = self._records.get(f"data/{key}")
+            if record is None or count * dtype.itemsize != record.size:
+                raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
+            self._known[key] = self._new_storage(record, dtype, location)
+        return torch.storage.TypedStorage(wrap_storage=self._known[key], dtype=dtype, _internal=True)
+
+    def _new_storage(self, record: ZipRecord, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
+        """Return memory for a storage that was saved on the device ``location``. Memory on the CPU is filled later."""
+        wanted = self._map_location
+        if isinstance(wanted, Mapping):
+            wanted = wanted.get(location)
+        kind = None if callable(wanted) else torch.device(location if wanted is None else wanted).type
+        storage = torch.UntypedStorage(record.size, device="meta" if kind == "meta" else "cpu")
+        if kind == "meta" or (kind == "cpu" and not self._eager):
+            self._unread.append((weakref.ref(storage), record, dtype))
+            return storage
+        self._fill([(record, storage.data_ptr())], int)
+        if self._swap:
+            storage.byteswap(dtype)
+        moved: Any = wanted(storage, location) if callable(wanted) else None
+        restore: Any = torch.serialization.default_restore_location
+        target = location if wanted is None or callable(wanted) else str(wanted)
+        return restore(storage, target) if moved is None else moved
 
     def read_now(self) -> None:
-        """Read the bytes of all storages so far; those to come are read at once."""
+        """Read the bytes of all storages so far, and those of later storages at once."""
         self.read()
         self._eager = True
 
-    def _new(self, key: str, dtype: torch.dtype, location: str, count: Any) -> torch.UntypedStorage:
-        name = f"data/{key}"
-        record = self._records.get(name)
-        if record is None or type(count) is not int or count * dtype.itemsize != record.size:
-            raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
-        if location not in self._devices:
-            self._devices[location] = _device(self._map_location, location)
-        device = self._devices[location]
-        storage = torch.UntypedStorage(record.size, device="meta" if device == "meta" else "cpu")
-        if device != "meta" and (self._eager or device != "cpu"):
-            self._fill([(name, storage.data_ptr())], int)
-            if self._swap:
-                storage.byteswap(dtype)
-            return _moved(storage, self._map_location, location)
-        self._unread.append(_Unread(weakref.ref(storage), name, dtype))
-        return storage
+    def unread(self) -> dict[int, ZipRecord]:
+        """Return the records whose bytes are yet to be read, by the ``id`` of their storage.
 
-    # ── what is read ─────────────────────────────────────────────────────────────────────────────────────────────
-    def unread(self) -> dict[int, StorageRecord]:
-        """The records whose bytes are yet to be read, by the ``id`` of the storage that is to have them.
-
-        There are none where the bytes need more than to be copied.
+        There are none where the byte order must be changed.
         """
         if self._swap:
             return {}
-        return {
-            id(storage): StorageRecord(item.name, self._records[item.name].size, self._records[item.name].offset)
-            for item in self._unread
-            if (storage := item.storage()) is not None
-        }
+        return {id(storage): record for reference, record, _ in self._unread if (storage := reference()) is not None}
 
     def read(
         self,
@@ -289,138 +266,111 @@ class TorchFile:
         """Read the bytes of every tensor that something still refers to, each storage once.
 
         Args:
-            places: addresses of memory that has the size of a record and is filled with it as well, by record name.
-            sieves: what else takes records, by their names.
+            places: addresses of memory that has the size of a record and is filled as well, by record name.
+            sieves: take records as well, by record name.
             progress: is called with each number of bytes.
         """
         alive = [
-            (item, storage)
-            for item in self._unread
-            if (storage := item.storage()) is not None and storage.device.type != "meta"
+            (storage, record, dtype)
+            for reference, record, dtype in self._unread
+            if (storage := reference()) is not None and storage.device.type != "meta"
         ]
-        self._fill(
-            [(item.name, storage.data_ptr()) for item, storage in alive] + list((places or {}).items()), progress
-        )
+        names = {record.name: record for record in self._records.values()}
+        wanted = [(record, storage.data_ptr()) for storage, record, _ in alive]
+        self._fill([*wanted, *((names[name], address) for name, address in (places or {}).items())], progress)
         if self._swap:
-            for item, storage in alive:
-                storage.byteswap(item.dtype)
+            for storage, _, dtype in alive:
+                storage.byteswap(dtype)
         self._unread = []
         if sieves:
-            self._sift(sieves, progress)
+            self._sift({names[name]: sieve for name, sieve in sieves.items()}, progress)
 
-    def _sift(self, sieves: Mapping[str, Sieve], progress: Callable[[int], object]) -> None:
+    def _sift(self, sieves: Mapping[ZipRecord, Sieve], progress: Callable[[int], object]) -> None:
         """Read records in parts, several at a time where they are small."""
-        slot_bytes = min(_SIEVED_BYTES, sum(self._records[name].size for name in sieves))
+        slot_bytes = min(_SIEVED_BYTES, sum(record.size for record in sieves))
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
         on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
         device, count = (on_devices[0], _SLOTS) if on_devices else (torch.device("cpu"), 1)
-        batch: list[tuple[str, int, int]] = []
-        sums: dict[str, int] = {}
+        sums: dict[ZipRecord, int] = {}
         with self.ring.slots(slot_bytes, device, count) as slots:
-            for name, start, size in self._parts(sieves):
-                if sum(size for _, _, size in batch) + size > slot_bytes:
-                    self._sift_batch(batch, slots, sieves, sums, progress)
-                    batch = []
-                batch.append((name, start, size))
-            self._sift_batch(batch, slots, sieves, sums, progress)
-        for name, crc in sums.items():
-            self._compare_sum(name, self._records[name], crc)
+            for batch in _batches(sieves, slot_bytes):
+                scratch = slots.next()
+                places = list(itertools.accumulate((size for _, _, size in batch), initial=0))
+                pieces = [
+                    (record.offset + start, scratch.data_ptr() + place, size)
+                    for (record, start, size), place in zip(batch, places, strict=False)
+                ]
+                self._read_records([record for record, start, _ in batch if start == 0], pieces, progress)
+                for (record, start, size), place in zip(batch, places, strict=False):
+                    part = scratch[place : place + size]
+                    if self._check_sums:
+                        sums[record] = isal_zlib.crc32(part.numpy(), sums.get(record, 0))
+                    sieves[record].take(start, part, slots)
+        for record, crc in sums.items():
+            _compare_sum(record, crc)
 
-    def _parts(self, sieves: Mapping[str, Sieve]) -> Iterator[tuple[str, int, int]]:
-        """(record, first byte in it, bytes) of what is read at a time."""
-        for name, sieve in sorted(sieves.items(), key=lambda item: self._records[item[0]].offset):
-            size, step = self._records[name].size, max(1, sieve.step_bytes)
-            part = max(step, _SIEVED_BYTES // step * step)
-            for start in range(0, size, part):
-                yield name, start, min(part, size - start)
-
-    def _sift_batch(
-        self,
-        batch: Sequence[tuple[str, int, int]],
-        slots: RingSlots,
-        sieves: Mapping[str, Sieve],
-        sums: dict[str, int],
-        progress: Callable[[int], object],
-    ) -> None:
-        pieces: list[Piece] = []
-        scratch = slots.next()
-        address = scratch.data_ptr()
-        for name, start, size in batch:
-            pieces.append((self._records[name].offset + start, address, size))
-            address += size
-        self._read_records([self._records[name] for name, start, _ in batch if start == 0], pieces, progress)
-        begin = 0
-        for name, start, size in batch:
-            part = scratch[begin : begin + size]
-            if self._check_sums:
-                sums[name] = isal_zlib.crc32(part.numpy(), sums.get(name, 0))
-            sieves[name].take(start, part, slots)
-            begin += size
-
-    def _fill(self, wanted: Sequence[tuple[str, int]], progress: Callable[[int], object]) -> None:
+    def _fill(self, wanted: Sequence[tuple[ZipRecord, int]], progress: Callable[[int], object]) -> None:
         """Read records to addresses."""
-        ordered = sorted(((self._records[name], name, address) for name, address in wanted), key=lambda w: w[0].offset)
-        pieces = [(entry.offset, address, entry.size) for entry, _, address in ordered if entry.size]
-        self._read_records([entry for entry, _, _ in ordered], pieces, progress)
+        ordered = sorted(wanted, key=lambda one: one[0].offset)
+        pieces = [(record.offset, address, record.size) for record, address in ordered if record.size]
+        self._read_records([record for record, _ in ordered], pieces, progress)
         if self._check_sums:
-            for entry, name, address in ordered:
-                self._check_sum(name, entry, (ctypes.c_char * entry.size).from_address(address))
+            for record, address in ordered:
+                _compare_sum(record, isal_zlib.crc32((ctypes.c_char * record.size).from_address(address)))
 
     def _read_records(
-        self, records: Sequence[ZipEntry], pieces: Sequence[Piece], progress: Callable[[int], object]
+        self, records: Sequence[ZipRecord], pieces: Sequence[Piece], progress: Callable[[int], object]
     ) -> None:
-        """Read ``pieces`` of data, and the headers of ``records``: all are in the order of the file.
+        """Read ``pieces`` of data, and the headers of ``records``, both in the order of the file.
 
-        The directory says where headers are, headers where data are: they are verified with the data.
+        The directory says where headers are, headers say where data are: they are verified with the data.
         """
-        headers = bytearray(sum(len(entry.header_bytes) for entry in records) + 1)
+        headers = bytearray(sum(len(record.header) for record in records) + 1)
         address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
         wanted = list(pieces)
-        for entry in records:
-            wanted.append((entry.header, address, len(entry.header_bytes)))
-            address += len(entry.header_bytes)
+        for record in records:
+            wanted.append((record.start, address, len(record.header)))
+            address += len(record.header)
         if wanted:
             self._source.read_into(sorted(wanted), progress)
-        if bytes(headers[:-1]) != b"".join(entry.header_bytes for entry in records):
+        if bytes(headers[:-1]) != b"".join(record.header for record in records):
             raise CorruptCheckpointError("it changed while it was read")
 
     def _small(self, name: str, default: bytes | None = None) -> bytes:
-        """The bytes of a record that is no storage."""
-        entry = self._records.get(name)
-        if entry is None:
+        """Return the bytes of a record that is no storage."""
+        record = self._records.get(name)
+        if record is None:
             if default is None:
                 raise CorruptCheckpointError(f"it has no record {name!r}")
             return default
-        if entry.size > _MOST_PICKLE_BYTES:
-            raise CorruptCheckpointError(f"its record {name!r} has {entry.size} bytes")
-        if self._source.read(entry.header, len(entry.header_bytes)) != entry.header_bytes:
+        if record.size > _MOST_PICKLE_BYTES:
+            raise CorruptCheckpointError(f"its record {name!r} has {record.size} bytes")
+        if self._source.read(record.start, len(record.header)) != record.header:
             raise CorruptCheckpointError("it changed while it was read")
-        data = self._source.read(entry.offset, entry.size)
+        data = self._source.read(record.offset, record.size)
         if self._check_sums:
-            self._check_sum(name, entry, data)
+            _compare_sum(record, isal_zlib.crc32(data))
         return data
 
-    def _check_sum(self, name: str, entry: ZipEntry, data: Any) -> None:
-        self._compare_sum(name, entry, isal_zlib.crc32(data))
 
-    def _compare_sum(self, name: str, entry: ZipEntry, crc: int) -> None:
-        if crc != entry.crc:
-            raise CorruptCheckpointError(f"the bytes of its record {name!r} have another CRC-32 than it says")
+def _batches(sieves: Mapping[ZipRecord, Sieve], most_bytes: int) -> Iterator[list[tuple[ZipRecord, int, int]]]:
+    """Yield batches of parts of records, in the order of the file: record, first byte in the record, and size."""
+    batch: list[tuple[ZipRecord, int, int]] = []
+    for record, sieve in sorted(sieves.items(), key=lambda one: one[0].offset):
+        step = max(1, sieve.step_bytes)
+        part = max(step, _SIEVED_BYTES // step * step)
+        for start in range(0, record.size, part):
+            size = min(part, record.size - start)
+            if batch and sum(size for _, _, size in batch) + size > most_bytes:
+                yield batch
+                batch = []
+            batch.append((record, start, size))
+    yield batch
 
 
-def is_legacy(size_bytes: int, peek: Callable[[int, int], bytes]) -> bool:
-    """Return true for a file of torch before 1.6, which is no zip archive."""
-    return peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY
-
-
-def _legacy(data: bytes, map_location: MapLocation) -> Any:
-    """Load a file of torch before 1.6: whatever code it names is run."""
-    try:
-        return torch.load(io.BytesIO(data), cast("Any", map_location), weights_only=False)
-    except (EOFError, IndexError, KeyError, RuntimeError, UnicodeDecodeError) as e:
-        raise CorruptCheckpointError(f"its pickle is malformed: {e!r}") from e
-    except (ValueError, pickle.UnpicklingError) as e:
-        raise CorruptCheckpointError(str(e)) from e
+def _compare_sum(record: ZipRecord, crc: int) -> None:
+    if crc != record.crc:
+        raise CorruptCheckpointError(f"the bytes of its record {record.name!r} have another CRC-32 than it says")
 
 
 def _trusted(data: bytes, storages: TorchFile) -> Any:
@@ -428,8 +378,7 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            kind = storage_kind(module, name)
-            return super().find_class(module, name) if kind is None else kind
+            return storage_dtype(module, name) or super().find_class(module, name)
 
         def persistent_load(self, pid: Any) -> Any:
             return storages.storage(pid)
@@ -438,25 +387,6 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
         return Unpickler(io.BytesIO(data), encoding="utf-8").load()
     except (EOFError, IndexError, KeyError, UnicodeDecodeError) as e:
         raise pickle.UnpicklingError(f"its pickle is malformed: {e!r}") from e
-
-
-def _device(map_location: MapLocation, location: str) -> str | None:
-    """The kind of device that a storage from ``location`` goes to; ``None``: a function decides."""
-    if callable(map_location):
-        return None
-    if isinstance(map_location, Mapping):
-        map_location = map_location.get(location, location)
-    return torch.device(location if map_location is None else map_location).type
-
-
-def _moved(storage: torch.UntypedStorage, map_location: MapLocation, location: str) -> Any:
-    restore: Any = torch.serialization.default_restore_location
-    if callable(map_location):
-        moved = map_location(storage, location)
-        return restore(storage, location) if moved is None else moved
-    if isinstance(map_location, Mapping):
-        map_location = map_location.get(location, location)
-    return restore(storage, str(location if map_location is None else map_location))
 
 
 # ── a file inside another: an item of a sharded checkpoint ───────────────────────────────────────────────────────────
@@ -478,7 +408,7 @@ class StoredTensor(NamedTuple):
 def predicted(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, int]:
     """Layout of a tensor in an item of this package, and where what follows its numbers begins."""
     (record,) = Layout([("data/0", math.prod(shape) * dtype.itemsize)]).records
-    return StoredTensor(shape, dtype, record.data_offset), record.data_offset + record.size_bytes
+    return StoredTensor(shape, dtype, record.offset), record.offset + record.size
 
 
 def stored_tensor(item: Window) -> StoredTensor | None:
@@ -539,15 +469,5 @@ def runs_of(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
         return
     count = lengths[inner - 1] * strides[inner - 1]
     first = offsets[inner - 1] * strides[inner - 1]
-    outer = [range(offsets[dim], offsets[dim] + lengths[dim]) for dim in range(inner - 1)]
-    for place in _each(outer):
+    for place in itertools.product(*(range(offsets[dim], offsets[dim] + lengths[dim]) for dim in range(inner - 1))):
         yield first + sum(at * strides[dim] for dim, at in enumerate(place)), count
-
-
-def _each(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    if not ranges:
-        yield ()
-        return
-    for at in ranges[0]:
-        for rest in _each(ranges[1:]):
-            yield (at, *rest)

@@ -1,8 +1,8 @@
 """Places of the records of a ``.pt`` file: a zip archive, without compression, that torch and unzip read.
 
-The layout of those that are written here depends on names and sizes only, so it is known before a byte is written.
-Large records begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of any origin are
-read, once it is seen that their records can lie where the directory says.
+The layout of our own archives depends on names and sizes only, so it is known before a byte is written. Large records
+begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of other programs are read, after
+a check that their records can lie where the directory says.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self, final
+from typing import NamedTuple, final
 
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = ["ROOT", "Layout", "ZipEntry", "ZipRecord", "entries", "records_root", "trailer"]
+__all__ = ["ROOT", "Layout", "ZipRecord", "data_layout", "entries", "records_root", "trailer"]
 
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
@@ -37,57 +37,43 @@ class ZipRecord(NamedTuple):  # one is made for each tensor of each save
 
     Attributes:
         name: its path, with the archive's root.
-        size_bytes: of its data.
-        header: the local header that stands at ``offset``.
-        offset: of the header in the archive.
+        size: of its data, in bytes.
+        header: bytes of the local header, before the data.
+        start: offset of the header in the archive.
+        crc: CRC-32 of the data, as the directory says; 0 before the data are written.
     """
 
     name: str
-    size_bytes: int
+    size: int
     header: bytes
-    offset: int
+    start: int
+    crc: int = 0
 
     @property
-    def data_offset(self) -> int:
-        """Offset of its data."""
-        return self.offset + len(self.header)
+    def offset(self) -> int:
+        """Offset of the data."""
+        return self.start + len(self.header)
 
     @property
     def end(self) -> int:
-        """Offset of the end of its data descriptor."""
-        return self.data_offset + self.size_bytes + self._descriptor.size
-
-    @property
-    def _descriptor(self) -> struct.Struct:
-        return _DESCRIPTOR_64 if self.size_bytes >= _MAX_32 else _DESCRIPTOR
-
-    @property
-    def _wide(self) -> list[int]:
-        """Numbers that do not fit the 32 bits that the central directory has for them."""
-        if self.size_bytes < _MAX_32 and self.offset < _MAX_32:
-            return []
-        return [value for value in (self.size_bytes, self.size_bytes, self.offset) if value >= _MAX_32]
+        """Offset of the end of the data descriptor, in an archive of ours."""
+        return self.offset + self.size + (_DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR).size
 
     def descriptor(self, crc: int) -> bytes:
-        """Bytes that follow the data."""
-        return self._descriptor.pack(b"PK\x07\x08", crc, self.size_bytes, self.size_bytes)
+        """Return the bytes that follow the data."""
+        layout = _DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR
+        return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
     def directory_entry(self, crc: int) -> bytes:
-        """ZipEntry in the central directory."""
+        """Return the bytes of this record in the central directory."""
         name = self.name.encode()
-        wide = self._wide
+        wide = [value for value in (self.size, self.size, self.start) if value >= _MAX_32]
         extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-        size, offset = min(self.size_bytes, _MAX_32), min(self.offset, _MAX_32)
+        size, start = min(self.size, _MAX_32), min(self.start, _MAX_32)
         fixed = _CENTRAL.pack(
-            b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, offset
+            b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, start
         )
         return fixed + name + extra
-
-    @property
-    def directory_bytes(self) -> int:
-        """The size of :meth:`directory_entry`."""
-        wide = self._wide
-        return _CENTRAL.size + len(self.name.encode()) + (4 + 8 * len(wide) if wide else 0)
 
 
 @final
@@ -95,32 +81,33 @@ class Layout:
     """Records one after the other, each padded so that its data are aligned.
 
     Attributes:
-        records: so far.
-        end: where the last one ends.
-        directory_bytes: the size of what stands in the central directory for them.
+        records: the records so far.
+        end: where the last record ends.
+        directory_bytes: size of the central directory.
     """
 
-    def __init__(self, sizes: Sequence[tuple[str, int]] = ()) -> None:
-        self.records: list[ZipRecord] = []
-        self.end = 0
-        self.directory_bytes = 0
+    def __init__(self, sizes: Sequence[tuple[str, int]] = (), *, after: Layout | None = None) -> None:
+        self.records: list[ZipRecord] = [] if after is None else list(after.records)
+        self.end = 0 if after is None else after.end
+        self.directory_bytes = 0 if after is None else after.directory_bytes
         for name, size in sizes:
             self.add(name, size)
 
-    @classmethod
-    def of_data(cls, sizes: Sequence[int]) -> Self:
-        """The layout of tensors' data of these sizes, ``data/0`` and so on: the same at every save of a run."""
-        known = _data_layout(tuple(sizes))
-        layout = cls()
-        layout.records, layout.end, layout.directory_bytes = list(known.records), known.end, known.directory_bytes
-        return layout
-
-    def add(self, name: str, size_bytes: int) -> None:
-        """One more record, behind the others."""
-        record = _record(f"{ROOT}/{name}", size_bytes, self.end)
+    def add(self, name: str, size: int) -> None:
+        """Append a record of ``size`` bytes."""
+        encoded = f"{ROOT}/{name}".encode()
+        extra = struct.pack("<2H2Q", 1, 16, size, size) if size >= _MAX_32 else b""
+        # An extra field of a kind that readers skip fills up to the boundary; it takes four bytes itself.
+        before = self.end + _LOCAL.size + len(encoded) + len(extra) + 4
+        padding = -before % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
+        extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
+        shown = _MAX_32 if size >= _MAX_32 else 0
+        fixed = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, shown, shown, len(encoded), len(extra))
+        record = ZipRecord(f"{ROOT}/{name}", size, fixed + encoded + extra, self.end)
         self.records.append(record)
         self.end = record.end
-        self.directory_bytes += record.directory_bytes
+        wide = 2 * (size >= _MAX_32) + (record.start >= _MAX_32)
+        self.directory_bytes += _CENTRAL.size + len(encoded) + (4 + 8 * wide if wide else 0)
 
     @property
     def size_bytes(self) -> int:
@@ -130,28 +117,13 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1)
-def _data_layout(sizes: tuple[int, ...]) -> Layout:
-    """The layout of tensors' data. The last one is kept: the next save of a run makes as good as nothing anew."""
+def data_layout(sizes: tuple[int, ...]) -> Layout:
+    """Return the layout of tensors' data, ``data/0`` and so on. The last one is kept for the next save of a run."""
     return Layout([(f"data/{number}", size) for number, size in enumerate(sizes)])
 
 
-def _record(name: str, size: int, offset: int) -> ZipRecord:
-    encoded = name.encode()
-    extra = b""
-    if size >= _MAX_32:
-        extra = struct.pack("<2H2Q", 1, 16, size, size)
-    alignment = _LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT
-    # An extra field of a kind that readers skip fills up to the boundary; it takes four bytes itself.
-    before = offset + _LOCAL.size + len(encoded) + len(extra) + 4
-    padding = -before % alignment
-    extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
-    shown = _MAX_32 if size >= _MAX_32 else 0
-    header = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, shown, shown, len(encoded), len(extra))
-    return ZipRecord(name, size, header + encoded + extra, offset)
-
-
 def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int, comment_bytes: int = 0) -> bytes:
-    """The central directory at ``start`` and the end of the archive, which a comment of ``comment_bytes`` follows."""
+    """Return the central directory at ``start`` and the end of the archive, before a comment of ``comment_bytes``."""
     directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
     count, size, end = len(records), len(directory), start + len(directory)
     wide = b""
@@ -178,33 +150,18 @@ Expect = Callable[[int, int], object]
 _Listed = tuple[int, int, int]  # offset of the local header, size, CRC-32
 
 
-class ZipEntry(NamedTuple):
-    """One record of the archive.
-
-    Attributes:
-        header: where its local header begins.
-        header_bytes: the header as it was read: what lies before the data.
-        offset: where its data begin.
-        size: of its data, in bytes.
-        crc: CRC-32 of its data, as the directory says.
-    """
-
-    header: int
-    header_bytes: bytes
-    offset: int
-    size: int
-    crc: int
-
-
 def entries(
     size_bytes: int, read: Read, peek: Read, expect: Expect | None = None, *, comment_bytes: int = 0
-) -> dict[str, ZipEntry]:
-    """The records of a zip archive of ``size_bytes``, by name.
+) -> dict[str, ZipRecord]:
+    """Return the records of a zip archive, by name.
 
-    ``comment_bytes`` is the size of the archive's comment, if ``size_bytes`` does not include the comment.
-    ``read`` gives bytes of the directory. ``peek`` gives those of local headers, of which there is one per record: it
-    need not verify them if the caller compares ``header_bytes`` later. ``expect`` is called with their ranges before:
-    they lie all over the file, and a disk that is asked for all of them at once does not take much longer than for one.
+    Args:
+        size_bytes: size of the archive.
+        read: returns bytes of the directory.
+        peek: returns bytes of local headers. They need not be verified if the caller compares ``header`` later.
+        expect: called with the ranges of all local headers before ``peek``. A disk that is asked for all of them at
+            once does not take much longer than for one.
+        comment_bytes: size of the archive's comment, if ``size_bytes`` does not include the comment.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records that are compressed or encrypted, overlap, lie outside of the
@@ -214,15 +171,14 @@ def entries(
     if not 0 < count <= _MOST_RECORDS or count * _CENTRAL.size > size or start + size > size_bytes:
         raise CorruptCheckpointError(f"its directory claims {count} records in {size} bytes at {start}")
     directory = read(start, size)
-    listed = _listed(directory, count)
-    ordered = sorted(listed.items(), key=lambda item: item[1][0])
+    ordered = sorted(_listed(directory, count).items(), key=lambda item: item[1][0])
     if (own := _own_entries(ordered, directory, start)) is not None:
         return own
-    found: dict[str, ZipEntry] = {}
-    end = 0
     if expect is not None:
         for page in {header // _PAGE_BYTES: None for _, (header, *_) in ordered if header < start}:
             expect(page * _PAGE_BYTES, _PAGE_BYTES)
+    found: dict[str, ZipRecord] = {}
+    end = 0
     for name, (header, length, crc) in ordered:
         if header < end or header + _LOCAL.size > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
@@ -236,12 +192,12 @@ def entries(
         header_bytes = peek(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
-        found[name] = ZipEntry(header, header_bytes, offset, length, crc)
+        found[name] = ZipRecord(name, length, header_bytes, header, crc)
     return found
 
 
-def records_root(names: dict[str, ZipEntry]) -> str:
-    """The folder of the archive that holds the checkpoint, with a slash.
+def records_root(names: dict[str, ZipRecord]) -> str:
+    """Return the folder of the archive that contains the checkpoint, with a slash.
 
     Raises:
         CorruptCheckpointError: there is none, or several.
@@ -253,7 +209,7 @@ def records_root(names: dict[str, ZipEntry]) -> str:
 
 
 def _directory(size_bytes: int, read: Read, comment_bytes: int) -> tuple[int, int, int]:
-    """Find the directory: where it begins, its size in bytes, and how many records it has."""
+    """Find the directory: its offset, its size in bytes, and its number of records."""
     tail_start = max(0, size_bytes - _TAIL_BYTES)
     tail = read(tail_start, size_bytes - tail_start)
     place = tail.rfind(b"PK\x05\x06")
@@ -298,7 +254,8 @@ def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
             name = name_bytes.decode()
         except UnicodeDecodeError as e:
             raise CorruptCheckpointError(f"its directory holds the name {name_bytes[:80]!r}") from e
-        size, packed, header = _wide(extra, [size, packed, header], name)
+        if _MAX_32 in (size, packed, header):
+            size, packed, header = _wide(extra, [size, packed, header], name)
         if method != 0 or packed != size or flags & 1:
             raise CorruptCheckpointError(f"its record {name!r} is compressed or encrypted: torch writes none such")
         if name in listed:
@@ -307,10 +264,10 @@ def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
     return listed
 
 
-def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, ZipEntry] | None:
-    """The records, if the directory is byte for byte that of our own layout: then the headers are, too.
+def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, ZipRecord] | None:
+    """Return the records if the directory is byte for byte that of our own layout. Then the headers are ours, too.
 
-    They lie all over the file, and are compared when the data are read.
+    The headers lie all over the file. They are compared when the data are read.
     """
     layout = Layout()
     for name, (header, size, _) in ordered:
@@ -320,16 +277,11 @@ def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start
     crcs = [crc for _, (_, _, crc) in ordered]
     if layout.end != start or not trailer(layout.records, crcs, start).startswith(directory):
         return None
-    return {
-        record.name: ZipEntry(record.offset, record.header, record.data_offset, record.size_bytes, crc)
-        for record, crc in zip(layout.records, crcs, strict=True)
-    }
+    return {record.name: record._replace(crc=crc) for record, crc in zip(layout.records, crcs, strict=True)}
 
 
 def _wide(extra: bytes, values: list[int], name: str) -> list[int]:
-    """``values``, with what does not fit 32 bits from the extra field that is for it."""
-    if _MAX_32 not in values:
-        return values
+    """Return ``values``. Those that do not fit 32 bits come from the extra field for them."""
     place = 0
     while place + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, place)

@@ -19,7 +19,7 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile, is_legacy
+from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.resolve import progress_of, what_is_there
 from composerlite.checkpoint.place.catalog import Catalog, home_of
@@ -345,9 +345,7 @@ class _Primed:
     def __init__(self, raw: RawFile, *, trust: bool) -> None:
         self.raw = raw
         self.known: Known = {}
-        if trust and is_legacy(raw.size_bytes, self._peek):
-            self.read(0, raw.size_bytes)  # it has no directory
-        elif trust:  # its code would run here, and again on every rank
+        if trust:  # its code would run here, and again on every rank
             entries(raw.size_bytes, self.read, self._peek, comment_bytes=raw.comment_bytes)
         else:
             TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", comment_bytes=raw.comment_bytes)

@@ -24,7 +24,8 @@ from composerlite.checkpoint.contents import (
     half_loaded,
     without,
 )
-from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, StorageRecord, TorchFile
+from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, TorchFile
+from composerlite.checkpoint.format.zip_file import ZipRecord
 from composerlite.checkpoint.load.reader import opened, opened_together, readable
 from composerlite.checkpoint.load.resolve import Located, located, source_of
 from composerlite.checkpoint.place.place import OnBytes, Place
@@ -232,7 +233,7 @@ class _Pair(NamedTuple):
 
 
 def placed(
-    contents: Any, live: Any, unread: Mapping[int, StorageRecord], ring: DeviceRing = shared_ring
+    contents: Any, live: Any, unread: Mapping[int, ZipRecord], ring: DeviceRing = shared_ring
 ) -> tuple[Any, LoadTargets]:
     """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
 
@@ -272,7 +273,7 @@ def placed(
     return _with_live(contents, live, replaced), places
 
 
-def _distributed_targets(pairs: Sequence[_Pair], record: StorageRecord, taken: set[int]) -> list[Tensor] | None:
+def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
     """The distributed tensors that the record is to be read to; ``None`` if it cannot be read a few rows at a time.
 
     They are the live ones, or new ones where numbers have to be converted afterwards, which is then said.
@@ -350,7 +351,7 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
             yield from _pairs(value, lives.get(key))
 
 
-def _fits(pair: _Pair, first: _Pair, record: StorageRecord) -> bool:
+def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
     saved, live = pair
     if live is None or first.live is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
         return False
