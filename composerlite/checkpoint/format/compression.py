@@ -26,7 +26,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, cast, final
+from typing import IO, Any, cast, final
 
 import xxhash
 from isal import igzip_lib, isal_zlib
@@ -54,21 +54,6 @@ _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
 """Beginning and size of the last line of a record: see :mod:`composerlite.checkpoint.record.tail`."""
 
 
-class Decoder(Protocol):
-    """Decodes one frame. The decoders of the standard library have this interface."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def needs_input(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /, max_length: int = -1) -> bytes: ...
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Library:
@@ -76,12 +61,12 @@ class Library:
 
     Attributes:
         encode: returns a block of data as one frame. Called in several threads at once.
-        decoder: returns a new decoder of one frame.
+        decoder: returns a new decoder of one frame, with the interface of ``bz2.BZ2Decompressor``.
         errors: exceptions that the decoder raises for damaged data.
     """
 
     encode: Callable[[memoryview], bytes]
-    decoder: Callable[[], Decoder]
+    decoder: Callable[[], Any]
     errors: tuple[type[Exception], ...]
 
 
@@ -101,7 +86,7 @@ def _lz4_library() -> Library:
     from lz4 import frame
 
     encode = partial(frame.compress, block_size=frame.BLOCKSIZE_MAX4MB, content_checksum=True)
-    return Library(encode, cast(Any, frame.LZ4FrameDecompressor), (RuntimeError,))
+    return Library(encode, frame.LZ4FrameDecompressor, (RuntimeError,))
 
 
 def _zstandard_library() -> Library:

@@ -198,11 +198,14 @@ class TorchFile:
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
         # torch.serialization.set_crc32_options(False) writes zeros.
         self._check_sums = check_sums and any(entry.crc for entry in self._records.values())
-        self._swap = self._small("byteorder", b"little") != sys.byteorder.encode()
+        if (order := self._small("byteorder", sys.byteorder.encode())) != sys.byteorder.encode():
+            raise CorruptCheckpointError(
+                f"its numbers have the byte order {order[:20]!r}, and this machine has {sys.byteorder!r}. Convert it "
+                "with torch alone: torch.save(torch.load(path, weights_only=True), path)"
+            )
         self._map_location = map_location
         self._eager = trust  # its code may look at the numbers in its tensors
-        # The storages whose bytes are unread, each with its record and the type of its numbers.
-        self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord, torch.dtype]] = []
+        self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord]] = []
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
         try:
@@ -221,10 +224,10 @@ class TorchFile:
             record = self._records.get(f"data/{key}")
             if record is None or count * dtype.itemsize != record.size:
                 raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
-            self._known[key] = self._new_storage(record, dtype, location)
+            self._known[key] = self._new_storage(record, location)
         return torch.storage.TypedStorage(wrap_storage=self._known[key], dtype=dtype, _internal=True)
 
-    def _new_storage(self, record: ZipRecord, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
+    def _new_storage(self, record: ZipRecord, location: str) -> torch.UntypedStorage:
         """Return memory for a storage that was saved on the device ``location``. Memory on the CPU is filled later."""
         wanted = self._map_location
         if isinstance(wanted, Mapping):
@@ -232,11 +235,9 @@ class TorchFile:
         kind = None if callable(wanted) else torch.device(location if wanted is None else wanted).type
         storage = torch.UntypedStorage(record.size, device="meta" if kind == "meta" else "cpu")
         if kind == "meta" or (kind == "cpu" and not self._eager):
-            self._unread.append((weakref.ref(storage), record, dtype))
+            self._unread.append((weakref.ref(storage), record))
             return storage
         self._fill([(record, storage.data_ptr())], int)
-        if self._swap:
-            storage.byteswap(dtype)
         moved: Any = wanted(storage, location) if callable(wanted) else None
         restore: Any = torch.serialization.default_restore_location
         target = location if wanted is None or callable(wanted) else str(wanted)
@@ -248,13 +249,8 @@ class TorchFile:
         self._eager = True
 
     def unread(self) -> dict[int, ZipRecord]:
-        """Return the records whose bytes are yet to be read, by the ``id`` of their storage.
-
-        There are none where the byte order must be changed.
-        """
-        if self._swap:
-            return {}
-        return {id(storage): record for reference, record, _ in self._unread if (storage := reference()) is not None}
+        """Return the records whose bytes are yet to be read, by the ``id`` of their storage."""
+        return {id(storage): record for reference, record in self._unread if (storage := reference()) is not None}
 
     def read(
         self,
@@ -270,17 +266,13 @@ class TorchFile:
             sieves: take records as well, by record name.
             progress: is called with each number of bytes.
         """
-        alive = [
-            (storage, record, dtype)
-            for reference, record, dtype in self._unread
+        wanted = [
+            (record, storage.data_ptr())
+            for reference, record in self._unread
             if (storage := reference()) is not None and storage.device.type != "meta"
         ]
         names = {record.name: record for record in self._records.values()}
-        wanted = [(record, storage.data_ptr()) for storage, record, _ in alive]
         self._fill([*wanted, *((names[name], address) for name, address in (places or {}).items())], progress)
-        if self._swap:
-            for storage, _, dtype in alive:
-                storage.byteswap(dtype)
         self._unread = []
         if sieves:
             self._sift({names[name]: sieve for name, sieve in sieves.items()}, progress)

@@ -163,7 +163,7 @@ class SafeConstructor:
         self._equal_hashes: collections.Counter[int] = collections.Counter()
 
     def named(self, module: str, name: str) -> Any:
-        """Return the class ``module.name``, or a stand-in for the function of this name.
+        """Return the class ``module.name``, or a placeholder for the function of this name.
 
         Raises:
             RefusedError: the class or function is not known to be safe.
@@ -523,14 +523,6 @@ def _meta(own: SafeConstructor, dtype: Any, shape: Any, stride: Any, requires_gr
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
 
 
-def _from_host(own: SafeConstructor, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Tensor:
-    """Return a tensor of a device that has no storages, on the CPU."""
-    own.read_now()
-    host = torch.from_numpy(data.copy()) if type(data) is np.ndarray else data  # pyright: ignore
-    own.charge(host.numel() * 16)
-    return host.to(dtype).requires_grad_(bool(requires_grad))
-
-
 def _parameter(
     own: SafeConstructor, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None
 ) -> nn.Parameter:
@@ -634,8 +626,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    "torch._utils._rebuild_device_tensor_from_numpy": _from_host,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_host,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_type,
