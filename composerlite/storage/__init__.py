@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 from composerlite.on_demand import lazy_names
 from composerlite.storage.background import Background, StagedFiles
 from composerlite.storage.disk.files import (
-    Digester,
     FileDigest,
-    HardlinkPin,
-    Seal,
-    Sink,
     StagedFile,
-    StagedLink,
     abandoned_temporaries,
     atomic_write,
     chunk_bytes_for,
@@ -24,12 +19,14 @@ from composerlite.storage.disk.files import (
     is_abandoned,
     is_temporary,
     make_folder,
+    pinned_file,
     replace_symlink,
+    staged_symlink,
     temporary_name,
 )
 from composerlite.storage.disk.memory import HostMemory, WarmMemory, available_memory, copy_memory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
-from composerlite.storage.disk.stream_writer import RING_BYTES, StreamWriter, WindowRing, reserve
+from composerlite.storage.disk.writer import Digester, Seal, Sink, StreamWriter
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name, is_name
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
@@ -56,11 +53,9 @@ if TYPE_CHECKING:
     from composerlite.storage.verified_object import VerifiedObject
 
 __all__ = [
-    "RING_BYTES",
     "Background",
     "Digester",
     "FileDigest",
-    "HardlinkPin",
     "HostMemory",
     "LocalObjectStore",
     "ObjectInfo",
@@ -73,13 +68,11 @@ __all__ = [
     "Sink",
     "StagedFile",
     "StagedFiles",
-    "StagedLink",
     "StreamWriter",
     "Transfer",
     "Uploader",
     "VerifiedObject",
     "WarmMemory",
-    "WindowRing",
     "WorkerPool",
     "abandoned_temporaries",
     "atomic_write",
@@ -101,10 +94,11 @@ __all__ = [
     "number_of",
     "open_store",
     "parse_uri",
+    "pinned_file",
     "replace_symlink",
-    "reserve",
     "retry",
     "seconds_left",
+    "staged_symlink",
     "temporary_name",
     "verify_file",
     "wait_at_exit",

@@ -17,7 +17,7 @@ from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStore
 from composerlite.storage.background import Background
 from composerlite.storage.disk.files import StagedFile, check_free, write_all
 from composerlite.storage.disk.memory import address_of, memory_at
-from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, runs
+from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
 from composerlite.storage.part_uploads import (
     Buffers,
@@ -300,7 +300,7 @@ class Transfer:
         for offset, _, size in targets:
             _check_range(name, offset, size)
         for layer in layers(targets):
-            units = runs(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
+            units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
             places = ReadTargets(layer)
             self._pool.run(Batch(partial(self._read_unit, name, unit, places, upload) for unit in units), progress)
 

@@ -10,7 +10,7 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import FileDigest
 from composerlite.storage.disk.memory import address_of
-from composerlite.storage.disk.read_work import ReadTargets, Unit, cut, layers, put, touched_chunks
+from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
 from composerlite.storage.transfer import OneUpload, Transfer
 from composerlite.types import Piece
 
@@ -56,7 +56,7 @@ class VerifiedObject:
                 raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
             places, batch, left = ReadTargets(layer), list[Unit](), self._BATCH_BYTES
-            for start, end in touched_chunks(layer, step, size_bytes):
+            for start, end in units_of(layer, chunk_bytes=step, size_bytes=size_bytes):
                 batch.append((start, end))
                 left -= end - start
                 if left <= 0:

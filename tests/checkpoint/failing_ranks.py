@@ -23,7 +23,7 @@ from composerlite.checkpoint.save.sharded_plan import Planner
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
-from composerlite.storage import StagedLink
+from composerlite.storage.disk import files
 
 Stage = tuple[str, int, Any, str]
 """Its name, the rank that fails there, and the function in which it does."""
@@ -35,7 +35,7 @@ STAGES: dict[str, list[Stage]] = {
         ("write", 0, FileWriter, "write"),
         ("flush", 0, FileWriter, "finish"),
         ("commit", 0, form, "commit_file"),
-        ("latest", 0, StagedLink, "publish"),
+        ("latest", 0, files, "_move_link"),
         ("retention", 0, job, "delete_checkpoint"),
     ],
     "shards": [
@@ -45,7 +45,7 @@ STAGES: dict[str, list[Stage]] = {
         ("claim", 0, ShardedDirectory, "begin"),
         ("snapshot", 1, StagingMemory, "take"),
         ("commit", 0, ShardedDirectory, "commit"),
-        ("latest", 0, StagedLink, "publish"),
+        ("latest", 0, files, "_move_link"),
         ("retention", 0, job, "delete_checkpoint"),
     ],
 }

@@ -58,13 +58,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.storage import HardlinkPin, StagedFile
+from composerlite.storage import StagedFile, pinned_file
 folder = Path(sys.argv[1])
 directory = ShardedDirectory.of(folder / "living")
 handle = SaveHandle.new(overwrite=False)
 directory.begin(handle)
-second = HardlinkPin(folder / "data")
-with StagedFile(folder / "notes.txt") as staged, StagedFile(folder / "sub" / "living.json") as other:
+names = folder / "notes.txt", folder / "sub" / "living.json"
+with pinned_file(folder / "data", folder), StagedFile(names[0]) as staged, StagedFile(names[1]) as other:
     for file in (staged.file, other.file):
         file.write(b"{}")
         file.flush()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-import shutil
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -96,9 +93,9 @@ def scattered(seed: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize(("threads", "cores"), [(1, 1), (2, 2), (2, 64), (5, 64)])
+@pytest.mark.parametrize("threads", [1, 2, 5])
 def test_memory_is_filled_and_nothing_beside_it(
-    file: Path, data: bytes, digest: FileDigest | None, threads: int, cores: int
+    file: Path, data: bytes, digest: FileDigest | None, threads: int
 ) -> None:
     """Thousands of parts in any order arrive at their places; what was between the places stays."""
     memory, expected = bytearray(b"-" * SIZE), bytearray(b"-" * SIZE)
@@ -106,7 +103,7 @@ def test_memory_is_filled_and_nothing_beside_it(
     for start, end in scattered(threads):
         expected[start:end] = data[start:end]
         targets.append((start, address_of(memory) + start, end - start))
-    with ParallelReader(file, digest, threads=threads, cores=cores) as reader:
+    with ParallelReader(file, digest, threads=threads) as reader:
         reader.read_into(targets)
     assert memory == expected
 
@@ -177,9 +174,8 @@ def test_an_exception_of_progress_ends_the_reading(file: Path, data: bytes) -> N
     assert opened() <= before
 
 
-@pytest.mark.parametrize("cores", [2, 64])
-def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores: int) -> None:
-    """Held up in ``progress``, it finds everything but what it was given in place when it comes back."""
+def test_other_threads_read_on_while_the_caller_is_slow(tmp_path: Path) -> None:
+    """A caller that is held up in ``progress`` finds everything else in place afterwards."""
     content = random.Random(4).randbytes(80 * MiB + 5)
     path, memory = tmp_path / "file", bytearray(80 * MiB + 5)
     path.write_bytes(content)
@@ -194,7 +190,7 @@ def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores
     for _ in range(5):  # on a busy machine they may have done everything before this thread is first called
         memory[:] = bytes(len(memory))
         forget(path)
-        with ParallelReader(path, digest_of(content), threads=1, cores=cores) as reader:
+        with ParallelReader(path, digest_of(content), threads=1) as reader:
             reader.read_into([(0, address_of(memory), len(memory))], progress)
         assert memory == content
         if loaders:
@@ -203,10 +199,9 @@ def test_who_waits_for_the_disk_helps_a_caller_who_is_slow(tmp_path: Path, cores
     assert not any(loader.is_alive() for loader in loaders)
 
 
-@pytest.mark.parametrize("cores", [2, 64])
 @pytest.mark.parametrize("chunk_bytes", [MiB, 8 * MiB])
-def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_bytes: int, cores: int) -> None:
-    """Whether they may help or can only wait for the caller: none is left."""
+def test_an_interrupt_ends_the_threads_that_read(tmp_path: Path, chunk_bytes: int) -> None:
+    """None is left that fills the memory of the caller."""
     content = random.Random(5).randbytes(40 * MiB)
     path, memory = tmp_path / "file", bytearray(40 * MiB)
     path.write_bytes(content)
@@ -216,30 +211,23 @@ def test_an_interrupt_ends_those_who_wait_for_the_disk(tmp_path: Path, chunk_byt
         raise KeyboardInterrupt
 
     before = opened()
-    reader = ParallelReader(path, digest_of(content, chunk_bytes), cores=cores)
+    reader = ParallelReader(path, digest_of(content, chunk_bytes))
     with reader, pytest.raises(KeyboardInterrupt):
         reader.read_into([(0, address_of(memory), len(memory))], interrupt)
     assert opened() <= before
 
 
-# ── how far ahead ────────────────────────────────────────────────────────────────────────────────────────────────────
-def loaders() -> int:
-    """How many threads wait for the disk."""
-    return sum(thread.name == "checkpoint-reader" for thread in threading.enumerate())
-
-
 @pytest.fixture(scope="module")
 def large_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that is read in several parts where there are few cores."""
+    """A file of many units."""
     path = tmp_path_factory.mktemp("large") / "file"
     path.write_bytes(random.Random(6).randbytes(80 * MiB + 12_345))
     return path
 
 
-@pytest.mark.parametrize("cores", [2, 64])
 @pytest.mark.parametrize("chunk_bytes", [None, 70_001, MiB, 8 * MiB, 20 * MiB])
-def test_a_large_file_arrives_whole(large_file: Path, chunk_bytes: int | None, cores: int) -> None:
-    """From the disk, whatever its chunks, on two cores and on many: what is read is what is there."""
+def test_a_large_file_arrives_whole(large_file: Path, chunk_bytes: int | None) -> None:
+    """From the disk, whatever the size of chunks."""
     content = large_file.read_bytes()
     digest = None if chunk_bytes is None else digest_of(content, chunk_bytes)
     memory, told = bytearray(len(content)), 0
@@ -249,15 +237,14 @@ def test_a_large_file_arrives_whole(large_file: Path, chunk_bytes: int | None, c
         told += count
 
     forget(large_file)
-    with ParallelReader(large_file, digest, cores=cores) as reader:
+    with ParallelReader(large_file, digest) as reader:
         reader.read_into([(0, address_of(memory), len(memory))], progress)
     assert memory == content
     assert told == len(content)
 
 
-@pytest.mark.parametrize("cores", [2, 64])
 @pytest.mark.parametrize("position", [31 * MiB, 33 * MiB, 80 * MiB + 5])
-def test_a_wrong_bit_is_found_in_each_part(large_file: Path, tmp_path: Path, position: int, cores: int) -> None:
+def test_a_wrong_bit_is_found_in_each_part(large_file: Path, tmp_path: Path, position: int) -> None:
     """The error names where; no thread is left that fills memory."""
     content = large_file.read_bytes()
     digest, path, memory = digest_of(content), tmp_path / "file", bytearray(len(content))
@@ -265,81 +252,10 @@ def test_a_wrong_bit_is_found_in_each_part(large_file: Path, tmp_path: Path, pos
     damage(path, position)
     forget(path)
     start = position // MiB * MiB
-    with ParallelReader(path, digest, cores=cores) as reader:
+    with ParallelReader(path, digest) as reader:
         with pytest.raises(CorruptCheckpointError, match=f"those from {start} to"):
             reader.read_into([(0, address_of(memory), len(memory))])
-        assert not loaders()
-
-
-def test_on_two_cores_one_thread_is_beside_the_caller_at_first(large_file: Path) -> None:
-    """As long as it is not known that the disk is slow, his core is left to him."""
-    memory = bytearray(large_file.stat().st_size)
-    seen: list[int] = []
-    read = 0
-
-    def progress(count: int) -> None:
-        nonlocal read
-        read += count
-        if read <= 30 * MiB:
-            seen.append(loaders())
-        time.sleep(0.005)
-
-    forget(large_file)
-    with ParallelReader(large_file, cores=2) as reader:
-        reader.read_into([(0, address_of(memory), len(memory))], progress)
-    assert max(seen) == 1
-
-
-SLOW_DISK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <sys/uio.h>
-#include <unistd.h>
-
-#define SLOW(name, more, last) \\
-    ssize_t name(int file, const struct iovec *parts, int count, off64_t offset more) { \\
-        static ssize_t (*read_parts)(int, const struct iovec *, int, off64_t more); \\
-        if (!read_parts) read_parts = dlsym(RTLD_NEXT, #name); \\
-        usleep(10000); \\
-        return read_parts(file, parts, count, offset last); \\
-    }
-#define COMMA ,
-SLOW(preadv64, , )
-SLOW(preadv64v2, COMMA int flags, COMMA flags)
-"""
-
-READ_ALL = """
-import sys
-from pathlib import Path
-from composerlite.storage import ParallelReader
-from composerlite.storage.disk.memory import address_of
-
-told = []
-with ParallelReader(Path(sys.argv[1]), cores=2) as reader:
-    memory = bytearray(b"-") * reader.size_bytes  # the first use of memory takes as long as a slow disk
-    reader.read_into([(0, address_of(memory), len(memory))], told.append)
-assert memory == Path(sys.argv[1]).read_bytes()
-print(max(told))
-"""
-
-
-def test_on_two_cores_a_slow_disk_is_asked_for_more_at_once(large_file: Path, tmp_path: Path) -> None:
-    """With 10 ms for each request the rest is read 8 MiB at a time, and is what is there."""
-    (tmp_path / "slow.c").write_text(SLOW_DISK)
-    library = tmp_path / "slow.so"
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    assert compiler is not None, "the tests need a compiler"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "slow.c", "-ldl"], check=True, timeout=60)
-    forget(large_file)
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, str(large_file)],
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert int(done.stdout) >= 8 * MiB
+        assert not any(thread.name == "checkpoint-reader" for thread in threading.enumerate())
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -496,14 +496,14 @@ class _StepWriter:
         self._shards.staged_in(memory)
         self._train.staged_in(memory, self._start)
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
         path, size = self._folder.at(f"{TRAIN}/rank{self._group.rank}.pt"), self._train.size_bytes
         self._written = path
         file = NewFile(path, size, self._train.write, chunk_bytes_for(size))
         (digest,) = self._folder.place.write([file])
         self._record = FileRecord.of(path, digest)
-        self._shards.write(memory, ring_bytes)
+        self._shards.write(memory)
 
     def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
         """Wait until everything is durable; what rank 0 needs to know of it."""

@@ -25,7 +25,7 @@ from typing import IO, final
 from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, tar_bytes, tar_member
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, PiecesReader, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import RING_BYTES, HostMemory, Sink, StreamWriter
+from composerlite.storage import HostMemory, Sink, StreamWriter
 
 __all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "unpacked"]
 
@@ -62,50 +62,41 @@ class Format:
         if self.compressor is not None:
             self.compressor.check_exists()
 
-    def open_sink(
-        self,
-        path: Path,
-        size_bytes: int,
-        *,
-        memory: HostMemory | None = None,
-        ring_bytes: int = RING_BYTES,
-    ) -> Sink:
+    def open_sink(self, path: Path, size_bytes: int, *, memory: HostMemory | None = None) -> Sink:
         """Open a sink for the bytes of a ``.pt`` file, which writes ``path``.
 
         Args:
             path: an existing file, empty.
             size_bytes: of the ``.pt`` file to come, exactly.
             memory: where the bytes are already, at their offsets in the ``.pt`` file.
-            ring_bytes: memory to write with where they are not.
 
         Raises:
             ConfigError: see :meth:`check`.
             OSError: no space, which is known at once where the file is not compressed.
         """
         if self.archive:
-            return self.open_archive(path, [(STATES, size_bytes)], ring_bytes=ring_bytes)
+            return self.open_archive(path, [(STATES, size_bytes)])
         if self.compressor is None:
-            return StreamWriter(path, size_bytes, memory=memory, ring_bytes=ring_bytes)
+            return StreamWriter(path, size_bytes, memory=memory)
         return PackedSink(path, self.compressor, most_bytes=size_bytes)
 
     def frame(self, data: bytes) -> bytes:
         """Return ``data`` as the bytes to append to a file of this format: a frame, if the file is compressed."""
         return data if self.compressor is None else self.compressor.frame(data)
 
-    def open_archive(self, path: Path, members: Sequence[tuple[str, int]], *, ring_bytes: int = RING_BYTES) -> Sink:
+    def open_archive(self, path: Path, members: Sequence[tuple[str, int]]) -> Sink:
         """Open a sink for the bytes of several files, one after the other, which writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
             members: names and sizes of the files.
-            ring_bytes: memory to write with.
 
         Raises:
             ConfigError, OSError: as :meth:`open_sink`.
         """
         size_bytes = tar_bytes(*(size for _, size in members))
         if self.compressor is None:
-            return TarSink(StreamWriter(path, size_bytes, ring_bytes=ring_bytes), members)
+            return TarSink(StreamWriter(path, size_bytes), members)
         return TarSink(PackedSink(path, self.compressor, most_bytes=size_bytes), members)
 
 

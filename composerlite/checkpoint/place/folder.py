@@ -9,7 +9,6 @@ import os
 import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
@@ -22,14 +21,12 @@ from composerlite.storage import (
     FileDigest,
     ParallelReader,
     StagedFile,
-    StagedLink,
     StreamWriter,
-    WindowRing,
     abandoned_temporaries,
     fsync_folder,
     is_temporary,
     make_folder,
-    reserve,
+    staged_symlink,
     verify_file,
 )
 
@@ -136,17 +133,13 @@ class Folder(Place):
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
         wanted = [(self.path / file.path, file) for file in files]
+        digests: list[FileDigest] = []
         for path, file in wanted:
             make_folder(path.parent)
-            with path.open("xb") as created:
-                reserve(created.fileno(), file.most_bytes, path)  # beside writes it would take long
-        ends: list[Future[FileDigest]] = []
-        with WindowRing() as ring:
-            for path, file in wanted:
-                with StreamWriter(path, file.most_bytes, ring=ring, chunk_bytes=file.chunk_bytes) as sink:
-                    file.fill(sink)
-                    ends.append(sink.end())
-            digests = [end.result() for end in ends]
+            path.touch(exist_ok=False)
+            with StreamWriter(path, file.most_bytes, chunk_bytes=file.chunk_bytes) as sink:
+                file.fill(sink)
+                digests.append(sink.finish())
         for folder in {path.parent for path, _ in wanted}:
             fsync_folder(folder)  # the files have their names before the file that decides about them
         return digests
@@ -203,15 +196,12 @@ class Folder(Place):
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            staged: list[StagedLink] = []
             for link, name in links.items():
                 self.check_link(link)
                 path = self.path / link
                 make_folder(path.parent)
-                staged.append(stack.enter_context(StagedLink(path, "../" * (len(Path(link).parts) - 1) + name)))
+                stack.enter_context(staged_symlink(path, "../" * (len(Path(link).parts) - 1) + name))
             yield
-            for one in staged:
-                one.publish()
 
     def check_link(self, link: str) -> None:
         super().check_link(link)

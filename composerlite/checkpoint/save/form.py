@@ -78,12 +78,11 @@ class RankWriter(Protocol):
         """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
         ...
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """Hand all bytes to those who write them, and who may still be writing when this returns.
 
         Args:
             memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
-            ring_bytes: memory to write with in that case.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -176,7 +175,7 @@ class NullWriter:
         """The other ranks' part of gathering."""
         self._gather()
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """The same, where it is gathered as it is written."""
         self._gather()
 
@@ -294,7 +293,7 @@ class FileWriter:
             return storage
         return self._gathering.next().untyped_storage()
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """Hand all bytes to what writes the file. What is sharded over ranks is gathered as it comes, if it is not yet.
 
         After an error nothing is left.
@@ -305,9 +304,9 @@ class FileWriter:
             path = self._data.temporary
             if len(self._images) > 1:
                 members = [(name, image.size_bytes) for name, image in self._images.items()]
-                sink = self._format.open_archive(path, members, ring_bytes=ring_bytes)
+                sink = self._format.open_archive(path, members)
             else:
-                sink = self._format.open_sink(path, self.size_bytes, memory=memory, ring_bytes=ring_bytes)
+                sink = self._format.open_sink(path, self.size_bytes, memory=memory)
             self._sink = stack.enter_context(sink)
             with self._named():
                 crcs: list[list[int]] = []

@@ -35,7 +35,7 @@ from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.save.form import RankWriter, SaveRequest, first_name, form_of, gathering
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
-from composerlite.storage import RING_BYTES, HostMemory, wait_at_exit, wait_no_more
+from composerlite.storage import HostMemory, wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
 from composerlite.types import Lineage, StateDict
 
@@ -140,7 +140,6 @@ class PendingSave:
         votes: of all ranks over the commit: one, when each has written; where nodes have disks of their own a second
             one, when each disk has its deciding file.
         follow_up: of a run's checkpoint.
-        ring_bytes: memory to write with where there is no snapshot.
         started: when the save was called for. waiting_seconds: how long it waited for the one before it.
         slowest_rank: on rank 0, the rank that was the last to write.
         blocking: training waits until the end.
@@ -159,7 +158,6 @@ class PendingSave:
     votes: Sequence[dist.Vote]
     group: dist.Group
     follow_up: FollowUp | None = None
-    ring_bytes: int = RING_BYTES
     started: float = field(default_factory=time.perf_counter)
     waiting_seconds: float = 0.0
     slowest_rank: int | None = field(default=None, init=False)
@@ -275,7 +273,7 @@ class PendingSave:
         try:
             if self._memory is None:
                 finish_device_work(self.writer.storages())
-            self.writer.write(self._memory, self.ring_bytes)
+            self.writer.write(self._memory)
         except BaseException:
             self.writer.close(may_be_committed=False)
             raise
@@ -696,7 +694,6 @@ class Pipeline:
             ),
             started=started,
             waiting_seconds=waiting,
-            ring_bytes=self._staging.ring_bytes,
             blocking=not asynchronous,
         )
         try:

@@ -37,7 +37,7 @@ from composerlite.checkpoint.record.tail import index_of, seal_index
 from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
-from composerlite.storage import HardlinkPin, ObjectStore, Transfer, Uploader, check_name, seconds_left
+from composerlite.storage import ObjectStore, Transfer, Uploader, check_name, pinned_file, seconds_left
 from composerlite.types import CheckpointNews
 
 __all__ = ["Publication", "Publisher", "Publishing"]
@@ -177,9 +177,8 @@ class Publisher:
         files: dict[str, Path | bytes] = {}
         with contextlib.ExitStack() as stack:
             for file in manifest.here:
-                pin = HardlinkPin(catalog.folder / file.path, (catalog.folder / manifest.name).parent)
-                stack.callback(pin.remove)
-                files[paths[file]] = pin.path
+                pin = pinned_file(catalog.folder / file.path, (catalog.folder / manifest.name).parent)
+                files[paths[file]] = stack.enter_context(pin)
             if manifest.form == "sharded" and (manifest.node is not None or there.name != manifest.name):
                 decider = manifest.files[0].path  # which says where the files are
                 index = index_of(catalog.place.read(decider), catalog.place.uri(decider))

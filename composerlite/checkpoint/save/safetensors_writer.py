@@ -276,7 +276,7 @@ class SafetensorsWriter:
     def staged_in(self, memory: HostMemory) -> None:
         """Do nothing: see :meth:`storages`."""
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """Write the files of this rank, and send to others what they write. What fails keeps no other rank waiting."""
         names = [file.name for file in self._share.files]
         failure: BaseException | None = None

@@ -541,7 +541,7 @@ class ShardWriter:
                 self._planner.tensors[index] = copy
         self._copies = []
 
-    def write(self, memory: HostMemory | None, ring_bytes: int) -> None:
+    def write(self, memory: HostMemory | None) -> None:
         """Write the files of this rank, and wait until they are durable."""
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         self._release()

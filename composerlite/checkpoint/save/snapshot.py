@@ -26,14 +26,13 @@ from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.devices import DeviceCopier, Devices, this_machine
 from composerlite.dist import is_dense
 from composerlite.errors import SaveError
-from composerlite.storage import RING_BYTES, HostMemory, available_memory, copy_memory
+from composerlite.storage import HostMemory, available_memory, copy_memory
 from composerlite.threads import start_threads
 
 __all__ = ["Snapshot", "StagingMemory", "finish_device_work", "shared_staging"]
 
 log = logging.getLogger(__name__)
 _SPARE_BYTES = 4 << 20  # room for a checkpoint that grows, and for small tensors of devices
-_LEAST_RING_BYTES = 16 << 20
 _LITTLE_BYTES = 8 << 20  # new memory of this size costs nothing
 _FAULT_BYTES = 2 << 20  # a huge page: training that allocates memory waits for the system that long
 _FAULT_PAUSES = 19.0  # with this many times as much pause a thread takes 5 % of a core
@@ -214,11 +213,6 @@ class StagingMemory:
         self._has_warned = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # with our hook
         self._late: Snapshot | None = None  # not known to be complete before the next optimizer step
-
-    @property
-    def ring_bytes(self) -> int:
-        """Memory to write with, for what has no copy."""
-        return RING_BYTES if self._limit_bytes is None else max(_LEAST_RING_BYTES, self._limit_bytes)
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, size_bytes: int) -> None:

@@ -1,94 +1,209 @@
-"""Reading parts of a large file into memory: by several threads, straight into place, verified on the way."""
+"""Read parts of a large file into memory: several threads, straight into place, verified on the way."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import stat
+import sys
 import threading
-from collections.abc import Callable, Container, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import FileDigest, open_direct
-from composerlite.storage.disk.memory import address_of
-from composerlite.storage.disk.read_direct import (
-    SHALLOW_PREFETCH,
-    WIDE_PREFETCH,
-    DirectWork,
-    PrefetchDepth,
-    deep_prefetch,
-)
-from composerlite.storage.disk.read_work import (
-    UNIT_BYTES,
-    CachedWork,
-    OpenFile,
-    ReadTargets,
-    Target,
-    Unit,
-    Work,
-    cached_share,
-    layers,
-    runs,
-    touched_chunks,
-)
+from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move, move_small
 from composerlite.threads import start_threads
 from composerlite.types import Piece
 
-_PIECE_BYTES = 1 << 20
-_FEW_CORES = 2  # one is for putting into place, the other for all that brings the bytes
-_TRIAL_BYTES = 32 << 20  # read in one way to see how long it takes
-_STRETCH_BYTES = 2 << 30  # read in the way that was quicker
-_MOST_WAITED = 0.6  # of a trial; a disk that is waited for longer is asked for more at a time
+_BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
+_PIECE_BYTES = 1 << 20  # read into place, then hashed while in the cache of the processor
+_MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
+_SMALL_BYTES = 16 << 10  # smaller parts are read together and then moved
+_GAP_BYTES = 64 << 10  # to read over a smaller gap is faster than another read
+_CACHED_SHARE = 0.9  # of a file that is read through the page cache only
+_CACHESTAT = 451  # number of the system call, on all processors
+
+_Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
+_syscall = ctypes.CDLL(None).syscall
+
+UNIT_BYTES = 4 << 20  # what a thread takes at once
+_DIRECT_THREADS = 2  # more threads when they wait for the disk
+
+Unit = tuple[int, int]
+"""A part of a file: offsets of its beginning and end."""
+
+
+class Target(NamedTuple):
+    """Memory that a part of a file is read into."""
+
+    offset: int
+    address: int
+    size: int
+
+
+def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
+    """Yield ``targets`` in lists that are sorted and whose targets do not overlap in the file."""
+    left = sorted(Target(*target) for target in targets if target[2])
+    while left:
+        layer: list[Target] = []
+        rest: list[Target] = []
+        end = 0
+        for target in left:
+            if target.offset >= end:
+                layer.append(target)
+                end = target.offset + target.size
+            else:
+                rest.append(target)
+        yield layer
+        left = rest
+
+
+def units_of(
+    targets: Sequence[Target],
+    *,
+    chunk_bytes: int = 1,
+    size_bytes: int = sys.maxsize,
+    gap_bytes: int = 0,
+    unit_bytes: int = UNIT_BYTES,
+) -> list[Unit]:
+    """Return the units to read for ``targets``.
+
+    Args:
+        targets: sorted, not overlapping.
+        chunk_bytes: units consist of whole chunks of this size.
+        size_bytes: size of the file, where the last chunk ends.
+        gap_bytes: read over gaps of up to this size.
+        unit_bytes: size of a unit, unless one chunk is larger.
+
+    Returns:
+        Units in order.
+    """
+    spans: list[Unit] = []
+    for target in targets:
+        start = target.offset // chunk_bytes * chunk_bytes
+        end = -(-(target.offset + target.size) // chunk_bytes) * chunk_bytes
+        if spans and start <= spans[-1][1] + gap_bytes:
+            spans[-1] = spans[-1][0], end
+        else:
+            spans.append((start, end))
+    step = max(1, unit_bytes // chunk_bytes) * chunk_bytes
+    return [unit for start, end in spans for unit in cut(start, min(end, size_bytes), step)]
+
+
+def cut(start: int, end: int, step: int) -> Iterator[Unit]:
+    """Cut ``start`` to ``end`` at the multiples of ``step``."""
+    while start < end:
+        stop = min(end, start - start % step + step)
+        yield start, stop
+        start = stop
+
+
+@final
+class ReadTargets:
+    """Finds the targets of parts of a file. ``targets`` are sorted and do not overlap in the file."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = targets
+        self._ends = [target.offset + target.size for target in targets]
+
+    def of(self, start: int, end: int) -> Iterator[tuple[int | None, int]]:
+        """Yield address (``None``: no target) and size of the parts of ``start`` to ``end``, in order."""
+        at = bisect_right(self._ends, start)
+        while start < end:
+            offset = self._targets[at].offset if at < len(self._targets) else end
+            if offset >= end:
+                yield None, end - start
+                return
+            if offset > start:
+                yield None, offset - start
+                start = offset
+            stop = min(self._ends[at], end)
+            yield self._targets[at].address + start - offset, stop - start
+            start, at = stop, at + 1
+
+
+def put(places: ReadTargets, data: memoryview, start: int) -> None:
+    """Copy ``data``, which begins at ``start`` in the file, to its targets."""
+    source = address_of(data)
+    for address, size in places.of(start, start + len(data)):
+        if address is not None:
+            (move if size >= _SMALL_BYTES else move_small)(address, source, size)
+        source += size
 
 
 @final
 class ParallelReader:
     """Reads parts of one file. Used as a context manager, or until :meth:`close`.
 
-    With a digest that has chunks, every chunk that is touched is read whole and verified as it passes. With one that
-    has none the whole file is verified before the first part is read. What is in the page cache is read from there,
-    the rest past it (O_DIRECT) where the file system takes that and it is more than a tenth of the file.
+    With a digest, every chunk that is touched is read whole and verified on the way; a file without digests of chunks
+    is one chunk. Bytes in the page cache are read from there, the rest with O_DIRECT where the file system takes it.
 
     Args:
         path: the file.
-        digest: what it must contain; ``None``: it is read unverified.
-        threads: that read at the same time, the caller's included; where the disk is waited for as many and two more
-            beside it, or one on two cores as long as that keeps the caller busy.
-        cores: that there are for it; ``None``: those that the process may use.
+        digest: expected digest; ``None``: nothing is verified.
+        threads: number of threads that read, the caller's included; two more if they wait for the disk.
 
     Attributes:
-        size_bytes: of the file, without its tail if there is a digest.
+        size_bytes: size of the file, without the tail if there is a digest.
         tail_bytes: size of the tail, 0 if there is no digest.
-        verified: numbers of the chunks that were read and verified so far; 0 stands for a file without chunks.
+        verified: numbers of the chunks that were read and verified so far.
 
     Raises:
-        CorruptCheckpointError: it is no file, or has another size than it was saved with.
-        OSError: it is not there or cannot be read.
+        CorruptCheckpointError: not a file, or its size is not that of ``digest``.
+        OSError: the file does not exist or cannot be read.
     """
 
-    def __init__(
-        self, path: Path, digest: FileDigest | None = None, *, threads: int = 2, cores: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, digest: FileDigest | None = None, *, threads: int = 2) -> None:
         self._path = path
         self._threads = threads
-        self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
-        self._unverified = digest if digest is not None and not digest.chunk_bytes else None
-        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep us waiting
+        self.verified: set[int] = set()
+        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe would wait for its writer
         self._direct: int | None = None
         try:
-            self._file = self._checked(digest)
+            self.size_bytes = self._check_size(digest)
+            self.tail_bytes = 0 if digest is None else digest.tail_bytes
+            self._chunk_bytes, self._chunks = 1, list[bytes]()
+            self._hash: Callable[[], xxhash.xxh3_64 | xxhash.xxh3_128] = xxhash.xxh3_64
+            if digest is not None and digest.chunk_bytes:
+                self._chunk_bytes, self._chunks = digest.chunk_bytes, digest.chunk_digests()
+            elif digest is not None:
+                self._chunk_bytes, self._chunks = max(1, self.size_bytes), [bytes.fromhex(digest.xxh3_128)]
+                self._hash = xxhash.xxh3_128
+            self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)  # even if it was replaced
+        except ValueError as e:
+            self.close()
+            raise CorruptCheckpointError(f"the digests of {str(path)!r} are not those of a file: {e}.") from e
         except BaseException:
             self.close()
             raise
-        self.size_bytes = self._file.size_bytes
-        self.tail_bytes = 0 if digest is None else digest.tail_bytes
-        self.verified: set[int] = set()
+
+    def _check_size(self, digest: FileDigest | None) -> int:
+        """Return the size without the tail, after checks of the size and of the tail."""
+        status = os.fstat(self._buffered)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(f"{str(self._path)!r} is not a file.")
+        if digest is None:
+            return status.st_size
+        if digest.size_bytes != status.st_size:
+            raise CorruptCheckpointError(
+                f"{str(self._path)!r} has {status.st_size} bytes and was saved with {digest.size_bytes}."
+            )
+        if digest.tail_bytes:
+            tail = os.pread(self._buffered, digest.tail_bytes, digest.body_bytes)
+            if xxhash.xxh3_128_hexdigest(tail) != digest.tail_xxh3_128:
+                raise CorruptCheckpointError(f"the record of {str(self._path)!r} is not the one that was saved.")
+        return digest.body_bytes
 
     def read(self, offset: int, size: int) -> bytes:
-        """The bytes from ``offset`` to ``offset + size``.
+        """Return the bytes from ``offset`` to ``offset + size``.
 
         Args:
             offset: in bytes.
@@ -98,7 +213,7 @@ class ParallelReader:
             The bytes.
 
         Raises:
-            CorruptCheckpointError: the file ends before, or the bytes are not those that were saved.
+            CorruptCheckpointError: the file is shorter, or the bytes are not those that were saved.
         """
         self._check_range(offset, size)
         data = bytearray(size)
@@ -106,41 +221,35 @@ class ParallelReader:
         return bytes(data)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory.
+        """Read parts of the file into memory.
 
         Args:
-            targets: an offset in the file, an address in memory and a number of bytes each, in any order. The memory
-                must be there until this returns.
-            progress: is called in this thread with each number of bytes read. Whole chunks are more than the targets.
+            targets: offset in the file, address in memory and number of bytes of each part, in any order. The memory
+                must exist until this returns.
+            progress: called in this thread with numbers of bytes read. Whole chunks are more than the targets.
 
         Raises:
-            CorruptCheckpointError: the file ends before, or the bytes are not those that were saved; the message says
-                which. Memory may have been filled with them.
+            CorruptCheckpointError: the file is shorter, or the bytes are not those that were saved; the message says
+                where. Wrong bytes may be in memory.
         """
         for offset, _, size in targets:
             self._check_range(offset, size)
-        self._verify_whole(progress)
         for layer in layers(targets):
-            chunk_bytes = self._file.chunk_bytes
-            units = touched_chunks(layer, chunk_bytes, self.size_bytes) if chunk_bytes else runs(layer)
-            self._run(ReadTargets(layer), units, progress)
+            self._run(ReadTargets(layer), layer, progress)
 
     def verify(self, progress: Callable[[int], object] = int, skip: Container[int] = ()) -> None:
-        """Read everything there is a digest of.
+        """Read and verify all chunks.
 
         Args:
-            progress: is called in this thread with each number of bytes read.
+            progress: called in this thread with numbers of bytes read.
             skip: numbers of chunks to leave out, as in :attr:`verified`.
 
         Raises:
-            CorruptCheckpointError: the bytes are not those that were saved; the message says which.
+            CorruptCheckpointError: the bytes are not those that were saved; the message says where.
         """
-        if 0 not in skip:
-            self._verify_whole(progress)
-        chunk_bytes = self._file.chunk_bytes
-        numbers = (number for number in range(len(self._file.chunks)) if number not in skip)
-        if left := [Target(number * chunk_bytes, 0, chunk_bytes) for number in numbers]:
-            self._run(ReadTargets([]), touched_chunks(left, chunk_bytes, self.size_bytes), progress)
+        step = self._chunk_bytes
+        chunks = [Target(number * step, 0, step) for number in range(len(self._chunks)) if number not in skip]
+        self._run(ReadTargets([]), chunks, progress)
 
     def close(self) -> None:
         """Close the file. May be called twice."""
@@ -155,134 +264,166 @@ class ParallelReader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _checked(self, digest: FileDigest | None) -> OpenFile:
-        """The file, if it can be the one that ``digest`` is of."""
-        status = os.fstat(self._buffered)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptCheckpointError(f"{str(self._path)!r} is not a file.")
-        size = status.st_size
-        if digest is not None and digest.size_bytes != size:
-            raise CorruptCheckpointError(
-                f"{str(self._path)!r} has {size} bytes and was saved with {digest.size_bytes}."
-            )
-        if digest is not None and digest.tail_bytes:
-            tail = os.pread(self._buffered, digest.tail_bytes, digest.body_bytes)
-            if xxhash.xxh3_128_hexdigest(tail) != digest.tail_xxh3_128:
-                raise CorruptCheckpointError(f"the record of {str(self._path)!r} is not the one that was saved.")
-        try:
-            chunks = [] if digest is None else digest.chunk_digests()
-        except ValueError as e:
-            raise CorruptCheckpointError(f"the digests of {str(self._path)!r} are not those of a file: {e}.") from e
-        # The same file, whatever has its name by now.
-        self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
-        chunk_bytes = digest.chunk_bytes if chunks and digest is not None else 0
-        size = size if digest is None else digest.body_bytes
-        return OpenFile(self._path, size, self._buffered, self._direct, chunk_bytes, chunks)
-
     def _check_range(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size_bytes:
             raise CorruptCheckpointError(
                 f"{str(self._path)!r} has {self.size_bytes} bytes; there are no bytes {offset} to {offset + size}."
             )
 
-    def _verify_whole(self, progress: Callable[[int], object]) -> None:
-        """Verify a file that has no digests of chunks, once."""
-        if self._unverified is None:
+    def _run(self, places: ReadTargets, wanted: Sequence[Target], progress: Callable[[int], object]) -> None:
+        """Read and verify the units of ``wanted`` with several threads, this thread included, and fill ``places``."""
+        gap_bytes = 0 if self._chunks else _GAP_BYTES
+        units = units_of(wanted, chunk_bytes=self._chunk_bytes, size_bytes=self.size_bytes, gap_bytes=gap_bytes)
+        if not units:
             return
-        digest, piece, position = xxhash.xxh3_128(), bytearray(_PIECE_BYTES), 0
-        while count := min(os.preadv(self._buffered, [piece], position), self.size_bytes - position):
-            digest.update(memoryview(piece)[:count])
-            position += count
-            progress(count)
-        if digest.hexdigest() != self._unverified.xxh3_128:
-            raise CorruptCheckpointError(f"the bytes of {str(self._path)!r} are not those that were saved.")
-        self._unverified = None
-        self.verified.add(0)
+        cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= _CACHED_SHARE
+        direct = None if cached else self._direct
+        count = min(len(units), self._threads + (0 if cached else _DIRECT_THREADS))
+        room = UNIT_BYTES + 2 * _BLOCK_BYTES
+        memory = borrow_memory(count * room)
+        blocks = [memory.view(number * room, room) for number in range(count)]
+        left = iter(units)  # the iterator of a list gives each unit to one thread
+        done: deque[int] = deque()
+        errors: list[BaseException] = []
 
-    def _run(self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]) -> None:
-        """Read ``units`` with several threads, this one included."""
-        left = units
-        if self._direct is None or cached_share(self._buffered, 0, self.size_bytes) >= 0.9:
-            _do(CachedWork(self._file, places, units), min(len(units), self._threads) - 1, progress)
-            left = []
-        elif self._cores <= _FEW_CORES:
-            left = self._read_near(places, units, progress)
-        if left:
-            self._run_direct(places, left, deep_prefetch(self._threads + 2), progress)
-        if chunk_bytes := self._file.chunk_bytes:
+        def work(progress: Callable[[int], object] | None = None) -> None:
+            block = blocks.pop()
+            try:
+                for start, end in left:
+                    if errors:
+                        return
+                    self._read_unit(places, block, direct, start, end)
+                    done.append(end - start)
+                    while progress is not None and done:
+                        progress(done.popleft())
+            except BaseException as e:  # noqa: BLE001 - raised below
+                errors.append(e)
+
+        threads: list[threading.Thread] = []
+        try:
+            for _ in range(count - 1):
+                threads += start_threads(work, 1, name="checkpoint-reader")
+            work(progress)
+            for thread in threads:
+                thread.join()
+        except BaseException as e:  # an interrupt: the caller may use the memory when no thread fills it
+            errors.append(e)
+            for thread in threads:
+                thread.join()
+            raise
+        finally:
+            blocks.clear()
+            give_memory_back(memory)
+        if errors:
+            raise errors[0]
+        for size in done:
+            progress(size)
+        if self._chunks:
             for start, end in units:
-                self.verified.update(range(start // chunk_bytes, -(-end // chunk_bytes)))
+                self.verified.update(range(start // self._chunk_bytes, -(-end // self._chunk_bytes)))
 
-    def _read_near(
-        self, places: ReadTargets, units: Sequence[Unit], progress: Callable[[int], object]
-    ) -> Sequence[Unit]:
-        """Read ``units`` with a shallow prefetch as long as that is quicker; returns those that are left.
+    def _read_unit(self, places: ReadTargets, block: memoryview, direct: int | None, start: int, end: int) -> None:
+        """Read, verify and put into place one unit, which consists of whole chunks if chunks are verified."""
+        digest = self._hash()
+        if direct is not None and cached_share(self._buffered, start, end) < 0.5:
+            for at, stop in cut(start, end, UNIT_BYTES):
+                data = self._load(direct, block, at, stop)
+                for piece_start, piece_end in cut(at, stop, _MOVED_BYTES):
+                    piece = data[piece_start - at : piece_end - at]
+                    self._verify(digest, [piece], piece_start)
+                    put(places, piece, piece_start)
+            return
+        source = address_of(block)
+        for at, stop in cut(start, end, _PIECE_BYTES):
+            views: list[memoryview] = []  # large parts in place, between them parts of the block
+            moves: list[tuple[int, int, int]] = []
+            taken = position = 0
+            for address, size in places.of(at, stop):
+                if address is not None and size >= _SMALL_BYTES:
+                    views += [block[taken:position], memory_at(address, size)]
+                    taken = position + size
+                elif address is not None:
+                    moves.append((address, source + position, size))
+                position += size
+            views.append(block[taken:position])
+            self._fill(views, at)
+            self._verify(digest, views, at)
+            for job in moves:
+                move_small(*job)
 
-        It is not where the disk is slow to answer. It is not either where cores that share no cache bring the bytes and
-        use them, which in a virtual machine changes from minute to minute: then memory is quicker than the cache.
-        """
-        unit_bytes = max(UNIT_BYTES, self._file.chunk_bytes)
-        trial, stretch = max(1, _TRIAL_BYTES // unit_bytes), max(1, _STRETCH_BYTES // unit_bytes)
-        while units:
-            near = self._run_direct(places, units[:trial], SHALLOW_PREFETCH, progress)
-            units = units[trial:]
-            if near.waited_share > _MOST_WAITED or not units:
-                break
-            if len(units) > trial:
-                loose = self._run_direct(places, units[:trial], WIDE_PREFETCH, progress)
-                units = units[trial:]
-                if loose.bytes_per_s > near.bytes_per_s:
-                    break
-            self._run_direct(places, units[:stretch], SHALLOW_PREFETCH, progress)
-            units = units[stretch:]
-        return units
+    def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
+        """Read a part of the file past the page cache into ``block``; return the view of the part."""
+        before = start % _BLOCK_BYTES
+        size = before + end - start
+        count = 0
+        try:
+            count = os.preadv(direct, [block[: size + -size % _BLOCK_BYTES]], start - before)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to read
+                raise
+        if count < size:
+            self._fill([block[count:size]], start - before + count)
+        return block[before:size]
 
-    def _run_direct(
-        self, places: ReadTargets, units: Sequence[Unit], depth: PrefetchDepth, progress: Callable[[int], object]
-    ) -> DirectWork:
-        """Read ``units`` past the page cache; return how that went."""
-        work = DirectWork(self._file, places, units, depth)
-        _do(work, work.helpers, progress)
-        return work
+    def _fill(self, views: Sequence[memoryview], position: int) -> None:
+        """Fill ``views`` with the bytes from ``position`` on, through the page cache."""
+        left = [view for view in views if view]
+        while left:
+            count = os.preadv(self._buffered, left, position)
+            if not count:
+                raise CorruptCheckpointError(
+                    f"{str(self._path)!r} ends at byte {position}: it became shorter while it was read."
+                )
+            position += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    def _verify(self, digest: xxhash.xxh3_64 | xxhash.xxh3_128, views: Sequence[memoryview], position: int) -> None:
+        """Digest ``views``, which begin at ``position`` in the file, and compare at the end of each chunk."""
+        for view in views if self._chunks else ():
+            at = 0
+            while at < len(view):
+                number = position // self._chunk_bytes
+                first, last = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, self.size_bytes)
+                part = view[at : at + last - position]
+                digest.update(part)
+                at, position = at + len(part), position + len(part)
+                if position < last:
+                    continue
+                if digest.digest() != self._chunks[number]:
+                    raise CorruptCheckpointError(
+                        f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
+                        "differ."
+                    )
+                digest.reset()
 
 
-def _do(work: Work, helpers: int, progress: Callable[[int], object]) -> None:
-    """Do ``work`` with ``helpers`` threads beside this one, or as many as the system gives."""
-    threads: list[threading.Thread] = []
-    try:
-        while len(threads) < helpers and (new := start_threads(work.help, 1, name="checkpoint-reader")):
-            threads += new
-        work.helpers = len(threads)
-        work.run(progress)
-        for thread in threads:
-            thread.join()
-    except BaseException as e:  # an interrupt: the memory is the caller's again only when nobody fills it any more
-        work.stop(e)
-        for thread in threads:
-            thread.join()
-        raise
-    finally:
-        work.close()
-    work.finish(progress)
+def cached_share(descriptor: int, start: int, end: int) -> float:
+    """Return the share of a part of a file that is in the page cache, from 0 to 1; 1 if the system does not tell."""
+    counts = _Counts()
+    extent = (ctypes.c_uint64 * 2)(start, end - start)
+    if start >= end or _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) != 0:
+        return 1.0
+    pages = -(-end // mmap.PAGESIZE) - start // mmap.PAGESIZE
+    return counts[0] / pages
 
 
 def verify_file(
-    path: Path,
-    digest: FileDigest,
-    progress: Callable[[int], object] = int,
-    skip: Container[int] = (),
+    path: Path, digest: FileDigest, progress: Callable[[int], object] = int, skip: Container[int] = ()
 ) -> None:
-    """Compare the file ``path`` with ``digest``. ``progress`` is called with each number of bytes read.
+    """Compare the file ``path`` with ``digest``.
 
     Args:
         path: of the file.
         digest: its expected size and hashes.
-        progress: called with each number of bytes read.
-        skip: numbers of chunks that were verified before, as :class:`ParallelReader` counts them.
+        progress: called with numbers of bytes read.
+        skip: numbers of chunks that were verified before, as in :attr:`ParallelReader.verified`.
 
     Raises:
-        CorruptCheckpointError: it has another size or other bytes.
-        OSError: it is not there or cannot be read.
+        CorruptCheckpointError: the size or the bytes differ.
+        OSError: the file does not exist or cannot be read.
     """
     with ParallelReader(path, digest) as reader:
         reader.verify(progress, skip)
