@@ -1,6 +1,6 @@
-"""A little pinned memory through which the contents of devices pass, in turns: what a save or a load takes is bounded.
+"""A small pinned buffer between devices and files. Saves and loads need no more memory, however large the tensors are.
 
-Pinned memory is what a device copies to and from at the speed of its link, and without keeping the host waiting:
+A device copies to and from pinned memory at the speed of its link, and the host does not wait:
 https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from composerlite.devices.copier import DeviceCopier, Devices, this_machine
 from composerlite.storage import HostMemory, WarmMemory
 
-_READ_SLOTS = 3  # one is written to disk, one is being filled, one waits
+_READ_SLOTS = 3  # the host writes from a slot, the device fills another, and the third is ready
 _WAIT_SECONDS = 600.0
 
 
 @final
 class RingSlots:
-    """Slots of memory that the host fills, and devices copy from: one comes again when that is done.
+    """Slots of memory that the host fills and devices copy from. A slot is reused when its copies are complete.
 
     Args:
-        memory: where they are.
-        slot_bytes: of each.
-        count: of them.
+        memory: for all slots.
+        slot_bytes: size of a slot.
+        count: number of slots.
     """
 
     def __init__(self, memory: HostMemory, slot_bytes: int, count: int) -> None:
@@ -39,29 +39,29 @@ class RingSlots:
         self._number = -1
 
     def next(self) -> Tensor:
-        """Return the bytes of the next slot, which may be filled.
+        """Return the bytes of the next slot, to be filled.
 
         Raises:
-            TimeoutError: a device does not get done with it.
+            TimeoutError: a device does not finish its copies from the slot.
         """
         self._number = (self._number + 1) % len(self._slots)
         self._wait(self._number)
         return self._slots[self._number]
 
     def is_copied(self, copier: DeviceCopier, mark: Any) -> None:
-        """Take note that a device copies from the slot that came last.
+        """Note that a device copies from the last slot.
 
         Args:
             copier: of the device.
-            mark: when it is done.
+            mark: the end of the copy.
         """
         self._copies[self._number].append((copier, mark))
 
     def finish(self) -> None:
-        """Wait until all is copied.
+        """Wait until all slots are copied.
 
         Raises:
-            TimeoutError: it is not.
+            TimeoutError: a device does not finish.
         """
         for number in range(len(self._slots)):
             self._wait(number)
@@ -74,11 +74,11 @@ class RingSlots:
 
 @final
 class DeviceRing:
-    """Memory between devices and files, pinned once and kept for the next. For any thread; each has memory of its own.
+    """Pinned memory between devices and files, kept for the next use. Threads may share a ring.
 
     Args:
-        devices: whose contents pass.
-        slot_bytes: what is copied from a device at a time.
+        devices: the accelerators.
+        slot_bytes: bytes of a copy from a device.
     """
 
     def __init__(self, devices: Devices = this_machine, slot_bytes: int = 8 << 20) -> None:
@@ -87,24 +87,24 @@ class DeviceRing:
         self._idle = WarmMemory()
 
     def copier_of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
-        """Return the copier for ``storage``; ``None`` for one in this machine's memory."""
+        """Return the copier for ``storage``; ``None`` for a storage in memory of this machine."""
         return self._devices.of(storage)
 
     def read(self, copier: DeviceCopier, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
-        """Copy ``storage`` to this machine in pieces: address and bytes of each, to be used before the next is taken.
+        """Copy ``storage`` to this machine in pieces. The device copies the next pieces while the caller uses a piece.
 
-        The device copies the next ones meanwhile. Whatever changes ``storage`` must be done, and nothing may begin.
+        No work that changes ``storage`` may be queued on the device.
 
         Args:
             copier: for the storage.
             storage: on a device.
 
         Yields:
-            Address and bytes of a piece.
+            Address and size of a piece, which is valid until the next one.
 
         Raises:
-            TimeoutError: the device does not copy.
-            OSError: the system has no memory for it.
+            TimeoutError: the device does not finish.
+            OSError: the system has no memory for the slots.
         """
         size, slot_bytes = storage.nbytes(), self._slot_bytes
         with self._memory(_READ_SLOTS * slot_bytes, storage.device) as memory:
@@ -119,30 +119,30 @@ class DeviceRing:
                 while copied:
                     yield _done(copier, *copied.popleft())
             finally:
-                for mark, _, _ in copied:  # after an error, too: a device still writes there
+                for mark, _, _ in copied:  # after an error, too: the device still writes to the slots
                     copier.wait(mark, _WAIT_SECONDS)
 
     @contextlib.contextmanager
     def slots(self, slot_bytes: int, device: torch.device, count: int) -> Generator[RingSlots]:
-        """Give slots for loads to the block; at its end all is copied to ``device``.
+        """Return slots for loads as a context manager. At the end of the block all slots are copied to ``device``.
 
         Args:
             slot_bytes: size of a slot.
-            device: where to.
-            count: of slots.
+            device: the target.
+            count: number of slots.
 
         Yields:
             The slots.
 
         Raises:
-            OSError: the system has no memory for them.
+            OSError: the system has no memory for the slots.
         """
         with self._memory(slot_bytes * count, device) as memory:
             slots = RingSlots(memory, slot_bytes, count)
             try:
                 yield slots
             finally:
-                slots.finish()  # after an error, too: a device still reads
+                slots.finish()  # after an error, too: the device still reads the slots
 
     @contextlib.contextmanager
     def _memory(self, size_bytes: int, device: torch.device) -> Generator[HostMemory]:
@@ -170,4 +170,4 @@ def _done(copier: DeviceCopier, mark: Any, address: int, size: int) -> tuple[int
 
 
 shared_ring = DeviceRing()
-"""That of this machine's devices."""
+"""The ring for the accelerators of this machine."""

@@ -1,4 +1,4 @@
-"""The state of every random generator that training draws from: python, numpy, torch, and the accelerator's."""
+"""The states of the random generators of python, numpy, torch and the accelerator."""
 
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ _preserved: dict[str, Any] | None = None
 
 
 def capture() -> dict[str, Any]:
-    """The generators of this rank as tensors and plain values. No generator moves."""
+    """Return the states of the generators of this rank, as tensors and plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        # As a tensor: numpy arrays are not among the types that torch.load opens by itself.
+        # As a tensor: torch.load opens no numpy arrays by default.
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).copy()), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
     }
     if (kind := _accelerator()) is not None and (kind != "cuda" or torch.cuda.is_initialized()):
         module = torch.get_device_module(kind)
         state[kind] = module.get_rng_state()
-        if module.device_count() > 1 and dist.get_local_world_size() == 1:  # a model that lies on several
+        if module.device_count() > 1 and dist.get_local_world_size() == 1:  # the model may use several devices
             state[f"{kind}_devices"] = [module.get_rng_state(number) for number in range(module.device_count())]
     return state
 
 
 def _accelerator() -> str | None:
-    """Return the type of the devices beside the CPU, ``None`` where there is none."""
+    """Return the type of the accelerator; ``None`` without an accelerator."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 @contextlib.contextmanager
 def preserved() -> Generator[dict[str, Any]]:
-    """Within it anybody may draw: afterwards the generators stand as before, and checkpoints have them so already.
+    """Restore the generators at the end of the block. Checkpoints within the block have the states from before.
 
-    Gives what they were.
+    Yields:
+        The states before the block, as :func:`capture` returns them.
     """
     global _preserved
     outer, before = _preserved, capture()
@@ -60,7 +61,7 @@ def preserved() -> Generator[dict[str, Any]]:
 
 
 def of_training() -> dict[str, Any]:
-    """The generators for a checkpoint: as :func:`capture`, or as they were when they were :func:`preserved`."""
+    """Return the states for a checkpoint: of now, or within :func:`preserved` of before the block."""
     return capture() if _preserved is None else _preserved
 
 
@@ -72,15 +73,18 @@ def packed(state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def unpacked(state: torch.Tensor) -> dict[str, Any]:
-    """Undo :func:`packed`."""
+    """Return the states that :func:`packed` has packed."""
     return torch.load(io.BytesIO(bytes(state.numpy())), weights_only=True)
 
 
 def restore(states: Sequence[dict[str, Any] | torch.Tensor], rank: int = 0) -> None:
-    """Put the generators where :func:`capture` found them. ``states`` holds one entry per rank of the saved run, each
-    as it was captured or :func:`packed`.
+    """Restore the generators of this rank.
 
-    A rank that the saved run did not have keeps its seed, which is logged as a warning.
+    A rank beyond the ranks of the saved run keeps its seed, and a warning is logged.
+
+    Args:
+        states: of each rank of the saved run, as :func:`capture` or :func:`packed` returned them.
+        rank: of this process.
     """
     if rank >= len(states):
         log.warning("the checkpoint has generators for %d ranks: rank %d keeps its seed", len(states), rank)

@@ -60,7 +60,7 @@ def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_ma
 
 @final
 class Snapshot:
-    """A copy of the state at one moment. A device may copy tensors of optimizers until an optimizer steps.
+    """A copy of the state at one moment. Devices may copy tensors of optimizers until an optimizer steps.
 
     Attributes:
         memory: with the copy.

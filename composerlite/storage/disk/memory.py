@@ -30,7 +30,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @final
 class HostMemory:
-    """Memory of this machine, in huge pages where the system has them. :meth:`close` frees the memory.
+    """Memory of this machine, in huge pages if the system has some. :meth:`close` frees the memory.
 
     Forked processes find zeros. If they inherited the pages, as the workers of a data loader would, every page would
     be copied at its next use.
@@ -68,7 +68,7 @@ class HostMemory:
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
 
     def fault_in(self, offset: int, size: int) -> None:
-        """Let the system provide the pages of a range now, and not at the first use. Other threads run meanwhile.
+        """Make the system provide the pages of a range now instead of at the first use. Other threads run meanwhile.
 
         Args:
             offset: of the range, a multiple of the page size.
@@ -85,7 +85,7 @@ class HostMemory:
         ctypes.memset(self.address + offset, 0, size)
 
     def close(self) -> None:
-        """Free the memory, once no view of it is left. Nothing may use the address then. May be called twice."""
+        """Free the memory when no view is left. Nothing may use the address any more. May be called twice."""
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -109,7 +109,7 @@ class WarmMemory:
         return memory
 
     def keep(self, memory: HostMemory) -> HostMemory | None:
-        """Keep ``memory`` or the memory that is kept already, the larger one. The caller closes the returned one."""
+        """Keep the larger of ``memory`` and the memory kept before, and return the other for the caller to close."""
         with self._lock:
             smaller, larger = memory, self._free
             if larger is None or larger.size_bytes < smaller.size_bytes:
@@ -134,7 +134,7 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 
 def give_memory_back(memory: HostMemory) -> None:
-    """Release borrowed memory of up to 65 MiB for other uses. No view of it may be used any more."""
+    """Keep borrowed memory of up to 65 MiB for the next borrower. No view may be used any more."""
     unwanted = _lent.keep(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
     if unwanted is not None:
         unwanted.close()
@@ -162,7 +162,7 @@ def _free_memory(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Return the bytes that the process's control groups leave, of both versions."""
+    """Return the free bytes of each control group of the process, for both versions of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -178,10 +178,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
-    """Return the bytes that the group ``path`` and its parents leave. A container sees only its own, as the root."""
+    """Return the free bytes of the group ``path`` and its parents. A container sees its own group as the root."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # there is no such group, or no limit: 'max'
+        with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
             yield left + _cached_files(folder, cache)
         if folder == mount:
@@ -189,7 +189,7 @@ def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Itera
 
 
 def _cached_files(group: Path, name: str) -> int:
-    """Bytes of files in memory, which count as used and which the system gives up first."""
+    """Return the bytes of cached files. They count as used memory, and the system frees them first."""
     with contextlib.suppress(OSError):
         for line in (group / "memory.stat").read_text().splitlines():
             key, _, value = line.partition(" ")
@@ -205,7 +205,7 @@ move = ctypes.CDLL(None).memmove
 """Copy memory: address to copy to, address to copy from, bytes. Other threads run meanwhile."""
 
 move_small = ctypes.PyDLL(None).memmove
-"""The same for few bytes: the copy ends before another thread could run, so the interpreter's lock is kept."""
+"""Copy few bytes without releasing the interpreter's lock: waiting for the lock would take longer than the copy."""
 
 for _function in (move, move_small):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -216,19 +216,19 @@ Copy = tuple[int, int, int]
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """``size`` bytes at ``address``, writable. They must be there as long as the view is used."""
+    """Return a writable view of ``size`` bytes at ``address``. The memory must outlive the view."""
     return _ALL[address : address + size]
 
 
 def address_of(buffer: bytearray | memoryview) -> int:
-    """Return the address of the bytes of ``buffer``, until they move."""
+    """Return the address of the bytes of ``buffer``. A resize may move the bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def copy_memory(copies: Iterable[Copy]) -> None:
     """Copy memory in up to four threads, of which the caller's is one.
 
-    Pieces are handed out one by one: a thread that another program keeps from running takes fewer of them.
+    Each thread takes the next piece when it is ready, so that a thread with a busy core copies less.
 
     Args:
         copies: for each the address to copy to, the address to copy from, and the number of bytes.
