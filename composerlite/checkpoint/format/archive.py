@@ -35,7 +35,7 @@ DEEPSPEED_TYPES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""The classes of DeepSpeed whose objects are in these files."""
+"""The classes of DeepSpeed with objects in these files."""
 _BLOCK = tarfile.BLOCKSIZE
 _MOST_HEADER_BYTES = 64 << 10
 _PIECE_BYTES = 1 << 20
@@ -43,7 +43,7 @@ _PLAIN_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 def stand_ins() -> dict[str, type]:
-    """Return placeholders for the classes of DeepSpeed, by full name. They keep their arguments."""
+    """Return placeholders for the classes of DeepSpeed, by full name. A placeholder keeps its arguments."""
 
     def keep(self: Any, *arguments: Any) -> None:
         self.arguments = arguments
@@ -52,22 +52,22 @@ def stand_ins() -> dict[str, type]:
 
 
 def tar_bytes(*sizes: int) -> int:
-    """Return the size of an archive of files of these ``sizes``, all in bytes."""
+    """Return the size in bytes of an archive of files of ``sizes`` bytes."""
     used = sum(_BLOCK + size + -size % _BLOCK for size in sizes) + 2 * _BLOCK
     return used + -used % tarfile.RECORDSIZE
 
 
 @final
 class TarSink:
-    """Takes the bytes of files, one after the other, and writes an archive of these files to ``inner``.
+    """Writes an archive of several files to ``inner``. Takes the bytes of the files in order.
 
     Args:
         inner: takes the archive.
-        members: names and sizes of the files. Bytes that are appended at once belong to one file.
+        members: names and sizes of the files. A call of :meth:`write` appends to a single file.
 
     Attributes:
         size_bytes: number of bytes taken.
-        piece_bytes, seconds: those of ``inner``.
+        piece_bytes, seconds: as in ``inner``.
     """
 
     def __init__(self, inner: StreamWriter | PackedSink, members: Sequence[tuple[str, int]]) -> None:
@@ -108,7 +108,7 @@ class TarSink:
         return crc
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """End the archive, append the tail that ``seal`` makes, and return the digest of the durable file."""
+        """End the archive, append the tail from ``seal``, and return the digest of the durable file."""
         assert (self.size_bytes, self._members) == (self._end, []), f"{self.size_bytes} bytes for {self._end}"
         self._put(bytes(self._archive_bytes - self._written))
         return self._inner.finish(seal)
@@ -121,7 +121,7 @@ class TarSink:
 
 
 def is_tar_header(block: bytes) -> bool:
-    """Check that a file that begins with ``block`` is an archive."""
+    """Check that ``block`` is the first block of an archive."""
     try:
         tarfile.TarInfo.frombuf(block[:_BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -133,7 +133,7 @@ def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
     """Yield the bytes of ``composer_states.pt`` in the archive ``source``, in pieces of at most 1 MiB.
 
     The archive may contain this file and its folder, and nothing else. The record of the checkpoint may follow the
-    archive. Nothing is extracted to a path. Memory is allocated for bytes that were read, whatever a header says.
+    archive. Nothing is extracted to a path. Memory use does not depend on sizes in headers.
 
     Raises:
         CorruptCheckpointError: the archive is damaged, cut off, or contains something else.
@@ -180,7 +180,7 @@ def next_member(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
         read: returns the requested number of bytes, or fewer at the end.
 
     Raises:
-        CorruptCheckpointError: the header is damaged or cut off, or is that of a sparse file.
+        CorruptCheckpointError: the header is damaged or cut off, or belongs to a sparse file.
     """
     name, size = None, None
     while (block := _exactly(read, _BLOCK)).strip(b"\0"):

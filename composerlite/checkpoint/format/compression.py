@@ -1,8 +1,8 @@
-"""Compressed files: the codecs, a sink that compresses in several threads, and the last frame with the record.
+"""Compressed files: the codecs, a sink with several threads, and the last frame with the record.
 
 A compressed file is a sequence of frames. Each frame is a complete stream of its codec: a member of gzip, a stream of
 bzip2 or xz, a frame of lz4 or Zstandard. The sink writes a frame for every block of 4 MB and, if the checkpoint has a
-record, a last frame that contains only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
+record, a last frame with only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
 read these files and return the file inside with the record. Files of these programs are read, too.
 """
 
@@ -57,12 +57,12 @@ _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
 @final
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A Python library that compresses and decompresses.
+    """Functions of a Python library for compression.
 
     Attributes:
-        encode: returns a block of data as one frame. Called in several threads at once.
-        decoder: returns a new decoder of one frame, with the interface of ``bz2.BZ2Decompressor``.
-        errors: exceptions that the decoder raises for damaged data.
+        encode: compresses a block of data into a frame. Called in several threads at once.
+        decoder: returns a new decoder for a frame, with the interface of ``bz2.BZ2Decompressor``.
+        errors: exceptions of the decoder for damaged data.
     """
 
     encode: Callable[[memoryview], bytes]
@@ -101,17 +101,17 @@ def _zstandard_library() -> Library:
 
 
 # ── last frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# A frame of a stored block contains its data as they are, so a reader needs no library to find the record. The same
-# data always give the same bytes. So a reader that encodes the data again detects every flipped bit, also in the bits
-# that no checksum of the format covers. bzip2 has no stored blocks. All versions of libbz2 give the same bytes.
+# A frame with a stored block contains its data uncompressed, so a reader needs no library to find the record. The same
+# data always give the same bytes. So a reader encodes the data again and detects every flipped bit, also in bits
+# without a checksum. bzip2 has no stored blocks. All versions of libbz2 give the same bytes.
 def _gzip_frame(data: bytes) -> bytes:
-    """Return ``data`` as a gzip member of one stored block (RFC 1951 and 1952)."""
+    """Return ``data`` as a gzip member with a stored block (RFC 1951 and 1952)."""
     head = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + struct.pack("<BHH", 1, len(data), len(data) ^ 0xFFFF)
     return head + data + struct.pack("<II", zlib.crc32(data), len(data))
 
 
 def _xz_frame(data: bytes) -> bytes:
-    """Return ``data`` as an xz stream of one stored block (the .xz file format, version 1.2)."""
+    """Return ``data`` as an xz stream with a stored block (the .xz file format, version 1.2)."""
 
     def with_crc(part: bytes) -> bytes:
         return part + struct.pack("<I", zlib.crc32(part))
@@ -131,7 +131,7 @@ def _xz_frame(data: bytes) -> bytes:
 
 
 def _lz4_frame(data: bytes) -> bytes:
-    """Return ``data`` as an lz4 frame of one stored block (LZ4 frame format, version 1.6)."""
+    """Return ``data`` as an lz4 frame with a stored block (LZ4 frame format, version 1.6)."""
     descriptor = b"\x64\x40"  # independent blocks of at most 64 KiB, a checksum of the content
     head = b"\x04\x22\x4d\x18" + descriptor + bytes([xxhash.xxh32_intdigest(descriptor) >> 8 & 0xFF])
     block = struct.pack("<I", len(data) | 1 << 31) + data + bytes(4)
@@ -139,8 +139,8 @@ def _lz4_frame(data: bytes) -> bytes:
 
 
 def _zstandard_frame(data: bytes) -> bytes:
-    """Return ``data`` as a Zstandard frame of one raw block (RFC 8878)."""
-    head = b"\x28\xb5\x2f\xfd\xa4" + struct.pack("<I", len(data))  # one segment, its size in 4 bytes, a checksum
+    """Return ``data`` as a Zstandard frame with a raw block (RFC 8878)."""
+    head = b"\x28\xb5\x2f\xfd\xa4" + struct.pack("<I", len(data))  # a single segment, a size of 4 bytes, a checksum
     block = (len(data) << 3 | 1).to_bytes(3, "little") + data
     return head + block + struct.pack("<I", xxhash.xxh64_intdigest(data) & 0xFFFFFFFF)
 
@@ -179,7 +179,7 @@ class Compressor:
         """Raise an error if the library is not installed.
 
         Raises:
-            ConfigError: it is not. The message names the package.
+            ConfigError: the library is missing. The message names the package.
         """
         if not self.exists:
             others = ", ".join(f".pt.{other.extension}" for other in KNOWN_COMPRESSORS if other is not self)
@@ -235,7 +235,7 @@ class Compressor:
 
     @contextmanager
     def compress(self, filename: str | Path) -> Generator[IO[bytes]]:
-        """Open a file for writing. The end of the block compresses its contents into the durable file ``filename``."""
+        """Open a file for writing. Leaving the block compresses the contents into the durable file ``filename``."""
         Path(filename).write_bytes(b"")
         with tempfile.TemporaryFile() as file, PackedSink(Path(filename), self, most_bytes=0) as sink:
             yield file
@@ -259,7 +259,7 @@ class Compressor:
 
 _BZIP2 = Library(bz2.compress, bz2.BZ2Decompressor, (OSError, ValueError))
 KNOWN_COMPRESSORS = (
-    Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress, block_bytes=4 * 900_000),  # it compresses 900 kB at a time
+    Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress, block_bytes=4 * 900_000),  # bzip2 has blocks of 900 kB
     Compressor("gz", b"\x1f\x8b", _gzip_library, _gzip_frame),
     Compressor("lz4", b"\x04\x22\x4d\x18", _lz4_library, _lz4_frame, "lz4"),
     Compressor("xz", b"\xfd7zXZ\0", _xz_library, _xz_frame),
@@ -269,7 +269,7 @@ KNOWN_COMPRESSORS = (
 
 
 def is_compressed_pt(filename: str | Path) -> bool:
-    """Return true if the name is that of a compressed ``.pt`` file. Compressed archives are not ``.pt`` files."""
+    """Return true if the name belongs to a compressed ``.pt`` file. Compressed archives are not ``.pt`` files."""
     parts = Path(filename).name.lower().split(".")
     return len(parts) >= 2 and parts[-2] == "pt" and parts[-1] != "symlink"
 
@@ -290,12 +290,12 @@ def get_compressor(filename: str | Path) -> Compressor:
 
 
 def codec_of(beginning: bytes) -> Compressor | None:
-    """Return the codec of a file that begins with ``beginning``; ``None`` if the file is not compressed."""
+    """Return the codec of a file with the first bytes ``beginning``; ``None`` if the file is not compressed."""
     return next((known for known in KNOWN_COMPRESSORS if beginning.startswith(known.magic)), None)
 
 
 def last_frame(end: bytes) -> tuple[int, bytes] | None:
-    """Find the last frame of a compressed file, which contains the record of the checkpoint.
+    """Find the last frame of a compressed file, with the record of the checkpoint.
 
     Args:
         end: the end of the file.
@@ -326,7 +326,7 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
 
 @final
 class PiecesReader(io.RawIOBase):
-    """A readable file that contains ``pieces``."""
+    """A readable file with the contents ``pieces``."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
@@ -347,26 +347,26 @@ class PiecesReader(io.RawIOBase):
         return size
 
 
-_HASHED_BYTES = 1 << 20  # a piece is still in the processor's cache when it is copied
-_MOST_THREADS = 8  # each needs memory for a block and its frame
-_NICENESS = 5  # the threads get a third of the time that training gets, if both want the processor
+_HASHED_BYTES = 1 << 20  # small enough for the processor's cache
+_MOST_THREADS = 8  # a thread needs memory for a block and a frame
+_NICENESS = 5  # if training wants the processor, the threads get a third of its time
 
 
 @final
 class PackedSink:
     """Writes a compressed file.
 
-    Threads of low priority compress, so that training gets the processors first. Memory holds at most two blocks more
-    than there are threads. Used as a context manager: leaving the block before :meth:`finish` stops the threads.
+    Threads of low priority compress, so training gets the processors first. Memory holds at most two blocks more than
+    there are threads. Used as a context manager: leaving the block before :meth:`finish` stops the threads.
 
     Args:
         path: an existing file, empty.
         compressor: the codec.
-        most_bytes: size before compression, in bytes, if it is known. It decides the size of chunks.
+        most_bytes: expected size before compression, in bytes. Decides the size of chunks.
 
     Attributes:
         size_bytes: number of bytes appended, before compression.
-        piece_bytes: number of bytes that are best appended at once.
+        piece_bytes: best number of bytes to append at once.
         seconds: time by activity. ``hash``: checksums and digests. ``compress``: waiting for the threads. ``write``.
             ``flush``: until the file is durable.
     """
@@ -412,10 +412,10 @@ class PackedSink:
         return crc
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return its digest: that of all frames but the last one.
+        """Wait until the file is durable, and return the digest of all frames but the last.
 
         Args:
-            seal: makes the tail from the digest of the frames before and that of the bytes inside. ``None``: no tail.
+            seal: makes the tail from the digests of the frames and of the bytes inside. ``None``: no tail.
 
         Raises:
             OSError: the file could not be written.
@@ -448,7 +448,7 @@ class PackedSink:
         self._block, self._filled = oldest, 0
 
     def _write_oldest(self) -> bytearray:
-        """Write the oldest frame, and return the memory of its block."""
+        """Write the oldest frame, and return the memory of the block."""
         future, block = self._pending.popleft()
         with self._timed("compress"):
             frame = future.result()

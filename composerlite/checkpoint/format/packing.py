@@ -2,7 +2,7 @@
 
 ============================================== ========================================================================
 ``.pt`` and endings of no known kind           the file that ``torch.load`` opens
-``.tar .tar.gz .tgz .tar.bz2 .tar.lzma``       an archive that holds it as ``composer_states.pt``
+``.tar .tar.gz .tgz .tar.bz2 .tar.lzma``       an archive with this file as ``composer_states.pt``
 ``.pt.gz .pt.bz2 .pt.xz .pt.lz4 .pt.zst``      the file, compressed
 ============================================== ========================================================================
 """
@@ -29,13 +29,13 @@ from composerlite.storage import HostMemory, Sink, StreamWriter
 
 __all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "unpacked"]
 
-# '.tar.lzma' holds xz: that is what Composer writes under the name, and every reader of archives looks at the content.
+# '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
 _ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
 )
 _UNREADABLE = {b"\x89LZO": "lzop", b"]\0\0": "lzma"}
-"""Programs with which Composer compresses what is not read here, by the first bytes of their files."""
+"""Programs of Composer for formats without a reader here, by the first bytes of the files."""
 
 
 @final
@@ -44,8 +44,8 @@ class Format:
     """The layout of a checkpoint's bytes in a file.
 
     Attributes:
-        suffix: of its files; empty for those of no known kind.
-        compressor: the codec, if there is one.
+        suffix: end of the file names; empty for files of no known kind.
+        compressor: the codec, if the file is compressed.
         archive: whether the file is a tar archive, inside the compression.
     """
 
@@ -57,22 +57,22 @@ class Format:
         """Raise an error unless files can be written here.
 
         Raises:
-            ConfigError: what compresses them is not installed. The message says how to get it.
+            ConfigError: the library of the codec is not installed. The message names the package.
         """
         if self.compressor is not None:
             self.compressor.check_exists()
 
     def open_sink(self, path: Path, size_bytes: int, *, memory: HostMemory | None = None) -> Sink:
-        """Open a sink for the bytes of a ``.pt`` file, which writes ``path``.
+        """Open a sink for the bytes of a ``.pt`` file. The sink writes the file ``path``.
 
         Args:
             path: an existing file, empty.
-            size_bytes: of the ``.pt`` file to come, exactly.
-            memory: where the bytes are already, at their offsets in the ``.pt`` file.
+            size_bytes: exact size of the ``.pt`` file.
+            memory: a copy of the bytes, at the offsets of the ``.pt`` file.
 
         Raises:
             ConfigError: see :meth:`check`.
-            OSError: no space, which is known at once where the file is not compressed.
+            OSError: no space. Raised at once unless the file is compressed.
         """
         if self.archive:
             return self.open_archive(path, [(STATES, size_bytes)])
@@ -85,7 +85,7 @@ class Format:
         return data if self.compressor is None else self.compressor.frame(data)
 
     def open_archive(self, path: Path, members: Sequence[tuple[str, int]]) -> Sink:
-        """Open a sink for the bytes of several files, one after the other, which writes the archive ``path``.
+        """Open a sink for the bytes of several files in order. The sink writes the archive ``path``.
 
         Args:
             path: an existing file, empty.
@@ -101,15 +101,15 @@ class Format:
 
 
 def is_tar(name: str | Path) -> bool:
-    """Check that the name is that of an archive."""
+    """Check that the name has the suffix of an archive."""
     return str(name).lower().endswith(tuple(_ARCHIVES))
 
 
 def format_of(name: str | Path) -> Format:
-    """The format of the file ``name``, which may be a template.
+    """Return the format of the file ``name``. The name may be a template.
 
     Raises:
-        ConfigError: its ending promises a format that is not written.
+        ConfigError: the suffix belongs to a format without a writer.
     """
     file_name = Path(name).name.lower()
     known = {f".pt.{compressor.extension}": compressor for compressor in KNOWN_COMPRESSORS}
@@ -130,21 +130,21 @@ def format_of(name: str | Path) -> Format:
 
 
 # ── reading files ────────────────────────────────────────────────────────────────────────────────────────────────────
-_TORCH_FILES = (b"PK", b"\x80")  # a .pt file is a zip archive, and an older one begins with a pickle
+_TORCH_FILES = (b"PK", b"\x80")  # a zip archive; before torch 1.6, a pickle
 _PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
 _MOST_BYTES = 1 << 20
 _ALWAYS_BYTES = 1 << 30
 _RATIO = 100
 _SHARE_OF_DISK = 0.95
-_ARCHIVE_BYTES = 1 << 20  # more than an archive adds to the file in it
+_ARCHIVE_BYTES = 1 << 20  # upper limit of headers and padding
 
 
 def is_packed(path: Path) -> bool:
-    """Check whether the file ``path`` is compressed or an archive, by its first bytes. Its name does not matter.
+    """Check whether the file ``path`` is compressed or an archive, by its first bytes. The name does not matter.
 
     Raises:
-        IncompatibleCheckpointError: the file is compressed with a program whose files are not read.
+        IncompatibleCheckpointError: the file is compressed by a program without a reader here.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -176,22 +176,22 @@ def unpacked(
 ) -> Generator[IO[bytes]]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    The file is unpacked into a file without a name, which is gone with the block, or with the process. Its folder is
-    ``TMPDIR``, else that of ``path``, else that of the system's temporary files. A file that is neither compressed nor
-    an archive is opened as it is. Memory is bounded whatever the file contains.
+    Compressed files and archives are unpacked into a file without a name. The system removes this file when the block
+    or the process ends. Its folder is ``TMPDIR``, else the folder of ``path``, else the system's temporary folder.
+    Other files are opened directly. Memory use does not depend on the contents.
 
     Args:
         path: the checkpoint.
-        size_bytes: size of the unpacked file, if it is known. If not, more than a hundred times the size of ``path``
-            and more than 1 GiB is taken for an attack.
-        most_bytes: size that the unpacked file may have in any case.
-        keep_archive: decompress only, and leave an archive as it is.
+        size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
+            ``path`` if that is more.
+        most_bytes: a higher limit for an unknown size.
+        keep_archive: only decompress. An archive stays an archive.
         progress: is called with each number of bytes read.
 
     Raises:
         CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
         IncompatibleCheckpointError: the file is an archive of DeepSpeed.
-        ConfigError: the library of its codec is not installed.
+        ConfigError: the library of the codec is not installed.
         OSError: the file cannot be read, or there is no space to unpack it.
     """
     with path.open("rb", buffering=0) as packed:
@@ -218,7 +218,7 @@ def unpacked(
 
 
 def _decoded(packed: IO[bytes], progress: Callable[[int], object]) -> Generator[bytes]:
-    """Yield the contents of a file without its compression."""
+    """Yield the decompressed contents of a file."""
     codec = codec_of(packed.read(_HEADER_BYTES))
     packed.seek(0)
 
@@ -248,7 +248,7 @@ def _limited(pieces: Iterable[bytes], most_bytes: int, folder: Path, path: Path)
 
 
 def _without_archive(pieces: Generator[bytes]) -> Iterable[bytes]:
-    """Return the contents of the ``.pt`` file in ``pieces``, which may be an archive."""
+    """Return the contents of the ``.pt`` file in ``pieces``: the contents of an archive, or a ``.pt`` file."""
     beginning = b""
     while len(beginning) < _HEADER_BYTES and (piece := next(pieces, None)) is not None:
         beginning += piece

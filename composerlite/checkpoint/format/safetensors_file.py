@@ -1,6 +1,6 @@
-"""A file of safetensors: its types, and its header for tensors of which shape and type are known.
+"""The safetensors format: types of numbers, and the header for tensors of known shapes and types.
 
-A file begins with the length of its header, then the header in JSON, then the numbers, one tensor after the other,
+A file begins with the length of its header, then the header in JSON, then the numbers of all tensors in order,
 without gaps (huggingface.co/docs/safetensors).
 """
 
@@ -48,9 +48,9 @@ class TensorEntry(NamedTuple):
     """A tensor of a file.
 
     Attributes:
-        name: of it.
-        dtype: of its numbers.
-        shape: of it.
+        name: key of the tensor.
+        dtype: type of the numbers.
+        shape: size of each dimension.
     """
 
     name: str
@@ -59,14 +59,14 @@ class TensorEntry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Size of its numbers, in bytes."""
+        """Size of the numbers, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def check(self, layout: torch.layout) -> None:
-        """See that the format has such tensors.
+        """Check that the format supports the tensor.
 
         Raises:
-            SaveError: it has none.
+            SaveError: the format does not.
         """
         if self.dtype not in _NAMES or layout is not torch.strided:
             raise SaveError(
@@ -76,12 +76,12 @@ class TensorEntry(NamedTuple):
 
 
 def laid_out(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Return ``entries`` in the order of a file: large numbers first, so that each lies where its type may."""
+    """Return ``entries`` in the order of a file: large numbers first, so all numbers are aligned."""
     return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
 
 
 def header_of(entries: Sequence[TensorEntry]) -> bytes:
-    """Return the beginning of a file that has ``entries`` in this order."""
+    """Return the header of a file with ``entries`` in this order."""
     told: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:

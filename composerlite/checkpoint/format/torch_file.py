@@ -1,7 +1,7 @@
-"""The monolithic format: one file that plain ``torch.load(weights_only=True)`` opens and ``unzip -t`` accepts.
+"""The ``.pt`` file: plain ``torch.load(weights_only=True)`` opens the file, and ``unzip -t`` accepts the file.
 
-The contents are pickled as ``torch.save`` does, byte for byte, and quicker: training waits for it at each save. Where
-the bytes of tensors lie in the file and how they get there is ours: see ``zip_file`` and ``storage.StreamWriter``.
+The pickle is the pickle of ``torch.save``, byte for byte. Training waits for the pickle at each save, so tensors are
+reduced faster than in torch. The places of the bytes of tensors are our own: see ``zip_file``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class StorageCopy(NamedTuple):
-    """A storage, and where in the file its bytes belong."""
+    """A storage, and the offset of its bytes in the file."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -69,20 +69,20 @@ class TorchImage:
     bytes are read when the image is written: from the tensors themselves, or from a copy after :meth:`staged_in`.
 
     Args:
-        contents: what is to be in the file.
-        known: classes that its reader allows; others are reported in the log.
-        must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
+        contents: a dict of tensors and plain values.
+        known: classes allowed by the reader. The log reports other classes.
+        must_load: refuse contents that need ``trust_checkpoint`` to load.
 
     Attributes:
-        size_bytes: of the file, without its comment.
-        comment_bytes: size of the comment that will be appended to the file. Set before :meth:`write`.
-        ring: what is read from devices passes through it.
-        stand_in: gives the storage to read in the place of one of those in the contents, as each is written.
+        size_bytes: size of the file, without the comment.
+        comment_bytes: size of the comment behind the file. Set before :meth:`write`.
+        ring: buffers for reading from devices.
+        stand_in: maps a storage in the contents to the storage to write. Called when the storage is written.
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
     Raises:
-        SaveError: ``must_load``, and it would be refused.
-        Exception: whatever pickle raises for something that it cannot write.
+        SaveError: ``must_load``, and the contents need ``trust_checkpoint``.
+        Exception: errors of pickle.
     """
 
     def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
@@ -91,7 +91,7 @@ class TorchImage:
         self._storages: list[torch.UntypedStorage] | None = pickled.storages
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
         # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
-        # left out: they invite readers to compute where torch's own writer would have put each storage.
+        # left out: with them, readers compute the places of torch's own writer.
         data = data_layout(tuple(storage.nbytes() for storage in pickled.storages))
         self._layout = Layout([(name, len(value)) for name, value in self._rest], after=data)
         self._memory: HostMemory | None = None
@@ -103,19 +103,19 @@ class TorchImage:
         self.size_bytes = self._layout.size_bytes
 
     def storages(self) -> list[StorageCopy]:
-        """List the storages to copy before training changes them, each once."""
+        """List the storages to copy before training changes their bytes. No storage occurs twice."""
         assert self._storages is not None, "the image was staged already"
         return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
 
     def numbers_of(self, tensors: Iterable[Any]) -> list[int]:
-        """Return the positions, in the list that :meth:`write` returns, of the storages of ``tensors``."""
+        """Return the positions of the storages of ``tensors`` in the result of :meth:`write`."""
         found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
         return sorted(number for number in found if number is not None)
 
     def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Look for values that are not finite in these named, strided tensors, as far as they are in the file.
+        """Let :meth:`write` look for NaN and infinite values in named, strided tensors of the file.
 
-        :meth:`write` looks, and sets :attr:`not_finite`.
+        :attr:`not_finite` is then the name of the first such tensor.
         """
         for name, tensor in tensors:
             if (number := self._index.get(storage_id(tensor.untyped_storage()))) is not None:
@@ -126,7 +126,7 @@ class TorchImage:
         return self._finite.found
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """Write from a copy in ``memory``: from ``start`` on, each storage at its offset in the file."""
+        """Write from a copy in ``memory``: each storage is at its offset in the file, plus ``start``."""
         self._memory, self._start = memory, start
         self._storages = None
 
@@ -157,7 +157,7 @@ class TorchImage:
 
 
 def file_bytes(contents: Any, *, must_load: bool = False) -> bytes:
-    """The ``.pt`` file of ``contents``; for what is small. Raises what :class:`TorchImage` does."""
+    """Return the ``.pt`` file of small ``contents``. Raises the errors of :class:`TorchImage`."""
     sink = FileInMemory()
     TorchImage(contents, must_load=must_load).write(sink)
     return sink.file.getvalue()
@@ -191,7 +191,7 @@ class FileInMemory:
         pass
 
 
-# ── values that are not finite ───────────────────────────────────────────────────────────────────────────────────
+# ── NaN and infinite values ─────────────────────────────────────────────────────────────────────────────────────
 _EXPONENTS = {
     torch.float64: (8, 0x7FF0 << 48),
     torch.float32: (4, 0x7F80_0000),
@@ -200,11 +200,11 @@ _EXPONENTS = {
     torch.complex128: (8, 0x7FF0 << 48),
     torch.complex64: (4, 0x7F80_0000),
 }
-"""Size in bytes of the numbers of a type, and their bits if the exponent is all ones: infinite or NaN."""
+"""Size in bytes of a number, and the bits of positive infinity, by type. NaN has larger bits."""
 
 
 class _Watched(NamedTuple):
-    """A tensor in its storage."""
+    """Name, type and place of a tensor in a storage."""
 
     name: str
     dtype: torch.dtype
@@ -215,13 +215,13 @@ class _Watched(NamedTuple):
 
 @final
 class FiniteCheck:
-    """Looks for values that are not finite in tensors of an image while their storages are written.
+    """Looks for NaN and infinite values in tensors of an image while the storages are written.
 
-    The largest of some numbers, as integers, tells whether all are finite: numpy finds it in one call for a piece, in
-    this thread, and without the interpreter, which training needs. The search ends with the first tensor found.
+    The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
+    piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
 
     Attributes:
-        found: name of a tensor with a value that is NaN or infinite, among those written so far.
+        found: name of a written tensor with a NaN or infinite value.
     """
 
     def __init__(self) -> None:
@@ -229,26 +229,26 @@ class FiniteCheck:
         self._watched: dict[int, list[_Watched]] = {}
 
     def add(self, number: int, name: str, tensor: Tensor) -> None:
-        """Watch ``tensor``, which lies in the storage ``number``."""
+        """Watch ``tensor`` in the storage ``number``."""
         if tensor.dtype in _EXPONENTS:
             place = _Watched(name, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
             self._watched.setdefault(number, []).append(place)
 
     def copy(self, number: int, sink: Sink, address: int, size: int) -> int:
-        """Copy the storage ``number`` from ``address`` to ``sink``, check it, and return the CRC-32 of its bytes."""
+        """Copy the storage ``number`` from ``address`` to ``sink``, check the values, and return the CRC-32."""
         pieces = [(address + start, min(sink.piece_bytes, size - start)) for start in range(0, size, sink.piece_bytes)]
         return self.copy_pieces(number, sink, pieces, None)
 
     def copy_pieces(
         self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], storage: torch.UntypedStorage | None
     ) -> int:
-        """Copy the storage ``number``, which is in memory in ``pieces``, to ``sink``, and check it on the way.
+        """Copy the storage ``number`` from ``pieces`` of memory to ``sink``, and check the values.
 
         Args:
             number: position of the storage in the file.
-            sink: takes its bytes.
+            sink: takes the bytes.
             pieces: address and size of each piece, in order; a whole number of numbers.
-            storage: on a device. ``None``: the pieces are a list, one behind the other in memory.
+            storage: the storage on a device. ``None``: the pieces are a list of adjacent pieces.
 
         Returns:
             CRC-32 of all bytes.
@@ -261,19 +261,19 @@ class FiniteCheck:
                     memory = (ctypes.c_char * total).from_address(first)
                     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
                 self.found = next((place.name for place in watched if not _is_finite(place, storage)), None)
-                watched = []  # the value may be in memory that no tensor has: the tensors are checked once
+                watched = []  # the value may be beside the tensors: check the tensors once
             crc = sink.copy(address, size, crc)
         return crc
 
 
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
-    """Check ``size_bytes`` of memory that hold numbers of ``dtype``."""
+    """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``."""
     item_bytes, exponent = _EXPONENTS[dtype]
     memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
     count = size_bytes // item_bytes
     if not count:
         return True
-    # As signed integers, positive numbers are the largest; as unsigned ones, negative numbers are.
+    # Positive numbers are the largest signed integers, and negative numbers the largest unsigned integers.
     largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}", count).max()) for kind in "iu"]
     return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
 
@@ -284,7 +284,7 @@ def _is_finite(place: _Watched, storage: torch.UntypedStorage) -> bool:
 
 
 # ── the pickle ───────────────────────────────────────────────────────────────────────────────────────────────────────
-_PROTOCOL = 2  # what torch.save writes, and what its restricted reader takes
+_PROTOCOL = 2  # the protocol of torch.save and of the weights_only reader
 _STORAGE_TYPES = {
     dtype: getattr(torch, name) for name, dtype in storage_dtypes().items() if not name.startswith(("Q", "Complex"))
 }
@@ -296,9 +296,9 @@ _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 @final
 class _Referred(NamedTuple):
-    """A storage in the pickle: its class, position, device and count of numbers.
+    """A storage in the pickle: class, position, device and count of numbers.
 
-    The device is always the CPU, so that a machine without the device of the tensor loads the file.
+    The device is always the CPU, so a machine without the device of the tensor loads the file.
     """
 
     kind: Any
@@ -309,12 +309,12 @@ class _Referred(NamedTuple):
 
 @final
 class Pickled:
-    """Contents as a pickle that refers to the storages of tensors by their numbers.
+    """A pickle of contents. The pickle refers to the storages of tensors by position.
 
     Args:
-        contents: what is pickled.
-        known: classes that the reader allows; others are reported in the log.
-        must_load: refuse what a reader without ``trust_checkpoint`` would refuse.
+        contents: a dict of tensors and plain values.
+        known: classes allowed by the reader. The log reports other classes.
+        must_load: refuse contents that need ``trust_checkpoint`` to load.
 
     Attributes:
         data: the pickle.
@@ -322,8 +322,8 @@ class Pickled:
         index: position of each storage in ``storages``, by :func:`storage_id`.
 
     Raises:
-        SaveError: ``must_load``, and it would be refused.
-        Exception: whatever pickle raises for something that it cannot write.
+        SaveError: ``must_load``, and the contents need ``trust_checkpoint``.
+        Exception: errors of pickle.
     """
 
     def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
@@ -349,7 +349,7 @@ class Pickled:
             raise SaveError(f"it would be saved, and not be loaded: {e}. Keep plain values.") from e
 
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        """Return the live storage that the pickle calls ``identity``."""
+        """Return the live storage with the persistent id ``identity``."""
         _, dtype, key, _, _ = identity
         return torch.storage.TypedStorage(wrap_storage=self.storages[int(key)], dtype=dtype, _internal=True)
 
@@ -359,14 +359,14 @@ class Pickled:
 
 @final
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, byte for byte. Notes each storage once instead of writing it.
+    """Pickles as ``torch.save`` does, byte for byte. Lists the storages and writes references.
 
-    Deques and defaultdicts become constructor calls, the only form in which ``weights_only`` takes them back.
+    Deques and defaultdicts become constructor calls, because ``weights_only`` refuses torch's own form.
 
     Attributes:
-        storages: found so far.
-        index: their positions.
-        has_objects: there is something other than plain tensors, values and containers; noted if it ``must_load``.
+        storages: storages found so far.
+        index: positions of the storages, by :func:`storage_id`.
+        has_objects: the contents have objects besides tensors, plain values and containers. Set only if ``must_load``.
     """
 
     def __init__(self, file: io.BytesIO, known: Collection[str], *, must_load: bool = False) -> None:
@@ -378,7 +378,7 @@ class _Pickler(pickle.Pickler):
         self._seen: dict[int, tuple[torch.dtype, str]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        kind = type(obj)  # asked of every object: the common ones first
+        kind = type(obj)  # called for every object, so common types return first
         if kind in _COMMON:
             return None
         if kind is _Referred:
@@ -394,7 +394,7 @@ class _Pickler(pickle.Pickler):
         if kind is Tensor:
             return self._reduce_tensor(obj)
         if kind is collections.OrderedDict and not obj:
-            return collections.OrderedDict, ()  # as it would be, sooner
+            return collections.OrderedDict, ()  # the same pickle, in less time
         if kind is collections.deque:
             return collections.deque, (list(obj), obj.maxlen)
         if kind is collections.defaultdict:
@@ -436,7 +436,7 @@ class _Pickler(pickle.Pickler):
 
 @functools.cache
 def _warn_if_not_loadable(thing: Any) -> None:
-    """Say at the save, once per type, what would be refused at the load."""
+    """Warn at the save, once per class, that a load will refuse the class."""
     if not is_loadable(thing):
         log.warning(
             "the checkpoint holds %s.%s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
@@ -453,10 +453,10 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def check_savable(tensor: Tensor) -> None:
-    """See that ``tensor`` can be pickled on one rank, and loaded by a script that does not trust the file.
+    """Check that a rank can pickle ``tensor``, and that a script can load the pickle without ``trust_checkpoint``.
 
     Raises:
-        SaveError: it cannot; names the kind and the way out.
+        SaveError: the tensor cannot be saved. The message names the kind and the fix.
     """
     kind = type(tensor)
     if is_distributed_tensor(tensor) and is_dense(tensor):
@@ -498,7 +498,7 @@ def check_savable(tensor: Tensor) -> None:
 def _scheme(tensor: Tensor) -> torch.qscheme | None:
     try:
         return tensor.qscheme()
-    except RuntimeError:  # it has a type for quantized numbers, and was never quantized
+    except RuntimeError:  # a type for quantized numbers, without quantization
         return None
 
 

@@ -1,6 +1,6 @@
-"""Reading a ``.pt`` file: what it holds first, the bytes of its tensors when it is known which are wanted, and where.
+"""Reader of ``.pt`` files: first the contents, then the bytes of the wanted tensors, directly into their memory.
 
-Any file that ``torch.save`` has written since 1.6 is read, by whatever program.
+Reads every file of ``torch.save`` since torch 1.6.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = [
 ]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
-"""Where tensors go: as ``torch.load`` takes it."""
+"""Devices of tensors, in the forms of ``torch.load``."""
 
 _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
-"""What is read at a time of what is not kept whole."""
-_SLOTS = 3  # one is read from the file, the others are being copied to a device
+"""Bytes to read at a time of records for sieves."""
+_SLOTS = 3  # one slot is filled from the file while the others are copied to a device
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class ByteSource(Protocol):
-    """The bytes of a file, in any order. Those that are not what was saved raise :class:`CorruptCheckpointError`."""
+    """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""
@@ -67,7 +67,7 @@ class ByteSource(Protocol):
 
 @final
 class UnverifiedFile:
-    """A file that is open for reading, unverified."""
+    """An open file. Its bytes are not verified."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -81,7 +81,7 @@ class UnverifiedFile:
         return data
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory, one piece after the other."""
+        """Fill memory piece by piece."""
         for offset, address, size in targets:
             self._file.seek(offset)
             view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
@@ -100,14 +100,14 @@ class UnverifiedFile:
 @final
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A file within another one.
+    """A file within another file.
 
     Attributes:
-        source: the other one.
-        start: where in it this file begins.
-        size_bytes: of this file.
-        known: what was read of it before: where each part begins, and its bytes. Where the end is looked for, zeros
-            stand for what lies before the last part.
+        source: the other file.
+        start: offset of this file in ``source``.
+        size_bytes: size of this file.
+        known: parts that were read before: offsets and bytes. A read of the end of the file gets zeros before the last
+            known part.
     """
 
     source: ByteSource
@@ -137,40 +137,40 @@ class Window:
 
 
 class Sieve(Protocol):
-    """Takes the bytes of a record a part at a time, from front to back, and keeps what it needs."""
+    """Takes the bytes of a record in parts, from front to back, and keeps the wanted bytes."""
 
     step_bytes: int
     """Parts are multiples of this size."""
     device: torch.device | None
-    """Where ``part`` is copied to while this thread continues; ``None``: it is not copied to a device."""
+    """Target of copies that run while this thread continues; ``None``: no device."""
 
     def take(self, start: int, part: torch.Tensor, slots: RingSlots) -> None:
-        """Take the bytes from ``start`` on. ``part`` is used again, except for copies that ``slots`` knows of."""
+        """Take the bytes from ``start`` on. The memory of ``part`` is reused after copies known to ``slots``."""
         ...
 
 
 @final
 class TorchFile:
-    """A ``.pt`` file. :attr:`contents` is there at once; the bytes of its tensors are undefined until :meth:`read`.
+    """A ``.pt`` file. :attr:`contents` is read at once. The bytes of tensors are undefined until :meth:`read`.
 
     Attributes:
-        contents: what the file contains.
-        ring: tensors on devices are read through it.
+        contents: the contents of the file.
+        ring: buffers for reading to devices.
 
     Args:
         source: bytes of the file.
         size_bytes: size of the file.
-        peek: reads bytes that need not be verified: they are verified when the tensors are read.
-        expect: is called with the bytes that ``peek`` will be asked for.
-        map_location: where tensors go.
-        trust: load any type, **running whatever code the file contains**.
-        check_sums: compare the CRC-32 of each record with that in the archive; for files that nothing else verifies.
+        peek: reads bytes without verification. The bytes are verified when the tensors are read.
+        expect: called with the ranges of later calls of ``peek``.
+        map_location: devices of tensors.
+        trust: load any type, **running all code in the file**.
+        check_sums: compare the CRC-32 of each record with the directory; for files without other digests.
         comment_bytes: size of the comment behind the archive, if ``size_bytes`` does not include the comment.
-        types: further classes that the file may contain, by full name, created and filled as pickle does.
+        types: further allowed classes, by full name, created and filled as pickle does.
 
     Raises:
         CorruptCheckpointError: damaged, or no torch file.
-        RefusedError: the file names something that is not known to be safe.
+        RefusedError: the file names a class or function outside of the allowed list.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class TorchFile:
                 "with torch alone: torch.save(torch.load(path, weights_only=True), path)"
             )
         self._map_location = map_location
-        self._eager = trust  # its code may look at the numbers in its tensors
+        self._eager = trust  # the code in the file may read the numbers of tensors
         self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord]] = []
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
@@ -212,10 +212,10 @@ class TorchFile:
             self.contents = _trusted(data, self) if trust else RestrictedUnpickler(data, self, types).load()
         except (ValueError, pickle.UnpicklingError) as e:
             raise CorruptCheckpointError(str(e)) from e
-        self._known = {}  # from here on a storage lives as long as something in the contents has it
+        self._known = {}  # from here on only the contents keep storages alive
 
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        """Return the storage that the pickle calls ``identity``."""
+        """Return the storage with the persistent id ``identity``."""
         mark, dtype, key, location, count = identity
         has_types = isinstance(dtype, torch.dtype) and type(key) is type(location) is str and type(count) is int
         if mark != "storage" or not has_types:
@@ -228,7 +228,7 @@ class TorchFile:
         return torch.storage.TypedStorage(wrap_storage=self._known[key], dtype=dtype, _internal=True)
 
     def _new_storage(self, record: ZipRecord, location: str) -> torch.UntypedStorage:
-        """Return memory for a storage that was saved on the device ``location``. Memory on the CPU is filled later."""
+        """Return memory for a storage from the device ``location``. Memory on the CPU is filled later."""
         wanted = self._map_location
         if isinstance(wanted, Mapping):
             wanted = wanted.get(location)
@@ -244,12 +244,12 @@ class TorchFile:
         return restore(storage, target) if moved is None else moved
 
     def read_now(self) -> None:
-        """Read the bytes of all storages so far, and those of later storages at once."""
+        """Read the bytes of all storages so far. Later storages are read at once."""
         self.read()
         self._eager = True
 
     def unread(self) -> dict[int, ZipRecord]:
-        """Return the records whose bytes are yet to be read, by the ``id`` of their storage."""
+        """Return the unread records, by the ``id`` of the storage."""
         return {id(storage): record for reference, record in self._unread if (storage := reference()) is not None}
 
     def read(
@@ -259,12 +259,12 @@ class TorchFile:
         sieves: Mapping[str, Sieve] | None = None,
         progress: Callable[[int], object] = int,
     ) -> None:
-        """Read the bytes of every tensor that something still refers to, each storage once.
+        """Read the bytes of all living tensors, each storage once.
 
         Args:
-            places: addresses of memory that has the size of a record and is filled as well, by record name.
+            places: addresses of further memory to fill with a record, by record name.
             sieves: take records as well, by record name.
-            progress: is called with each number of bytes.
+            progress: called with each number of bytes read.
         """
         wanted = [
             (record, storage.data_ptr())
@@ -278,7 +278,7 @@ class TorchFile:
             self._sift({names[name]: sieve for name, sieve in sieves.items()}, progress)
 
     def _sift(self, sieves: Mapping[ZipRecord, Sieve], progress: Callable[[int], object]) -> None:
-        """Read records in parts, several at a time where they are small."""
+        """Read records in parts. Small records are read together."""
         slot_bytes = min(_SIEVED_BYTES, sum(record.size for record in sieves))
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
         on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
@@ -315,7 +315,7 @@ class TorchFile:
     ) -> None:
         """Read ``pieces`` of data, and the headers of ``records``, both in the order of the file.
 
-        The directory says where headers are, headers say where data are: they are verified with the data.
+        The places of data depend on headers, so headers are verified with the data.
         """
         headers = bytearray(sum(len(record.header) for record in records) + 1)
         address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
@@ -329,7 +329,7 @@ class TorchFile:
             raise CorruptCheckpointError("it changed while it was read")
 
     def _small(self, name: str, default: bytes | None = None) -> bytes:
-        """Return the bytes of a record that is no storage."""
+        """Return the bytes of a small record."""
         record = self._records.get(name)
         if record is None:
             if default is None:
@@ -366,7 +366,7 @@ def _compare_sum(record: ZipRecord, crc: int) -> None:
 
 
 def _trusted(data: bytes, storages: TorchFile) -> Any:
-    """Load the pickle with pickle itself: whatever code it names is run."""
+    """Load the pickle with pickle itself, which runs all code in the pickle."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -383,12 +383,12 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
 
 # ── a file inside another: an item of a sharded checkpoint ───────────────────────────────────────────────────────────
 class StoredTensor(NamedTuple):
-    """A tensor whose numbers lie in a file, in row-major order.
+    """A tensor in a file, in row-major order.
 
     Attributes:
-        shape: of it.
-        dtype: of it.
-        start: where its numbers begin in the item.
+        shape: size of each dimension.
+        dtype: type of the numbers.
+        start: offset of the numbers in the item.
     """
 
     shape: tuple[int, ...]
@@ -398,18 +398,18 @@ class StoredTensor(NamedTuple):
 
 @functools.lru_cache(1024)
 def predicted(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, int]:
-    """Layout of a tensor in an item of this package, and where what follows its numbers begins."""
+    """Return the layout of a tensor in an item written by this package, and the end of the numbers."""
     (record,) = Layout([("data/0", math.prod(shape) * dtype.itemsize)]).records
     return StoredTensor(shape, dtype, record.offset), record.offset + record.size
 
 
 def stored_tensor(item: Window) -> StoredTensor | None:
-    """The tensor that the item holds, its numbers unread; ``None`` if it is of a rarer kind than row-major.
+    """Return the place of the tensor in an item; ``None`` if the tensor is not in row-major order, or damaged.
 
-    Read as a whole an item says what is wrong with it, or is of a kind that can be read so only.
+    The caller then reads the whole item, and gets the error or the tensor.
 
     Raises:
-        RefusedError: it names something that is not known to be safe.
+        RefusedError: the item names a class or function outside of the allowed list.
     """
     try:
         file = TorchFile(item, item.size_bytes, peek=item.read, map_location="meta")
@@ -426,11 +426,11 @@ def stored_tensor(item: Window) -> StoredTensor | None:
 
 
 def item_contents(data: bytes | bytearray) -> Any:
-    """Load the contents of an item from its bytes.
+    """Load the contents of an item.
 
     Raises:
-        CorruptCheckpointError: it is no torch file, or its own checksums say that it is damaged.
-        RefusedError: it names something that is not known to be safe.
+        CorruptCheckpointError: the item is no torch file, or is damaged according to its checksums.
+        RefusedError: the item names a class or function outside of the allowed list.
     """
     source = UnverifiedFile(io.BytesIO(data))
     file = TorchFile(source, len(data), peek=source.read, check_sums=True)
@@ -439,7 +439,7 @@ def item_contents(data: bytes | bytearray) -> Any:
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The parts of a row-major tensor that make up a box in it, in order: first element and number of elements.
+    """Yield the parts of a row-major tensor within a box, in order: first element and number of elements.
 
     Raises:
         CorruptCheckpointError: the box is not in the tensor.

@@ -1,8 +1,8 @@
-"""Places of the records of a ``.pt`` file: a zip archive, without compression, that torch and unzip read.
+"""Places of the records of a ``.pt`` file: a zip archive, without compression, for torch and unzip.
 
-The layout of our own archives depends on names and sizes only, so it is known before a byte is written. Large records
-begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of other programs are read, after
-a check that their records can lie where the directory says.
+The layout of our own archives depends on names and sizes only, so the layout is known before a byte is written. Large
+records begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of other programs are
+read after a check of the places in the directory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FLAGS = 0x0808
 
 
 @final
-class ZipRecord(NamedTuple):  # one is made for each tensor of each save
-    """One file of the archive.
+class ZipRecord(NamedTuple):  # made for each tensor of each save, so creation must be fast
+    """A file of the archive.
 
     Attributes:
-        name: its path, with the archive's root.
-        size: of its data, in bytes.
+        name: path of the file, with the archive's root.
+        size: size of the data, in bytes.
         header: bytes of the local header, before the data.
         start: offset of the header in the archive.
         crc: CRC-32 of the data, as the directory says; 0 before the data are written.
@@ -60,7 +60,7 @@ class ZipRecord(NamedTuple):  # one is made for each tensor of each save
         return self.offset + self.size + (_DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR).size
 
     def descriptor(self, crc: int) -> bytes:
-        """Return the bytes that follow the data."""
+        """Return the data descriptor: the bytes behind the data."""
         layout = _DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR
         return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
 
@@ -78,7 +78,7 @@ class ZipRecord(NamedTuple):  # one is made for each tensor of each save
 
 @final
 class Layout:
-    """Records one after the other, each padded so that its data are aligned.
+    """Records in order, padded to align the data.
 
     Attributes:
         records: the records so far.
@@ -97,7 +97,7 @@ class Layout:
         """Append a record of ``size`` bytes."""
         encoded = f"{ROOT}/{name}".encode()
         extra = struct.pack("<2H2Q", 1, 16, size, size) if size >= _MAX_32 else b""
-        # An extra field of a kind that readers skip fills up to the boundary; it takes four bytes itself.
+        # An extra field of an unknown kind fills up to the boundary. Readers skip the field. Its header has four bytes.
         before = self.end + _LOCAL.size + len(encoded) + len(extra) + 4
         padding = -before % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
         extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
@@ -111,14 +111,14 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the archive: the records and their :func:`trailer`, which does not depend on the data."""
+        """Size of the archive in bytes: the records and the :func:`trailer`."""
         wide = _END_64.size + _LOCATOR_64.size if _is_large(len(self.records), self.directory_bytes, self.end) else 0
         return self.end + self.directory_bytes + wide + _END.size
 
 
 @functools.lru_cache(maxsize=1)
 def data_layout(sizes: tuple[int, ...]) -> Layout:
-    """Return the layout of tensors' data, ``data/0`` and so on. The last one is kept for the next save of a run."""
+    """Return the layout of tensors' data, ``data/0`` and so on. The last layout is cached for the next save."""
     return Layout([(f"data/{number}", size) for number, size in enumerate(sizes)])
 
 
@@ -136,7 +136,7 @@ def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int, comme
 
 
 def _is_large(count: int, size: int, start: int) -> bool:
-    """Check that the end of the archive needs its large form."""
+    """Check that the end of the archive needs the 64-bit form."""
     return count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32
 
 
@@ -158,13 +158,12 @@ def entries(
     Args:
         size_bytes: size of the archive.
         read: returns bytes of the directory.
-        peek: returns bytes of local headers. They need not be verified if the caller compares ``header`` later.
-        expect: called with the ranges of all local headers before ``peek``. A disk that is asked for all of them at
-            once does not take much longer than for one.
+        peek: returns bytes of local headers, possibly unverified. Then the caller compares ``header`` later.
+        expect: called with the ranges of all local headers before ``peek``, to read all headers ahead at once.
         comment_bytes: size of the archive's comment, if ``size_bytes`` does not include the comment.
 
     Raises:
-        CorruptCheckpointError: no zip archive; or records that are compressed or encrypted, overlap, lie outside of the
+        CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
             file, have the same name, or are too many.
     """
     start, size, count = _directory(size_bytes, read, comment_bytes)
@@ -197,7 +196,7 @@ def entries(
 
 
 def records_root(names: dict[str, ZipRecord]) -> str:
-    """Return the folder of the archive that contains the checkpoint, with a slash.
+    """Return the folder of the checkpoint in the archive, with a slash.
 
     Raises:
         CorruptCheckpointError: there is none, or several.
@@ -209,7 +208,7 @@ def records_root(names: dict[str, ZipRecord]) -> str:
 
 
 def _directory(size_bytes: int, read: Read, comment_bytes: int) -> tuple[int, int, int]:
-    """Find the directory: its offset, its size in bytes, and its number of records."""
+    """Find the directory: offset, size in bytes, and number of records."""
     tail_start = max(0, size_bytes - _TAIL_BYTES)
     tail = read(tail_start, size_bytes - tail_start)
     place = tail.rfind(b"PK\x05\x06")
@@ -265,9 +264,9 @@ def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
 
 
 def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, ZipRecord] | None:
-    """Return the records if the directory is byte for byte that of our own layout. Then the headers are ours, too.
+    """Return the records if the directory equals the directory of our own layout. Then the headers are known, too.
 
-    The headers lie all over the file. They are compared when the data are read.
+    Reading the headers would touch the whole file. The headers are compared when the data are read.
     """
     layout = Layout()
     for name, (header, size, _) in ordered:
@@ -281,7 +280,7 @@ def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start
 
 
 def _wide(extra: bytes, values: list[int], name: str) -> list[int]:
-    """Return ``values``. Those that do not fit 32 bits come from the extra field for them."""
+    """Return ``values``. Values of more than 32 bits come from the extra field."""
     place = 0
     while place + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, place)

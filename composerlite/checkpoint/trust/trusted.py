@@ -1,8 +1,8 @@
-"""Tables of the values that a checkpoint may contain without ``trust_checkpoint=True``, and functions to create them.
+"""Tables of the classes and functions allowed in a checkpoint without ``trust_checkpoint=True``.
 
-The tables at the end list the allowed classes and functions. Each one is created by a function of this module that
-checks its arguments. Nothing else is called, imported or given attributes. The size of the pickle bounds time and
-memory. Classes that users allow with ``torch.serialization.add_safe_globals`` are called as the pickle asks.
+The tables are at the end. Functions of this module check the arguments and create the values. Nothing else is called,
+imported or given attributes. The size of the pickle bounds time and memory. Classes allowed by users with
+``torch.serialization.add_safe_globals`` are called as the pickle asks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
 _MOST_NAME_CHARACTERS = 1000
 _MOST_DIMENSIONS = 64
 _SPARE_ITEMS = 1_000_000
-_MERSENNE = (1 << 61) - 1  # Python hashes numbers modulo this one: larger numbers can be chosen to have equal hashes
+_MERSENNE = (1 << 61) - 1  # hashes of numbers are modulo this prime: larger numbers can have equal hashes
 _MOST_EQUAL_HASHES = 1000
 _BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
 _DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SUV]\d{0,9}|[mM]8)")
@@ -57,7 +57,7 @@ _TIME_UNITS = ("generic", "Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "
 
 
 class RefusedError(Exception):
-    """The pickle names something that is not known to be safe.
+    """The pickle names a class or function outside of the allowed list.
 
     Attributes:
         name: the class or function, as ``module.name``.
@@ -74,11 +74,11 @@ class Storages(Protocol):
     """The source of the bytes of tensors."""
 
     def storage(self, identity: Any) -> Any:
-        """Return the storage that the pickle calls ``identity``. Its bytes need not have been read."""
+        """Return the storage with the persistent id ``identity``. Its bytes may be read later."""
         ...
 
     def read_now(self) -> None:
-        """Read the bytes of all storages so far, and those of later storages at once."""
+        """Read the bytes of all storages so far. Later storages are read at once."""
         ...
 
 
@@ -88,7 +88,7 @@ def storage_dtype(module: str, name: str) -> torch.dtype | None:
 
 
 def _user_types() -> dict[str, Any]:
-    """Return the classes and functions that the user has allowed, by full name."""
+    """Return the classes and functions allowed by the user, by full name."""
     allowed: dict[str, Any] = {}
     for item in torch.serialization.get_safe_globals():
         if isinstance(item, tuple):
@@ -100,7 +100,7 @@ def _user_types() -> dict[str, Any]:
 
 
 def _own_enum(name: str) -> type[enum.Enum] | None:
-    """Return the enumeration of composerlite with this full name, or with this name in Composer, if it is in use."""
+    """Return the imported enumeration of composerlite with this full name, or with this full name in Composer."""
     module, _, kind = name.rpartition(".")
     module = f"composerlite.{rest}" if (rest := module.removeprefix("composer.")) != module else module
     is_ours = module.startswith("composerlite.") and module in sys.modules
@@ -109,7 +109,7 @@ def _own_enum(name: str) -> type[enum.Enum] | None:
 
 
 def is_loadable(thing: Any) -> bool:
-    """Check that a checkpoint that names the class or function ``thing`` loads without ``trust_checkpoint=True``."""
+    """Check that checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
     module, name = thing.__module__, thing.__qualname__
     full = f"{module}.{name}"
     known = full in _KNOWN or full in _user_types()
@@ -118,16 +118,16 @@ def is_loadable(thing: Any) -> bool:
 
 @final
 class Described(dict[str, Any]):
-    """An object of a class of Composer that is not here: the class name, the arguments and the state."""
+    """An object of a class of Composer, as a dict: the class name, the arguments and the state."""
 
 
 @final
 class Dtype:
-    """A numpy dtype before its state was read. numpy's own ``__setstate__`` is never called: it checks nothing.
+    """A numpy dtype before its state was read. numpy's ``__setstate__`` checks nothing, so nobody calls that method.
 
     Attributes:
-        value: the dtype without its state.
-        built: the dtype with its state.
+        value: the dtype without the state.
+        built: the dtype with the state.
     """
 
     def __init__(self, value: np.dtype[Any]) -> None:
@@ -146,12 +146,12 @@ class _Maker:
 
 @final
 class SafeConstructor:
-    """Creates the objects that one pickle names, and no others.
+    """Creates the objects of a pickle, if allowed.
 
     Args:
-        size_bytes: size of the pickle. It bounds the number of objects.
+        size_bytes: size of the pickle. Bounds the number of objects.
         storages: provides the storages of tensors.
-        types: further classes, by full name, treated like those that the user has allowed.
+        types: further classes, by full name, treated like classes allowed by the user.
     """
 
     def __init__(self, size_bytes: int, storages: Storages, types: Mapping[str, type]) -> None:
@@ -166,7 +166,7 @@ class SafeConstructor:
         """Return the class ``module.name``, or a placeholder for the function of this name.
 
         Raises:
-            RefusedError: the class or function is not known to be safe.
+            RefusedError: the class or function is not allowed.
         """
         if len(module) + len(name) > _MOST_NAME_CHARACTERS:
             raise ValueError(f"a name of {len(module) + len(name)} characters")
@@ -180,37 +180,36 @@ class SafeConstructor:
         if full in _KNOWN:
             return _KNOWN[full]
         if full in self._user:
-            self.read_now()  # the user's code may look at the numbers in its tensors
+            self.read_now()  # the user's code may read the numbers of tensors
             return self._user[full]
         if (own := _own_enum(full)) is not None:
             return own
         if full.startswith(_OF_COMPOSER):
-            describe = functools.partial(lambda name, own, *arguments: Described(_description(name, arguments)), full)
-            return _Maker(describe, is_class=True)
+            return _Maker(functools.partial(_described, full), is_class=True)
         raise RefusedError(full, allowable=True)
 
-    def make(self, what: Any, arguments: Any) -> Any:
-        """Call ``what`` if that is allowed."""
+    def make(self, kind: Any, arguments: Any) -> Any:
+        """Call the class or function ``kind`` if allowed."""
         if type(arguments) is not tuple:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
         self.charge(sum(len(value) for value in arguments if type(value) in _SIZED))
-        if type(what) is _Maker:
-            return what.call(self, *arguments)
-        if isinstance(what, type):
-            if (takes := _CLASSES.get(what)) is not None:
+        if type(kind) is _Maker:
+            return kind.call(self, *arguments)
+        if isinstance(kind, type):
+            if (takes := _CLASSES.get(kind)) is not None:
                 if not all(type(value) in takes for value in arguments):
-                    raise ValueError(f"{what.__name__} of {', '.join(map(short, arguments))}")
-                return what(*arguments)
-            if (maker := _MAKERS.get(what)) is not None:
+                    raise ValueError(f"{kind.__name__} of {', '.join(map(short, arguments))}")
+                return kind(*arguments)
+            if (maker := _MAKERS.get(kind)) is not None:
                 return maker(self, *arguments)
-            if issubclass(what, enum.Enum):
+            if issubclass(kind, enum.Enum):
                 (value,) = arguments
-                return what(*self.keys([value]))
-        if id(what) in self._user_ids:
-            return what(*arguments)
-        if isinstance(what, type):
-            raise RefusedError(f"{what.__module__}.{what.__qualname__}", allowable=what not in _NAMED.values())
-        raise ValueError(f"a call of {type(what).__name__}")
+                return kind(*self.keys([value]))
+        if id(kind) in self._user_ids:
+            return kind(*arguments)
+        if isinstance(kind, type):
+            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in _NAMED.values())
+        raise ValueError(f"a call of {type(kind).__name__}")
 
     def new_object(self, kind: Any, arguments: Any, keywords: Any) -> Any:
         """Call ``kind.__new__``. ``keywords`` is a dict or ``None``."""
@@ -249,7 +248,7 @@ class SafeConstructor:
         return target
 
     def is_users(self, kind: Any) -> bool:
-        """Check that the user has allowed the class ``kind``."""
+        """Check whether the user has allowed the class ``kind``."""
         return id(kind) in self._user_ids
 
     def is_dict(self, target: Any) -> bool:
@@ -257,7 +256,7 @@ class SafeConstructor:
         return type(target) in _DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
 
     def keys(self, items: list[Any]) -> list[Any]:
-        """Return ``items`` after a check that hashing and finding them takes a bounded time."""
+        """Return ``items``. Checks that the time for hashing and finding all items is bounded."""
         for item in items:
             if type(item) is str:
                 continue
@@ -279,7 +278,7 @@ class SafeConstructor:
             raise ValueError("it unfolds to many times its size")
 
     def empty_array(self, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
-        """Return an empty array. :meth:`build` fills it once."""
+        """Return an empty array. :meth:`build` fills the array once."""
         if kind is not np.ndarray or shape != (0,):
             raise ValueError("an array in a form that numpy does not write")
         array = np.empty(0, np.int8)
@@ -303,7 +302,7 @@ def _check_counts(shape: Any) -> None:
 
 
 def _check_numbers(dtype: Any, raw: Any, count: int) -> None:
-    """Check that ``raw`` is ``count`` numbers or texts of ``dtype``, which refers to no objects."""
+    """Check that ``raw`` is ``count`` numbers or texts of ``dtype``, and that ``dtype`` has no object references."""
     if not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) not in (bytes, bytearray):
         raise ValueError(f"{short(raw)} as numbers of {short(dtype)}")
     if count * dtype.itemsize != len(raw):
@@ -325,14 +324,14 @@ def _check_extent(storage: Any, item_bytes: int, offset: Any, shape: Any, stride
 
 
 def check_shape(contents: Any, size_bytes: int) -> None:
-    """Refuse contents that take too long to walk: cycles, great depth, and exponentially repeated references.
+    """Refuse contents with cycles, great depth, or exponentially repeated references.
 
     Args:
-        contents: what a pickle contains.
+        contents: the loaded contents of a pickle.
         size_bytes: size of the pickle.
 
     Raises:
-        ValueError: the contents are of this kind.
+        ValueError: a walk over the contents would take too long.
     """
     most = 4 * size_bytes + _SPARE_ITEMS
     sizes: dict[int, tuple[int, int]] = {}  # items and depth of each container
@@ -369,7 +368,7 @@ def short(value: object) -> str:
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
 def _set_attributes(target: Any, state: Any) -> None:
-    """Set attributes that the class of ``target`` does not have, so none of its methods changes."""
+    """Set attributes. Names of the class are refused, so methods do not change."""
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
     for part in cast("tuple[Any, ...]", parts):
         for name, value in (part or {}).items():
@@ -379,9 +378,9 @@ def _set_attributes(target: Any, state: Any) -> None:
 
 
 def _restore(target: Any, state: Any) -> None:
-    """Restore an object of a class that the user has allowed, as pickle does."""
+    """Restore an object of a class allowed by the user, as pickle does."""
     own = getattr(type(target), "__setstate__", None)
-    if own is not None and own is not Tensor.__setstate__:  # that of tensors takes what older torch wrote
+    if own is not None and own is not Tensor.__setstate__:  # the method of tensors is for files of older torch
         target.__setstate__(state)
         return
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state, None)
@@ -393,7 +392,7 @@ def _restore(target: Any, state: Any) -> None:
 
 
 def _built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
-    """Return ``dtype`` with the ``state`` that numpy has written for it."""
+    """Return ``dtype`` with the ``state`` in the form of numpy."""
     _, order, inner, names, fields, size, _, flags, *metadata = state
     if inner is not None:
         base, shape = inner
@@ -420,8 +419,8 @@ def _built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
 
 
 # ── how objects are created. ``own`` is the constructor of the pickle ────────────────────────────────────────────────
-def _description(name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return {"class": name, "arguments": arguments}
+def _described(name: str, own: SafeConstructor, *arguments: Any) -> Described:
+    return Described({"class": name, "arguments": arguments})
 
 
 def _hashable(own: SafeConstructor, items: Any = ()) -> list[Any]:
@@ -432,7 +431,7 @@ def _hashable(own: SafeConstructor, items: Any = ()) -> list[Any]:
 
 
 def _bytes(own: SafeConstructor, data: Any = b"", encoding: Any = "latin1") -> bytes:
-    """Return bytes, which protocol 2 writes as text. A number would be that many zeros."""
+    """Return bytes. Protocol 2 writes bytes as text. A number is refused: ``bytes(n)`` allocates n bytes."""
     if type(data) not in (str, bytes) or encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes from {type(data).__name__} with {short(encoding)}")
     return data.encode("latin-1") if type(data) is str else data
@@ -452,7 +451,7 @@ def _ordered_dict(own: SafeConstructor, items: Any = ()) -> collections.OrderedD
 
 
 def _enum_member(own: SafeConstructor, kind: Any, name: Any) -> Any:
-    """Return the member that ``getattr(Color, 'RED')`` gives, as Python 3.11 writes it. No other attribute is read."""
+    """Return ``getattr(Color, 'RED')`` for a member of an enumeration, the form of Python 3.11."""
     allowed = isinstance(kind, type) and issubclass(kind, enum.Enum)
     if not allowed or type(name) is not str or name not in kind.__members__:
         raise RefusedError("builtins.getattr", allowable=False)
@@ -480,12 +479,12 @@ def _scalar(own: SafeConstructor, dtype: Any, data: Any) -> Any:
 def _tensor(
     own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *rest: Any
 ) -> Tensor:
-    """Return a dense tensor of the type of its storage. ``rest``: hooks, metadata."""
+    """Return a dense tensor with the type of the storage. ``rest``: hooks, metadata."""
     return _tensor_v3(own, storage, offset, shape, stride, requires_grad, None, storage.dtype, *rest[1:])
 
 
 def _tensor_v3(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """Return a dense tensor of any type. ``rest``: whether it requires a gradient, hooks, type, metadata."""
+    """Return a dense tensor of any type. ``rest``: requires_grad, hooks, type, metadata."""
     requires_grad, _, dtype, *metadata = rest
     _check_extent(storage, dtype.itemsize, offset, shape, stride)
     untyped = untyped_storage(storage)
@@ -501,7 +500,7 @@ def _tensor_v3(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stri
 
 
 def _quantized(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """Return a quantized tensor. ``rest``: quantizer, whether it requires a gradient, hooks."""
+    """Return a quantized tensor. ``rest``: quantizer, requires_grad, hooks."""
     quantizer, requires_grad, _ = rest
     _check_extent(storage, storage.dtype.itemsize, offset, shape, stride)
     own.charge(math.prod(shape))
@@ -510,7 +509,7 @@ def _quantized(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stri
 
 
 def _sparse(own: SafeConstructor, layout: Any, data: Any) -> Tensor:
-    """Return a sparse tensor whose indices lie within its shape."""
+    """Return a sparse tensor. Indices outside of the shape are refused."""
     own.read_now()
     with torch.sparse.check_sparse_tensor_invariants():
         if layout is torch.sparse_coo:
@@ -533,7 +532,7 @@ def _parameter(
 
 
 def _with_type(own: SafeConstructor, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Return a tensor with attributes, or of a class that the user has allowed."""
+    """Return a tensor with attributes, or of a class allowed by the user."""
     made = own.make(make, arguments)
     if not isinstance(made, Tensor):
         raise ValueError("attributes of what is no tensor")
@@ -546,9 +545,9 @@ def _with_type(own: SafeConstructor, make: Any, kind: Any, arguments: Any, state
 
 
 def _wrapper(own: SafeConstructor, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: Any) -> Any:
-    """Return a tensor of a class that the user has allowed, whose numbers are in its attributes.
+    """Return a tensor of a class allowed by the user. The numbers are in attributes of the tensor.
 
-    ``rest``: offset, layout, device, whether it requires a gradient.
+    ``rest``: offset, layout, device, requires_grad.
     """
     if not own.is_users(kind):
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '?')}"
@@ -560,9 +559,9 @@ def _wrapper(own: SafeConstructor, kind: Any, dtype: Any, shape: Any, stride: An
     return wrapper_tensor(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))
 
 
-# ── what is allowed ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
 _OF_COMPOSER = ("composer.", "torchmetrics.")
-"""Beginnings of the names of classes that Composer pickles, or has pickled: their objects are described."""
+"""Beginnings of the names of Composer's classes. Their objects become :class:`Described`."""
 _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *_DICTS}
@@ -587,7 +586,7 @@ _CLASSES: dict[type, set[type]] = {
     torch.Size: {tuple, list},
     torch.device: {str, int},
 }
-"""Classes that are called, by the types that their arguments may have."""
+"""Allowed types of arguments, by class. The class itself is called."""
 _MAKERS: dict[type, Callable[..., Any]] = {
     set: lambda own, *items: set(_hashable(own, *items)),
     frozenset: lambda own, *items: frozenset(_hashable(own, *items)),
@@ -597,7 +596,7 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     collections.OrderedDict: _ordered_dict,
     np.dtype: _dtype,
 }
-"""Classes whose instances a function creates."""
+"""Functions that create an instance, by class."""
 _NAMED: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (list, dict, set, int, float, str, bool, tuple)},
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_CLASSES, *_MAKERS)},
@@ -610,10 +609,10 @@ _NAMED: dict[str, Any] = {
     "torch._tensor.Tensor": Tensor,
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    # pathlib._local is what Python 3.13 calls the module. Every version of Python reads the files of all others.
+    # Python 3.13 calls the module pathlib._local. Every version of Python reads the files of all versions.
     **{f"{module}.{kind.__name__}": kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
 }
-"""Classes that a pickle may name, by full name."""
+"""Allowed classes, by full name."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
     "builtins.getattr": _enum_member,
@@ -632,7 +631,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch.serialization._get_layout": lambda own, name: _LAYOUTS[name],
 }
-"""Functions that a pickle may call, by full name."""
+"""Allowed functions, by full name."""
 _CONSTANTS = {
     str(value): value
     for value in vars(torch).values()

@@ -1,4 +1,4 @@
-"""An unpickler that calls, imports and changes nothing but what :mod:`composerlite.checkpoint.trust.trusted` allows."""
+"""An unpickler with a list of allowed calls, from :mod:`composerlite.checkpoint.trust.trusted`. Imports nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MALFORMED = (
     *(struct.error, pickle.UnpicklingError, IndexError, KeyError, TypeError, ValueError, AttributeError),
     *(OverflowError, RuntimeError),
 )
-_PYTHONS: Any = pickle._Unpickler  # pyright: ignore - it is written in Python, and its operations can be replaced
+_PYTHONS: Any = pickle._Unpickler  # pyright: ignore - the unpickler in Python, with replaceable operations
 # Python's own code for these operations only moves values between the data, the stack and the memo.
 _MOVES = (
     *(pickle.PROTO, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
@@ -27,7 +27,7 @@ _MOVES = (
     *(pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
     *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),  # these call find_class and persistent_load below
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),  # call find_class and persistent_load below
 )
 
 
@@ -38,8 +38,8 @@ class RestrictedUnpickler(_PYTHONS):
     Args:
         data: the pickle.
         storages: provides the storages of tensors.
-        types: further classes that the pickle may contain, by full name. Pickle's own rules create and fill their
-            instances, so methods of these classes run.
+        types: further allowed classes, by full name. Pickle's own rules create and fill the instances, so methods of
+            these classes run.
     """
 
     def __init__(self, data: bytes, storages: Storages, types: Mapping[str, type] | None = None) -> None:
@@ -53,8 +53,8 @@ class RestrictedUnpickler(_PYTHONS):
         """Return the contents of the pickle.
 
         Raises:
-            RefusedError: the pickle names a class or function that is not known to be safe.
-            ValueError: the pickle is malformed, or contains more than its size allows.
+            RefusedError: the pickle names a class or function outside of the allowed list.
+            ValueError: the pickle is malformed, or unfolds to many times its size.
         """
         self.read, self.readline = self._file.read, self._file.readline
         self.metastack, self.stack = list[Any](), list[Any]()
