@@ -189,21 +189,20 @@ class Composerlite(System):
         )
         self.pipeline = Pipeline()
 
-    def _save(self, path: Path, *, asynchronous: bool) -> Any:
-        from composerlite.checkpoint import Catalog
+    def _request(self, path: Path, how: str) -> Any:
+        from composerlite.checkpoint import Catalog, SaveRequest
 
-        catalog = Catalog(path.parent)
-        return self.pipeline.save(self.state, catalog=catalog, template=path.name, asynchronous=asynchronous)
+        return SaveRequest(state=self.state, catalog=Catalog(path.parent), template=path.name, how=how)
 
     def save(self, path: Path) -> None:
-        self._save(path, asynchronous=False).wait(TIMEOUT)
+        self.pipeline.save(self._request(path, "sync")).wait(TIMEOUT)
 
     def prepare(self, way: str) -> None:
-        self.pipeline.prepare(self.state)
+        self.pipeline.prepare(self._request(Path("checkpoint"), way))
         assert self.pipeline.prepared(TIMEOUT)
 
     def start(self, path: Path, way: str) -> Pending:
-        saved = self._save(path, asynchronous=True)
+        saved = self.pipeline.save(self._request(path, way))
         return Pending(lambda: saved.done, lambda: saved.wait(TIMEOUT))
 
     def load(self, path: Path) -> None:

@@ -328,8 +328,9 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from checkpoint_systems import Composerlite
 
     from composerlite import dist
-    from composerlite.checkpoint import Catalog
+    from composerlite.checkpoint import Catalog, SaveRequest
     from composerlite.checkpoint.place.bucket import Bucket
+    from composerlite.checkpoint.save.form import Then
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
@@ -354,7 +355,8 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 publisher.submit(manifest, catalog, dist.SingleProcess().vote("publishing"))
 
             start = time.perf_counter()
-            pending = system.pipeline.save(system.state, catalog=catalog, template=TEMPLATE, publish=publish)
+            request = SaveRequest(state=system.state, catalog=catalog, template=TEMPLATE, then=Then(publish))
+            pending = system.pipeline.save(request)
             stall = time.perf_counter() - start
             pending.wait(TIMEOUT)
             assert uploader.wait(TIMEOUT)

@@ -8,9 +8,9 @@ from typing import Any, final
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.checkpoint import IgnoreKeys, PendingSave
+from composerlite.checkpoint import IgnoreKeys, SaveTask
 from composerlite.checkpoint.record.naming import PartialFilePath
-from composerlite.checkpoint.save.run_folder import OWN_REMOTE_LATEST, OWN_REMOTE_NAME
+from composerlite.checkpoint.save.options import OWN_REMOTE_LATEST, OWN_REMOTE_NAME
 from composerlite.checkpoint.save.saver import Saver
 from composerlite.core import (
     AutoInterval,
@@ -143,6 +143,7 @@ class CheckpointSaver(Callback):
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
         self._only_ends = False
+        self._has_checked = False
         self._measured = MeasuredMetrics()
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,13 +189,13 @@ class CheckpointSaver(Callback):
         self.saver.look()
         if isinstance(self.save_interval, AutoInterval):  # the others learn when the next save begins
             self._learn()
-        is_first = not self.saver.is_checked
-        if is_first:  # after the first step: optimizers have their state now
-            with self.saver.checking() as held:
-                held.update(self._held(state))
+        if self._has_checked:
+            self._save_if_due(state, Event.BATCH_CHECKPOINT)
+            return
+        held = self.saver.check_contents(state)  # after the first step: optimizers have their state now
+        self._has_checked = True
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        if is_first:
-            self.saver.prepare(state)
+        self.saver.prepare(state, held)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep the metrics for the record."""
@@ -261,9 +262,9 @@ class CheckpointSaver(Callback):
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
         self._start(state, ephemeral=True)
-        self.saver.collect_all()
+        self.saver.collect()
 
-    def _start(self, state: State, *, ephemeral: bool) -> PendingSave | None:
+    def _start(self, state: State, *, ephemeral: bool) -> SaveTask | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
         self.saver.wait_for_previous()
         self.saver.collect()
@@ -274,14 +275,8 @@ class CheckpointSaver(Callback):
         if isinstance(self.save_interval, AutoInterval):
             self.save_interval.save_began(state)
         note_unread_losses(state)
-        with self.saver.gathering(state, ephemeral=ephemeral) as held:
-            held.update(self._held(state))
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)
-        return self.saver.save(state, held, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
-
-    def _held(self, state: State) -> dict[str, Any]:
-        """State dict of a checkpoint, with the part of each callback, of which this is one."""
-        return state.weights_state_dict() if self.weights_only else state.state_dict()
+        return self.saver.save(state, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
 
     def _learn(self) -> None:
         """Take note of how saves went that have ended."""

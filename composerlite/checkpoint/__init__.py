@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-    from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport, save_checkpoint
+    from composerlite.checkpoint.save.form import SaveRequest
+    from composerlite.checkpoint.save.save import Pipeline, SaveReport, SaveTask, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
     from composerlite.devices import rng
 
@@ -44,11 +45,12 @@ __all__ = [
     "FileRecord",
     "IgnoreKeys",
     "Manifest",
-    "PendingSave",
     "Pipeline",
     "RemoteFileSystemReader",
     "RemoteFileSystemWriter",
     "SaveReport",
+    "SaveRequest",
+    "SaveTask",
     "TrainingState",
     "UnshardStrategy",
     "UnshardStrategyType",

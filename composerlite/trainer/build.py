@@ -318,7 +318,7 @@ def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
 
     path = str(folder).rstrip("/")
     savers = [callback for callback in callbacks if isinstance(callback, CheckpointSaver)]
-    if any(not saver.weights_only and saver.options.folder.rstrip("/") == path for saver in savers):
+    if any(not saver.weights_only and saver.options.names.folder.rstrip("/") == path for saver in savers):
         log.info("save_folder=%r: a CheckpointSaver among the callbacks saves there, as its own arguments say", path)
         return True
     return False

@@ -77,7 +77,7 @@ def tell_start(
 
 
 def _folder_of(saver: CheckpointSaver, state: State) -> str:
-    folder = saver.options.folder.replace("{run_name}", state.run_name)
+    folder = saver.options.names.folder.replace("{run_name}", state.run_name)
     interval = getattr(saver.save_interval, "interval", None)
     return folder if interval is None else f"{folder} (each {interval})"
 

@@ -214,7 +214,7 @@ def _newest_checkpoint(
     read = None if state.deepspeed is not None else read
     choice = choose(places, state.run_name, read, progress_bar=settings.load_progress_bar)
     if choice.place is None:
-        folders = ", ".join(saver.options.folder.replace("{run_name}", state.run_name) for saver in savers)
+        folders = ", ".join(saver.options.names.folder.replace("{run_name}", state.run_name) for saver in savers)
         log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, folders)
     return choice
 

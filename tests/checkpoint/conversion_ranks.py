@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from composerlite import dist
 from composerlite.checkpoint import load_checkpoint, rng, save_state_dict
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.core import State
 
 KINDS = {"one": 1, "ddp2": 2, "fsdp2": 2, "fsdp4": 4, "hsdp": 4, "2d": 4}
@@ -107,7 +108,7 @@ def save_kinds(folder: Path, kinds: list[str]) -> None:
         save_state_dict(folder / f"{kind}-directory", contents)
         gathered = _gathered(contents)
         if kind == "one":
-            save(state, catalog=Catalog(folder), template="one-file.pt", latest=None)
+            save(SaveRequest(state=state, catalog=Catalog(folder), template="one-file.pt", latest=None))
         elif dist.get_global_rank() == 0:
             torch.save(gathered, folder / f"{kind}-file.pt")
 

@@ -17,7 +17,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save import form, job
+from composerlite.checkpoint.save import form, save
 from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.sharded_plan import Planner
 from composerlite.checkpoint.save.snapshot import StagingMemory
@@ -36,7 +36,7 @@ STAGES: dict[str, list[Stage]] = {
         ("flush", 0, FileWriter, "finish"),
         ("commit", 0, form, "commit_file"),
         ("latest", 0, files, "_move_link"),
-        ("retention", 0, job, "delete_checkpoint"),
+        ("retention", 0, save, "delete_checkpoint"),
     ],
     "shards": [
         ("gather", 1, form, "gather"),
@@ -46,7 +46,7 @@ STAGES: dict[str, list[Stage]] = {
         ("snapshot", 1, StagingMemory, "take"),
         ("commit", 0, ShardedDirectory, "commit"),
         ("latest", 0, files, "_move_link"),
-        ("retention", 0, job, "delete_checkpoint"),
+        ("retention", 0, save, "delete_checkpoint"),
     ],
 }
 THEIRS = b"that of another run"

@@ -14,8 +14,8 @@ from composerlite.checkpoint import Catalog, Manifest, rng
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.form import FileWriter
-from composerlite.checkpoint.save.job import PendingSave, save
+from composerlite.checkpoint.save.form import FileWriter, SaveRequest
+from composerlite.checkpoint.save.save import SaveTask, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.core import Callback, State
 from composerlite.dist import SingleProcess
@@ -59,7 +59,7 @@ def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
     """Save a checkpoint ``ba<batch>.pt`` whose weights are all the number of its batch."""
     state = new_state(batch, value=float(batch), run_name=arguments.pop("run_name", "run"))
     how: dict[str, Any] = {"template": "ba{batch}.pt", "latest": "latest.pt", **arguments}
-    return save(state, catalog=Catalog(folder), **how)
+    return save(SaveRequest(state=state, catalog=Catalog(folder), **how))
 
 
 def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
@@ -76,7 +76,7 @@ def save_run_directory(path: Path, state: State, batch: int) -> None:
     group = SingleProcess()
     writer = ShardWriter(lambda: contents, ShardedDirectory.of(path), overwrite=False)
     votes = [group.vote(f"saving {path.name}")]
-    PendingSave(manifest=record, path=path, writer=writer, votes=votes, group=group).run()
+    SaveTask(manifest=record, path=path, writer=writer, votes=votes, group=group).run()
 
 
 def save_archives(

@@ -43,7 +43,8 @@ from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.save.job import save as save_of_run
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save as save_of_run
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, target_at
@@ -137,7 +138,11 @@ def _save_file(place: str, value: int, overwrite: bool, template: str = "c.pt") 
         folder = Path(staging if "://" in place else place)
         state = new_state(1, value=float(value))
         state.lineage = type(state.lineage)(value, str(value))  # else a save of the same moment replaces it unasked
-        save_of_run(state, catalog=Catalog(folder), template=template, latest="latest.pt", overwrite=overwrite)
+        save_of_run(
+            SaveRequest(
+                state=state, catalog=Catalog(folder), template=template, latest="latest.pt", overwrite=overwrite
+            )
+        )
         if "://" in place:
             (manifest,) = Catalog(folder).manifests()
             with place_at(place) as there:

@@ -15,7 +15,8 @@ from composerlite.checkpoint.api.state_dict import save_state_dict
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.core import FSDPConfig, ParallelismConfig, State
 from composerlite.errors import (
     CheckpointError,
@@ -69,7 +70,7 @@ def test_what_callbacks_remember_comes_back_as_it_was(tmp_path: Path) -> None:
     what = {"no": {}, "by number": {0: "a", 1: [], "1": {}}, "pair": (1, {2: 3}), "a.b": [{}, {"c": torch.ones(2)}]}
     saved = new_state(3, callbacks=[Remember(what)])
     saved.parallelism = ParallelismConfig(fsdp=FSDPConfig())
-    path = save(saved, catalog=Catalog(tmp_path), template="ba{batch}")
+    path = save(SaveRequest(state=saved, catalog=Catalog(tmp_path), template="ba{batch}"))
     loaded = new_state(callbacks=[Remember()])
     load_checkpoint(path, loaded)
     found = loaded.callbacks[0].what  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from composerlite.checkpoint import (
     load_model_and_optim_state,
     read_checkpoint,
 )
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.snapshot import StagingMemory, shared_staging
 from composerlite.core import State
 from composerlite.errors import SaveError
@@ -154,7 +156,7 @@ def forks_during_a_save(where: str, way: str) -> None:
 
     def save(name: str) -> Callable[[], object]:
         if way == "pipeline":
-            return pipeline.save(state, catalog=Catalog(folder), template=name).wait
+            return pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template=name)).wait
         if way == "functions":
             return async_save_model_and_optim_state(folder / name, state.model, optimizer).result
         return checkpointer.save_async(folder / name, state.model, {}).result
@@ -246,10 +248,10 @@ def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, 
     copied: list[bool] = []
     try:
         if prepares:
-            pipeline.prepare(state)
+            pipeline.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
         for _ in range(3):
             value = float([*state.model.parameters()][-1].detach()[-1])
-            pending = pipeline.save(state, catalog=Catalog(tmp_path), template=TEMPLATES[form])
+            pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES[form]))
             change(state)
             report = pending.wait(100)
             expected[report.path] = value
@@ -268,9 +270,9 @@ def test_a_closed_pipeline_is_prepared_again(tmp_path: Path) -> None:
     """A save after :meth:`Pipeline.close` copies, too, if memory was prepared again."""
     state, pipeline = training("file", SIZE // 8), Pipeline()
     for _ in range(2):
-        pipeline.prepare(state)
+        pipeline.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
         assert pipeline.prepared()
-        pending = pipeline.save(state, catalog=Catalog(tmp_path), template=TEMPLATES["file"])
+        pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
         pipeline.close()
         assert pending.wait(100).seconds["snapshot"] > 0
         change(state)
@@ -292,7 +294,7 @@ def interrupted_saves_of_runs(where: str, form: str) -> None:
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         with contextlib.suppress(KeyboardInterrupt):
-            pipeline.save(state, catalog=Catalog(folder), template=TEMPLATES[form])
+            pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form]))
         signal.setitimer(signal.ITIMER_REAL, 0)
         change(state)
         pipeline.close()
@@ -311,10 +313,10 @@ def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody
     state, calls, came = training(form, 1000), 0, True
     while came:
         folder, pipeline = tmp_path / f"{form}{calls}", Pipeline()
-        given: dict[str, Any] = {"catalog": Catalog(folder), "template": TEMPLATES[form]}
-        came = interrupt(partial(pipeline.save, state, **given), calls, after="PendingSave.start")
+        request = SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form])
+        came = interrupt(partial(pipeline.save, request), calls, after="SaveTask.start")
         pipeline.close()
-        pipeline.save(state, **given, overwrite=True).wait(100)
+        pipeline.save(replace(request, overwrite=True)).wait(100)
         pipeline.close()
         Catalog(folder).place.sweep(timedelta())
         assert [found.name for found in Catalog(folder).manifests()] == [TEMPLATES[form].format(batch=1)]

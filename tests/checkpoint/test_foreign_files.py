@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from parts import Remember, new_state, save_batch
 
 from composerlite.checkpoint import Catalog, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -79,7 +80,7 @@ def everything(folder: Path) -> Path:
     state = new_state(1, callbacks=[Remember({"count": 3})], value=0.5)
     state.model(torch.ones(1, 2)).sum().backward()
     state.optimizers[0].step()
-    return save(state, catalog=Catalog(folder), template="ba{batch}.pt")
+    return save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt"))
 
 
 def test_our_files_open_with_torch_alone(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch import nn
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.core import State
 from composerlite.errors import (
     ConfigError,
@@ -49,7 +50,7 @@ def large() -> nn.Module:
 
 def saved_now(state: State, folder: Path) -> Path:
     """A checkpoint of ``state``."""
-    return save(state, catalog=Catalog(folder), template="saved.pt")
+    return save(SaveRequest(state=state, catalog=Catalog(folder), template="saved.pt"))
 
 
 def tensors_of(state: State) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from sealed_files import damage, remove_record
 
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint, read_checkpoint, save_checkpoint
 from composerlite.checkpoint.format import TAIL_START
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.core import State
 from composerlite.errors import (
     CheckpointNotFoundError,
@@ -155,7 +156,15 @@ def saved(folder: Path, *, weights_only: bool = False, ignore_keys: IgnoreKeys =
     with torch.no_grad():
         for parameter in state.model.parameters():
             parameter.fill_(2.0)
-    return save(state, catalog=Catalog(folder), template="saved.pt", weights_only=weights_only, ignore_keys=ignore_keys)
+    return save(
+        SaveRequest(
+            state=state,
+            catalog=Catalog(folder),
+            template="saved.pt",
+            weights_only=weights_only,
+            ignore_keys=ignore_keys,
+        )
+    )
 
 
 def fresh() -> tuple[State, Remember]:

@@ -14,6 +14,7 @@ from parts import Remember, new_state, temporaries, value_in
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Pipeline, read_checkpoint, safe_torch_load
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.core import State
 from composerlite.errors import SaveError
 
@@ -22,7 +23,7 @@ WIDE = 600_000  # 20 MB of weights and momentum: more than one buffer, written p
 
 def save(pipeline: Pipeline, state: State, folder: Path, **arguments: Any) -> Any:
     """Begin to save ``ba<batch>.pt``."""
-    return pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments)
+    return pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments))
 
 
 def step(state: State) -> None:
@@ -41,15 +42,15 @@ def pipeline() -> Any:
     pipeline.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"asynchronous": False}])
+@pytest.mark.parametrize("how", ["async", "sync"])
 @pytest.mark.parametrize("width", [2, WIDE])
-def test_a_checkpoint_is_that_of_the_call(pipeline: Pipeline, tmp_path: Path, width: int, how: dict[str, bool]) -> None:
+def test_a_checkpoint_is_that_of_the_call(pipeline: Pipeline, tmp_path: Path, width: int, how: str) -> None:
     """Weights change right after; the file holds what they were, each save anew in the same memory."""
     state = new_state(1, width=width)
     expected: list[float] = []
     for _ in range(3):
         expected.append(float(next(state.model.parameters()).detach().flatten()[0]))
-        save(pipeline, state, tmp_path, **how)
+        save(pipeline, state, tmp_path, how=how)
         step(state)
     pipeline.close()
     found = [value_in(read_checkpoint(tmp_path / f"ba{batch}.pt")) for batch in (1, 2, 3)]
@@ -67,12 +68,12 @@ def test_values_that_are_no_tensors_are_those_of_the_call(pipeline: Pipeline, tm
     assert contents["state"]["callbacks"]["Remember"]["what"] == [1, {"a": 2}]
 
 
-@pytest.mark.parametrize("how", [{}, {"asynchronous": False}])
-def test_shared_memory_is_saved_once_and_shared_again(tmp_path: Path, pipeline: Pipeline, how: dict[str, bool]) -> None:
+@pytest.mark.parametrize("how", ["async", "sync"])
+def test_shared_memory_is_saved_once_and_shared_again(tmp_path: Path, pipeline: Pipeline, how: str) -> None:
     """Tied weights, views and transposed tensors; one storage in the file for each in memory."""
     base = torch.arange(100_000.0)
     tensors = {"base": base, "again": base, "view": base[10:20], "strided": base.view(100, 1000).t(), "empty": base[:0]}
-    pending = save(pipeline, new_state(1, callbacks=[Remember(tensors)]), tmp_path, **how)
+    pending = save(pipeline, new_state(1, callbacks=[Remember(tensors)]), tmp_path, how=how)
     base_then = base.clone()
     path = pending.wait().path
     loaded = torch.load(path, weights_only=True)["state"]["callbacks"]["Remember"]["what"]
@@ -188,7 +189,7 @@ def test_a_report_says_what_was_done(pipeline: Pipeline, tmp_path: Path) -> None
 
 def test_metrics_and_what_is_ephemeral_are_in_the_manifest(pipeline: Pipeline, tmp_path: Path) -> None:
     """For retention to decide by, in any later process."""
-    save(pipeline, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, ephemeral=True).wait()
+    save(pipeline, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, occasion="ephemeral").wait()
     (manifest,) = Catalog(tmp_path).manifests()
     assert (manifest.metrics, manifest.ephemeral) == ({"eval/accuracy": 0.5}, True)
 
@@ -210,7 +211,7 @@ def test_weights_that_do_not_change_are_reported(
 
 def test_other_programs_open_the_file(pipeline: Pipeline, tmp_path: Path) -> None:
     """``torch.load`` with and without mmap, and unzip."""
-    path = save(pipeline, new_state(1, width=WIDE, value=2.0), tmp_path, lazy=True).wait().path
+    path = save(pipeline, new_state(1, width=WIDE, value=2.0), tmp_path, how="lazy").wait().path
     for mmap in (False, True):
         assert value_in(torch.load(path, weights_only=True, mmap=mmap)) == 2.0
     assert subprocess.run(["unzip", "-tq", str(path)], check=False).returncode == 0

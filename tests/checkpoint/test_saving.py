@@ -20,7 +20,8 @@ from parts import Remember, new_state, save_batch, tree, value_in
 
 import composerlite
 from composerlite.checkpoint import Catalog, read_checkpoint, save_checkpoint
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.errors import ConfigError, SaveError
 
 
@@ -104,7 +105,7 @@ def test_a_run_without_an_optimizer_is_saved(tmp_path: Path) -> None:
     """There is nothing to save of it, and that is no error."""
     state = new_state(1)
     state.optimizers = ()
-    path = save(state, catalog=Catalog(tmp_path), template="x.pt")
+    path = save(SaveRequest(state=state, catalog=Catalog(tmp_path), template="x.pt"))
     assert read_checkpoint(path)["state"]["optimizers"] == {}
 
 
@@ -130,7 +131,11 @@ def test_contents_that_cannot_be_written_are_an_error_and_leave_nothing(tmp_path
     before = tree(tmp_path)
     rule = r"ba2\.pt': its contents cannot be written: .*([Pp]ickle|serialize|get local object)"
     with pytest.raises(SaveError, match=rule):
-        save(new_state(2, callbacks=[Remember(what)]), catalog=Catalog(tmp_path), template="ba{batch}.pt")
+        save(
+            SaveRequest(
+                state=new_state(2, callbacks=[Remember(what)]), catalog=Catalog(tmp_path), template="ba{batch}.pt"
+            )
+        )
     assert tree(tmp_path) == before
 
 
@@ -144,7 +149,13 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     save_batch(tmp_path, 1)
     before = tree(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        save(new_state(2, callbacks=[Remember(Interrupt())]), catalog=Catalog(tmp_path), template="ba{batch}.pt")
+        save(
+            SaveRequest(
+                state=new_state(2, callbacks=[Remember(Interrupt())]),
+                catalog=Catalog(tmp_path),
+                template="ba{batch}.pt",
+            )
+        )
     assert tree(tmp_path) == before
 
 

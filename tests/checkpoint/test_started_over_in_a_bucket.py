@@ -13,8 +13,9 @@ from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.manifest import Lineage, new_attempt
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.run_folder import begin_attempt
+from composerlite.checkpoint.save.save import save
 from composerlite.storage import ObjectStore, Transfer
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
@@ -33,7 +34,7 @@ def publish(
     state = new_state(batch, value=value, run_name=run_name)
     state.lineage = lineage
     template = "ba{batch}.pt" if run_name == "run" else "{run_name}-ba{batch}.pt"
-    save(state, catalog=Catalog(folder), template=template, latest=None, overwrite=True)
+    save(SaveRequest(state=state, catalog=Catalog(folder), template=template, latest=None, overwrite=True))
     manifest = Catalog(folder).manifest_of(template.format(run_name=run_name, batch=batch))
     assert manifest is not None
     with Transfer(store) as transfer:

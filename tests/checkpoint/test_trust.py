@@ -16,7 +16,8 @@ import torch
 from parts import Remember, new_state
 
 from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.save.job import save
+from composerlite.checkpoint.save.form import SaveRequest
+from composerlite.checkpoint.save.save import save
 from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -52,7 +53,9 @@ class Mine:
 
 def through_a_file(what: Any, folder: Path) -> Any:
     """``what``, saved as the progress of a callback and loaded into another."""
-    path = save(new_state(1, callbacks=[Remember(what)]), catalog=Catalog(folder), template="ba{batch}.pt")
+    path = save(
+        SaveRequest(state=new_state(1, callbacks=[Remember(what)]), catalog=Catalog(folder), template="ba{batch}.pt")
+    )
     loaded = Remember()
     load_checkpoint(path, new_state(callbacks=[loaded]))
     return loaded.what
@@ -228,7 +231,7 @@ def test_containers_in_the_form_of_others_are_restored(tmp_path: Path, protocol:
 def test_what_will_not_load_is_said_when_saving(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not years later: the log of the first save names the type and what to do."""
     state = new_state(1, callbacks=[Remember(Mine(3))])
-    save(state, catalog=Catalog(tmp_path), template="ba{batch}.pt")
+    save(SaveRequest(state=state, catalog=Catalog(tmp_path), template="ba{batch}.pt"))
     assert "test_trust.Mine" in caplog.text
     assert "add_safe_globals([Mine])" in caplog.text
 

@@ -13,6 +13,7 @@ from parts import new_state, temporaries
 from torch import nn
 
 from composerlite.checkpoint import Catalog, Pipeline, safe_torch_load
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.core import State
 
 LAYERS, SIZE = 6, 1 << 19  # 12 MB of weights, and as much of momentum
@@ -120,7 +121,7 @@ WRITERS: list[Writer] = [
     momentum,
     thread,
 ]
-WAYS: dict[str, dict[str, bool]] = {"lazy": {"lazy": True}, "async": {}, "sync": {"asynchronous": False}}
+WAYS = ("lazy", "async", "sync")
 """``lazy`` is for accelerators: on the CPU it is as ``async``."""
 
 
@@ -147,7 +148,7 @@ def bytes_in(path: Path) -> dict[str, torch.Tensor]:
 def save_as_it_is(pipeline: Pipeline, state: State, folder: Path, way: str, write: Writer) -> None:
     """Save, let somebody write, step: every byte of the checkpoint must be that of the save."""
     expected = bytes_of(state)
-    pending = pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt", **WAYS[way])
+    pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", how=way))
     write([*state.model.parameters()], state)
     step(state)
     found = bytes_in(pending.wait().path)
@@ -181,7 +182,7 @@ def a_run_whose_weights_are_replaced(where: str) -> None:
     size = 10 << 20  # what is that large, malloc gives back to the system at once
     state = state_at(0, size)
     for batch in range(12):
-        pending = pipeline.save(state, catalog=Catalog(folder), template="ba{batch}.pt")
+        pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt"))
         for weight in state.model.parameters() if batch else ():
             weight.data = torch.ones(1)  # nothing of the user's refers to the memory that was there
         for weight in state.model.parameters():

@@ -49,7 +49,7 @@ from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-from composerlite.checkpoint.save.job import PendingSave
+from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, get_local_world_size, group_of
@@ -189,7 +189,7 @@ class Checkpointer:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
-        job.stage(shared_staging)
+        job.stage()
 
         def work() -> None:
             job.run()
@@ -200,7 +200,7 @@ class Checkpointer:
 
     def _begin(
         self, place: str | os.PathLike[str], train_module: TrainModuleLike, train_state: StateDict, ephemeral: bool
-    ) -> PendingSave:
+    ) -> SaveTask:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
             concurrent.futures.wait([self._last])  # its error is its own future's
@@ -229,12 +229,13 @@ class Checkpointer:
             group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
             resources.pop_all()
         patience = get_local_world_size() if self.throttle_uploads else 1
-        return PendingSave(
+        return SaveTask(
             manifest=record_of_directory(MODEL, group.size),
             path=folder.uri,
             writer=_StepWriter(folder, shards, images[0], group=group, ephemeral=ephemeral),
             votes=[group.vote(f"saving {folder.uri}", patience=patience)],
             group=group,
+            staging=shared_staging,
         )
 
     def write_file(

@@ -42,8 +42,8 @@ from composerlite.checkpoint.load.optimizers import (
 )
 from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
-from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
+from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
@@ -237,7 +237,7 @@ class _SaveSettings:
             if not is_initialized():  # else all ranks must hear of it: when the save is planned
                 folder.check_free(overwrite=self.overwrite)
             job = self._job(folder, state)
-            job.stage(shared_staging)
+            job.stage()
             later = resources.pop_all()
 
         def work() -> None:
@@ -246,7 +246,7 @@ class _SaveSettings:
 
         return job.start(work)
 
-    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> PendingSave:
+    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> SaveTask:
         """Plan a save, together with the other ranks."""
         group = group_of(self.group)
         if group.is_first:
@@ -260,12 +260,13 @@ class _SaveSettings:
             throttle=self.throttle,
             reuse_plan=self.reuse_plan,
         )
-        return PendingSave(
+        return SaveTask(
             manifest=record_of_directory(folder.name, group.size),
             path=folder.uri,
             writer=writer,
             votes=[group.vote(f"saving {folder.uri}", patience=get_local_world_size() if self.throttle else 1)],
             group=group,
+            staging=shared_staging,
         )
 
 
@@ -326,7 +327,7 @@ def save_safetensors(
             overwrite=save_overwrite,
             largest_file_bytes=largest_file_bytes,
         )
-        PendingSave(
+        SaveTask(
             manifest=record_of_directory(folder.name, group.size, kind="weights"),
             path=folder.uri,
             writer=writer,

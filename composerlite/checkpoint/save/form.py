@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
@@ -39,6 +39,7 @@ from composerlite.checkpoint.record.naming import (
     directory_template,
     format_name_with_dist_and_time,
 )
+from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
@@ -48,7 +49,7 @@ from composerlite.types import StateDict, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "gathering", "names_of_ranks"]
+__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "Then", "first_name", "form_of", "names_of_ranks"]
 
 _ALIGNMENT = 4096
 """Of what is one of several in memory."""
@@ -66,9 +67,13 @@ class RankWriter(Protocol):
     """
 
     size_bytes: int
-    gathers: bool
-    seconds: dict[str, float]
     weights_crc: Sequence[int]
+
+    @property
+    def gathers(self) -> bool: ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]: ...
 
     def storages(self) -> Sequence[StorageCopy]:
         """Return the storages to copy before training changes them, each once, and the destination of each."""
@@ -245,8 +250,6 @@ class FileWriter:
         gathering: Gathering | None = None,
     ) -> None:
         self._format = format_of(template)
-        self.gathers = gathering is not None
-        self.seconds: dict[str, float] = {}
         self.weights_crc: Sequence[int] = ()
         self.size_bytes = 0
         self._images = dict(images)
@@ -254,7 +257,6 @@ class FileWriter:
         for inner, image in self._images.items():
             self._starts[inner] = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
             self.size_bytes = self._starts[inner] + image.size_bytes
-        self._record = record
         self._room: int | None = None
         if record.form == "file" and not self._format.archive:
             self._room = tail_room(record, self.size_bytes)
@@ -265,10 +267,23 @@ class FileWriter:
         self._catalog = catalog
         self._name = name
         self._overwrite = overwrite
-        self._path = catalog.folder / name
         self._stack = ExitStack()
         self._sink: Sink | None = None
         self._data: StagedFile | None = None
+
+    @property
+    def gathers(self) -> bool:
+        """True if the ranks need each other for :meth:`staged_in` and :meth:`write`."""
+        return self._gathering is not None
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by name, of the threads that write."""
+        return {} if self._sink is None else self._sink.seconds
+
+    @property
+    def _path(self) -> Path:
+        return self._catalog.folder / self._name
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them, except those that are gathered."""
@@ -333,7 +348,6 @@ class FileWriter:
         except BaseException as e:
             self._leave(e)
             raise
-        self.seconds.update(self._sink.seconds)
         return _Written(self._name, self._data.temporary, digest, unpacked, not_finite, timings)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
@@ -408,8 +422,22 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 # ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
-Gathered = Callable[..., StateDict]
-"""Gives what is saved; ``generators`` are those of all ranks, in some form."""
+@final
+class Then(NamedTuple):
+    """Work that a run wants done after a commit.
+
+    Attributes:
+        publish: is called after the commit, before anything is given up, perhaps on another thread. On rank 0; where
+            there are several disks on all.
+        also: other names under which the same file is uploaded, each with its template.
+        retention: which older checkpoints of the same template are deleted after that. On rank 0.
+        is_routine: the line of the save in the log is below INFO.
+    """
+
+    publish: Callable[[], object] | None = None
+    also: Mapping[str, str] = {}
+    retention: Retention | None = None
+    is_routine: bool = False
 
 
 @final
@@ -418,28 +446,45 @@ class SaveRequest:
     """Request of a run to save a checkpoint.
 
     Attributes:
-        state: of the run. gathered: makes what is saved of it.
-        record: of the checkpoint, without its files.
-        path: of the checkpoint.
-        catalog: the folder. names: of the files of the checkpoint, as :meth:`Form.names` gives them.
-        template: of these names.
-        weights_only: nothing but the model is saved.
-        overwrite: replace what has these names.
-        disks: which ranks see the same folder, where not all see one.
-        files: that a rank writes of a directory at most; ``None``: as many as it likes.
+        state: of the run.
+        state_dict: what it holds, or its weights; ``None``: ``state`` is asked for that.
+        weights_only: save nothing but the model.
+        ignore_keys: leave out these keys.
+        catalog: the folder.
+        template: name of the checkpoint, with format variables.
+        latest: name of the symbolic link to point to it, with format variables.
+        overwrite: replace a checkpoint of the same name.
+        disks: which ranks see the same folder, where all write to it and not all see one.
+        occasion: ``'regular'``; ``'ephemeral'``: given up as soon as a newer one is committed; ``'crash'``: the state
+            is that in which an exception left it, and nobody resumes from it unasked.
+        metrics: metric values to keep in the record, by name; those that are no finite numbers are left out.
+        then: work after the commit.
+        how: ``'async'``: training continues when the state is copied; ``'lazy'``: before weights and optimizer state
+            are copied, and the next step of an optimizer waits for that; ``'sync'``: when the checkpoint is committed.
+        started: when gathering began, as ``time.perf_counter`` counts; ``None``: now.
     """
 
     state: TrainingState
-    gathered: Gathered
-    record: Manifest
-    path: Path
+    state_dict: StateDict | None = None
+    weights_only: bool = False
+    ignore_keys: IgnoreKeys = None
     catalog: Catalog
-    names: Sequence[str]
     template: str
-    weights_only: bool
-    overwrite: bool
-    disks: Disks | None
-    files: int | None
+    latest: str | None = None
+    overwrite: bool = False
+    disks: Disks | None = None
+    occasion: str = "regular"
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    then: Then = field(default_factory=Then)
+    how: str = "async"
+    started: float | None = None
+
+    def gathered(self, **generators: Any) -> StateDict:
+        """Gather the contents of the checkpoint; ``generators`` are those of all ranks, in some form."""
+        held = self.state_dict
+        if held is None:
+            held = self.state.weights_state_dict() if self.weights_only else self.state.state_dict()
+        return gather(held, weights_only=self.weights_only, ignore_keys=self.ignore_keys, **generators)
 
 
 class Form(ABC):
@@ -474,12 +519,18 @@ class Form(ABC):
         return None
 
     @abstractmethod
-    def expected_bytes(self, gathered: Gathered) -> int | None:
+    def expected_bytes(self, request: SaveRequest) -> int | None:
         """Return about how much memory a copy takes on this rank; ``None`` where that is not known before a save."""
 
     @abstractmethod
-    def writer(self, request: SaveRequest) -> RankWriter:
-        """Return the writer of this rank; all ranks call it."""
+    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
+        """Return the writer of this rank; all ranks call it.
+
+        Args:
+            request: what to save.
+            record: of the checkpoint, without its files.
+            names: of the files, as :meth:`names` gives them.
+        """
 
 
 def form_of(state: TrainingState) -> Form:
@@ -504,12 +555,12 @@ class _File(Form):
     def __init__(self, *, gathers: bool) -> None:
         self._gathers = self.is_spread = gathers
 
-    def expected_bytes(self, gathered: Gathered) -> int | None:
+    def expected_bytes(self, request: SaveRequest) -> int | None:
         if self._gathers or dist.get_global_rank() != 0:
             return None
-        return _image(gathered(), "checkpoint").size_bytes
+        return _image(request.gathered(), "checkpoint").size_bytes
 
-    def writer(self, request: SaveRequest) -> RankWriter:
+    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
         contents = request.gathered(generators=_generators(request.weights_only))
         trained = _trained_names(contents.get("state", {}).get("model", {}), request.state)
         gathering = Gathering(contents) if self._gathers else None
@@ -517,16 +568,16 @@ class _File(Form):
             contents = gathering.contents
         if dist.get_global_rank() != 0:
             return NullWriter(gathering)
-        image = _image(contents, f"checkpoint {str(request.path)!r}")
+        image = _image(contents, f"checkpoint {str(request.catalog.folder / names[0])!r}")
         weights: StateDict = contents.get("state", {}).get("model", {})
         image.watch([(f"model/{name}", weights[name]) for name in trained])
         return FileWriter(
             {STATES: image},
             request.catalog,
-            name=request.names[0],
-            template=request.template,
+            name=names[0],
+            template=record.template,
             overwrite=request.overwrite,
-            record=request.record,
+            record=record,
             weights=weights.values(),
             gathering=gathering,
         )
@@ -545,22 +596,21 @@ class _Directory(Form):
     def disks(self, folder: Path) -> Disks | None:
         return disks_of(folder) if dist.get_world_size() > 1 else None
 
-    def expected_bytes(self, gathered: Gathered) -> int | None:
+    def expected_bytes(self, request: SaveRequest) -> int | None:
         from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
 
-        return expected_bytes(gathered())
+        return expected_bytes(request.gathered())
 
-    def writer(self, request: SaveRequest) -> RankWriter:
+    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
         from composerlite.checkpoint.save.sharded_writer import ShardWriter  # as slow
 
         own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
         return ShardWriter(
             lambda: request.gathered(generators=own),
-            ShardedDirectory(request.catalog.place, request.names[0]),
+            ShardedDirectory(request.catalog.place, names[0]),
             overwrite=request.overwrite,
             disks=request.disks,
             of_run=True,
-            threads=request.files,
             reuse_plan=True,
             watched=frozenset(_trained_storages(request.state)),
         )
@@ -621,39 +671,23 @@ class _Archives(Form):
             )
         return None
 
-    def expected_bytes(self, gathered: Gathered) -> int | None:
+    def expected_bytes(self, request: SaveRequest) -> int | None:
         return None
 
-    def writer(self, request: SaveRequest) -> RankWriter:
+    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
         engine = request.state.deepspeed
         assert engine is not None, "it is made before anything is saved"
         images = {STATES: TorchImage(request.gathered(generators=_generators(request.weights_only)))}
         for name, contents in engine.saved().items():
             image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
             image.watch([(f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values()])
-        own = request.names[dist.get_global_rank()]
-        return FileWriter(
-            images, request.catalog, name=own, template=own, overwrite=request.overwrite, record=request.record
-        )
+        own = names[dist.get_global_rank()]
+        return FileWriter(images, request.catalog, name=own, template=own, overwrite=request.overwrite, record=record)
 
 
 def first_name(template: str, state: NamedState) -> str:
     """Return the name that ``template`` gives now on rank 0."""
     return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
-
-
-def gathering(
-    state: TrainingState, state_dict: StateDict | None, *, weights_only: bool, ignore_keys: IgnoreKeys
-) -> Gathered:
-    """Function that gathers a checkpoint of ``state_dict``; for ``None``, of ``state`` when it is called."""
-
-    def gathered(**generators: Any) -> StateDict:
-        held = state_dict
-        if held is None:
-            held = state.weights_state_dict() if weights_only else state.state_dict()
-        return gather(held, weights_only=weights_only, ignore_keys=ignore_keys, **generators)
-
-    return gathered
 
 
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:

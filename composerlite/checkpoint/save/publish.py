@@ -35,7 +35,8 @@ from composerlite.checkpoint.record.naming import (
 from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.record.tail import index_of, seal_index
 from composerlite.checkpoint.save.form import Form, first_name
-from composerlite.checkpoint.save.run_folder import RunFolder, SaveOptions
+from composerlite.checkpoint.save.options import SaveOptions
+from composerlite.checkpoint.save.run_folder import RunFolder
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
 from composerlite.storage import ObjectStore, Transfer, Uploader, check_name, pinned_file, seconds_left
 from composerlite.types import CheckpointNews
@@ -317,17 +318,17 @@ class Publishing:
         self._buckets: list[str] = []  # on every rank
         # What the ranks tell each other rides on what they reduce in a batch.
         self.ranks_with_news = dist.PiggybackCounter(lambda: int(any(one.outcomes for one in self.publishers)))
-        self._root, template = root_and_template(str(options.remote_file_name), options.filename)
-        same = template == options.filename
+        self._root, template = root_and_template(options.names.remote_filename, options.names.filename)
+        same = template == options.names.filename
         self._template = where.filename.filename if same else form.template(template, "save_remote_file_name")
         self._links_ranks = form.has_names_of_ranks
         if self._links_ranks and self._template != where.filename.filename:
             raise ConfigError(
-                f"save_remote_file_name={str(options.remote_file_name)!r}: each rank of DeepSpeed has a file, and they "
-                f"name each other, so they have the same names in a bucket: let it end with {options.filename!r}."
+                f"save_remote_file_name={options.names.remote_filename!r}: each rank of DeepSpeed has a file, and they "
+                f"name each other, so they have the same names in a bucket: let it end with {options.names.filename!r}."
             )
-        latest = options.latest_remote_file_name
-        self._link = None if latest is None else form.template(str(latest), "save_latest_remote_file_name")
+        latest = options.names.remote_latest
+        self._link = None if latest is None else form.template(latest, "save_latest_remote_file_name")
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> None:
@@ -356,13 +357,13 @@ class Publishing:
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
         """Find the buckets for this rank to publish to; returns their URIs."""
         if self._store is not None:
-            timeout = self._options.upload_timeout_in_seconds
+            timeout = self._options.upload_timeout
             # One thread for checkpoints, one for the rest.
             self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=timeout)
             uploaders = [(self._uploader, "")]
         self.publishers = [self._publisher(uploader, prefix, state) for uploader, prefix in uploaders]
-        self._options.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
-        keep = self._options.num_remote_checkpoints_to_keep
+        self._options.names.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
+        keep = self._options.keep.in_bucket
         argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
         for publisher in self.publishers:
             bucket, uploader = publisher.bucket, publisher.uploader
@@ -372,7 +373,7 @@ class Publishing:
                 what = f"removing unfinished uploads of killed processes in {bucket.root!r}"
                 uploader.submit(what, functools.partial(publisher.remove_uploads, _STALE))
             try:
-                if keep != -1 or self._options.any_ephemeral:
+                if keep != -1 or self._options.keep.any_ephemeral:
                     bucket.put(".deletable", b"")
                     bucket.delete([".deletable"])
             except (PermissionError, ObjectStoreError) as e:
@@ -395,8 +396,8 @@ class Publishing:
             bucket=Bucket(uploader.transfer, root),
             template=self._template,
             links=links,
-            timeout=self._options.upload_timeout_in_seconds,
-            keep=self._options.num_remote_checkpoints_to_keep,
+            timeout=self._options.upload_timeout,
+            keep=self._options.keep.in_bucket,
             check=self._where.confirm_leases,
         )
 
@@ -406,7 +407,7 @@ class Publishing:
 
         A kill may have come before the end of the newest upload. Where none stays in the folder, all go that are there.
         """
-        every = self._options.keeps_none
+        every = self._options.keep.none_here
         newest = manifests if every else manifests[-1:]
         buckets = list(enumerate(self.publishers))
         return [(one.name, number) for number, its in buckets for one in newest if every or its.is_behind(one)]
@@ -437,7 +438,7 @@ class Publishing:
         manifest = catalog.manifest_of(name)
         if manifest is None:
             raise CheckpointError(f"checkpoint {name!r} is gone from {catalog.place.uri()!r} before it was published.")
-        moves = self._options.keeps_none
+        moves = self._options.keep.none_here
         for number, vote in votes.items():
             self.publishers[number].submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
@@ -458,7 +459,7 @@ class Publishing:
             ObjectStoreError: on every rank, if one has not within the timeout.
             RankError: a rank failed or was lost meanwhile.
         """
-        group.wait_for_all(self.is_done, timedelta(seconds=self._options.upload_timeout_in_seconds))
+        group.wait_for_all(self.is_done, timedelta(seconds=self._options.upload_timeout))
         with group.all_or_none("waiting for uploads"):
             for publisher in self.publishers:
                 publisher.wait(0)

@@ -1,23 +1,21 @@
-"""Options of a saver and its folder: names, ownership of the checkpoints in it, ``latest``, and leases."""
+"""Folder of a saver: names, ownership of the checkpoints in it, ``latest``, and leases."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, SupportsInt, final
+from typing import Protocol, SupportsInt, final
 
 import xxhash
 
 from composerlite import dist
-from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, check_ignore_keys, check_kinds, without
+from composerlite.checkpoint.contents import TrainingState
 from composerlite.checkpoint.memory.folder import (
     folder_key,
     make_private,
@@ -46,207 +44,26 @@ from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     TimestampLike,
     check_template,
-    check_variables,
     data_file_id,
     ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
     name_pattern,
 )
-from composerlite.checkpoint.record.retention import Interval
 from composerlite.checkpoint.save.form import Form, form_of, names_of_ranks
-from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, SaveError, naming
-from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri, verify_file
-from composerlite.types import Lineage, StateDict
+from composerlite.checkpoint.save.options import SaveOptions
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, SaveError
+from composerlite.storage import atomic_write, make_folder, verify_file
+from composerlite.types import Lineage
 
 __all__ = [
-    "OWN_REMOTE_LATEST",
-    "OWN_REMOTE_NAME",
     "RunFolder",
-    "SaveOptions",
     "SavedState",
     "begin_attempt",
     "position_of",
 ]
 
 log = logging.getLogger(__name__)
-OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
-"""Names in the buckets of loggers where no others are given, as Composer has them; a URI has those of its folder."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Options of a saver. :class:`composerlite.callbacks.CheckpointSaver` documents them.
-
-    Attributes:
-        any_ephemeral: some checkpoints are to go as soon as there is a newer one.
-        bucket: the URI of the bucket that checkpoints are made for; ``None``: the folder is on this machine.
-        path: the folder in the bucket, or on this machine.
-        keeps_none: checkpoints go from the folder once they are in a bucket.
-
-    Raises:
-        ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
-    """
-
-    folder: str
-    filename: str
-    remote_file_name: str | Path | None
-    latest_filename: str | Path | None
-    latest_remote_file_name: str | Path | None
-    overwrite: bool
-    num_checkpoints_to_keep: int
-    weights_only: bool
-    ignore_keys: IgnoreKeys
-    compat: str | None
-    asynchronous: bool
-    staging_bytes: int | None
-    in_memory: bool
-    replication: float | None
-    on_exception: bool
-    failure_limit: int
-    any_ephemeral: bool
-    keep_every: Interval | None
-    best_k: int | None
-    best_metric: str | None
-    best_mode: str
-    staging_folder: str | Path | None
-    num_concurrent_uploads: int
-    upload_timeout_in_seconds: float
-    num_remote_checkpoints_to_keep: int
-    files_per_node: int | None
-    bucket: str | None = field(init=False)
-    path: str = field(init=False)
-    keeps_none: bool = field(init=False)
-    _named: tuple[tuple[str, str], ...] = field(init=False)
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
-        """Make them of the ``arguments`` of the callback."""
-        given: dict[str, Any] = {**arguments, "any_ephemeral": any_ephemeral}
-        return cls(**{one.name: given[one.name] for one in fields(cls) if one.init})
-
-    def __post_init__(self) -> None:
-        self._set("folder", str(self.folder))
-        self._set("filename", str(self.filename))
-        if self.staging_bytes is not None:
-            _check_number(self.staging_bytes, argument="save_staging_bytes")
-        if self.files_per_node is not None:
-            _check_number(self.files_per_node, argument="save_files_per_node", least=1)
-        if self.replication is not None and not 0 < self.replication < math.inf:
-            raise ConfigError(
-                f"save_memory_replication={self.replication!r}: expected more than zero gigabytes per second, or None."
-            )
-        check_variables(self.folder, argument="save_folder", allow_time=False)
-        _check_number(self.failure_limit, argument="save_failure_limit")
-        _check_number(self.num_concurrent_uploads, argument="num_concurrent_uploads", least=1)
-        _check_seconds(self.upload_timeout_in_seconds, argument="upload_timeout_in_seconds")
-        _check_number(self.num_checkpoints_to_keep, argument="save_num_checkpoints_to_keep", or_all=True)
-        remote = "save_num_remote_checkpoints_to_keep"
-        _check_number(self.num_remote_checkpoints_to_keep, argument=remote, least=1, or_all=True)
-        with naming("save_folder", self.folder):
-            scheme, bucket, path = parse_uri(self.folder)
-        self._set("bucket", f"{scheme}://{bucket}" if scheme else None)
-        self._set("path", path.strip("/") if scheme else path)
-        self._set("keeps_none", self.num_checkpoints_to_keep == 0)
-        if scheme in ("http", "https"):
-            raise ConfigError(
-                f"save_folder={self.folder!r}: checkpoints cannot be saved to an address, but to a bucket."
-            )
-        if self.staging_folder is not None and not scheme:
-            raise ConfigError(
-                f"save_staging_folder={str(self.staging_folder)!r}: nothing is staged for save_folder="
-                f"{self.folder!r}, a local folder. Leave it out, or give save_folder a URI."
-            )
-        if self.staging_folder is not None and (not str(self.staging_folder) or is_uri(str(self.staging_folder))):
-            raise ConfigError(f"save_staging_folder={str(self.staging_folder)!r}: expected a folder on this machine.")
-        check_template(self.filename, argument="save_filename")
-        names = {
-            "save_remote_file_name": str(self.remote_file_name),
-            "save_latest_remote_file_name": str(self.latest_remote_file_name),
-        }
-        self._set("_named", tuple((name, argument) for argument, name in names.items() if is_uri(name)))
-        below = self.path.removeprefix("./").strip("/")
-        if self.remote_file_name == OWN_REMOTE_NAME:
-            self._set("remote_file_name", None if scheme else OWN_REMOTE_NAME.replace("{filename}", self.filename))
-        name = _in_bucket(self.remote_file_name, f"{below}/{self.filename}", "save_remote_file_name")
-        self._set("remote_file_name", name)
-        link = None if self.latest_filename is None else str(self.latest_filename)
-        if self.latest_remote_file_name == OWN_REMOTE_LATEST:
-            name = None if scheme or link is None else OWN_REMOTE_LATEST.replace("{latest_filename}", link)
-            self._set("latest_remote_file_name", name)
-        if link is not None or self.latest_remote_file_name is not None:
-            name = _in_bucket(self.latest_remote_file_name, f"{below}/{link}", "save_latest_remote_file_name")
-            self._set("latest_remote_file_name", name)
-        if self.latest is not None:
-            check_template(self.latest, argument="save_latest_filename")
-        self._set("ignore_keys", check_ignore_keys(self.ignore_keys, argument="save_ignore_keys"))
-        if self.compat not in (None, "composer"):
-            raise ConfigError(f"save_compat={self.compat!r}: expected 'composer' or None.")
-        if self.compat is not None:
-            self._set("ignore_keys", functools.partial(_for_composer, self.ignore_keys))
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # as a frozen dataclass has to
-
-    @property
-    def local_folder(self) -> str:
-        """The folder on this machine, which has the checkpoints first."""
-        if self.bucket is None:
-            return self.path
-        if self.staging_folder is None:
-            return self.path or "checkpoints"
-        return f"{str(self.staging_folder).rstrip('/')}/{self.path}".rstrip("/")
-
-    @property
-    def latest(self) -> str | None:
-        """The name of the link to the newest in the folder, which has one if checkpoints stay there."""
-        return None if self.latest_filename is None or self.keeps_none else str(self.latest_filename)
-
-    @property
-    def deletes(self) -> bool:
-        """True if checkpoints are deleted from the folder when there are newer ones."""
-        rules = self.keep_every is not None or self.best_k is not None or self.num_checkpoints_to_keep not in (-1, 0)
-        return rules or self.any_ephemeral
-
-    def check_buckets(self, places: Iterable[str]) -> None:
-        """See that the buckets in the names of remote files are among ``places``, the URIs that are saved to.
-
-        Raises:
-            ConfigError: one is not.
-        """
-        buckets = {parse_uri(place)[:2] for place in places}
-        for name, argument in self._named:
-            if parse_uri(name)[:2] not in buckets:
-                have = ", ".join(f"{scheme}://{bucket}" for scheme, bucket in sorted(buckets)) or "none"
-                raise ConfigError(
-                    f"{argument}={name!r}: nothing is uploaded to that bucket (buckets of this run: {have}). Give "
-                    "save_folder its URI, or the Trainer a RemoteUploaderDownloader for it."
-                )
-
-    def check(self, held: StateDict) -> None:
-        """See that checkpoints can hold what is saved of ``held``; ConfigError."""
-        check_kinds(held, self.ignore_keys)
-
-
-def _in_bucket(name: str | Path | None, default: str, argument: str) -> str:
-    """Return the template of a name in a bucket; a URI of the bucket's own means its path."""
-    if name is None:
-        return default.lstrip("/")
-    text = str(name)
-    return check_template(parse_uri(text)[2] if is_uri(text) else text, argument=argument)
-
-
-def _check_number(value: object, *, argument: str, least: int = 0, or_all: bool = False) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or (value < least and not (or_all and value == -1)):
-        rule = "-1 for all, or a whole number" if or_all else "a whole number"
-        raise ConfigError(f"{argument}={value!r}: expected {rule}, {least} or more.")
-
-
-def _check_seconds(value: object, *, argument: str) -> None:
-    most = timedelta.max.total_seconds()
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise ConfigError(f"{argument}={value!r}: expected a number of seconds, more than 0, as 3600 for an hour.")
 
 
 def _check_name(template: str, run_name: str, timestamp: TimestampLike) -> None:
@@ -299,9 +116,11 @@ class RunFolder:
 
     def __init__(self, options: SaveOptions) -> None:
         self._options = options
-        self.folder = self._template = options.local_folder
-        self.filename = PartialFilePath(options.filename, self.folder)
-        self.latest_filename = None if options.latest is None else PartialFilePath(options.latest, self.folder)
+        self.folder = self._template = options.names.local_folder
+        self.filename = PartialFilePath(options.names.filename, self.folder)
+        self.latest_filename = (
+            None if options.names.latest is None else PartialFilePath(options.names.latest, self.folder)
+        )
         self.disks: Disks | None = None
         self.files_per_rank: int | None = None
         self.is_leader = False
@@ -318,7 +137,7 @@ class RunFolder:
 
     @property
     def catalog(self) -> Catalog:
-        """Catalog of its checkpoints, on each node for itself."""
+        """Catalog of its checkpoints by the path as the user wrote it, which is another place on each node."""
         try:
             is_here = Path(self.folder).is_absolute() or Path.cwd() == self._started_in
         except FileNotFoundError:  # the working directory was removed
@@ -407,7 +226,7 @@ class RunFolder:
 
     def check_remote_name(self) -> None:
         """See that what has several names here has not one in the bucket; ConfigError."""
-        remote = PartialFilePath(str(self._options.remote_file_name))
+        remote = PartialFilePath(self._options.names.remote_filename)
         if self.filename.varies and not remote.varies and not self._options.overwrite:
             raise ConfigError(
                 f"save_remote_file_name={remote.filename!r} is the same each time, and save_filename="
@@ -420,12 +239,12 @@ class RunFolder:
 
         ``buckets``: that are published to.
         """
-        number = None if self._options.bucket is None else mark_of_bucket(buckets[0])
+        number = None if self._options.names.bucket is None else mark_of_bucket(buckets[0])
         return folder_key(self.root, " ".join(bucket.uri() for bucket in buckets), number)
 
     def share_key(self) -> None:
         """Write the random number in the key to this folder on each node that has none: one of them may be lost."""
-        if self._options.bucket is not None:  # which has it
+        if self._options.names.bucket is not None:  # which has it
             return
         group, folder = dist.get_group(), self.root
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
@@ -454,8 +273,8 @@ class RunFolder:
             make_folder(self.root)
             with tempfile.TemporaryFile(dir=self.root):
                 pass
-            if self._options.bucket is not None:
-                self._stage_for(self._options.bucket, state.run_name)
+            if self._options.names.bucket is not None:
+                self._stage_for(self._options.names.bucket, state.run_name)
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         if self.latest_filename is not None:
@@ -498,8 +317,8 @@ class RunFolder:
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
         if before != bucket and any(one.run_name == run_name for one in self.catalog.readable()):
             raise ConfigError(
-                f"save_folder={self._options.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
-                f"{run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
+                f"save_folder={self._options.names.folder!r}: {self.folder!r} on this machine has checkpoints of the "
+                f"run {run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
                 f"save_staging_folder; or remove {str(note)!r} if they are its own."
             )
         if before != bucket or not note.is_file():
@@ -694,7 +513,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Release the leases of the run. Where no checkpoints stay, no note stays either."""
-        if self._note is not None and self._options.keeps_none and not self.own_catalog.manifests():
+        if self._note is not None and self._options.keep.none_here and not self.own_catalog.manifests():
             with contextlib.suppress(OSError):
                 self._note.unlink(missing_ok=True)
         leases, self._leases = self._leases, []
@@ -772,14 +591,3 @@ def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
     if manifest is None:  # cut off by a kill; in a folder such a file was renamed
         return place.place.path_of(name) is None
     return may_be_replaced(state.lineage, manifest)
-
-
-def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
-    """Leave out ``ignore_keys``, and give the rest the form that Composer loads, in place."""
-    from composerlite.checkpoint.foreign.composer import make_loadable_in_composer  # rarely needed
-
-    if ignore_keys is not None:
-        kept = without(contents, ignore_keys)
-        contents.clear()
-        contents.update(kept)
-    make_loadable_in_composer(contents)

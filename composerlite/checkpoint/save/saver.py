@@ -7,18 +7,21 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePath
 from typing import Any, Protocol, final
 
 from composerlite import dist
+from composerlite.checkpoint.contents import check_kinds
 from composerlite.checkpoint.memory.replication import Replication
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.record.retention import Retention, retention_policy
-from composerlite.checkpoint.save.job import PendingSave, Pipeline, SaveReport
+from composerlite.checkpoint.record.retention import Retention
+from composerlite.checkpoint.save.form import SaveRequest, Then
+from composerlite.checkpoint.save.options import save_options
 from composerlite.checkpoint.save.publish import Publication, Publisher, Publishing
-from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, SaveOptions, position_of
+from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, position_of
+from composerlite.checkpoint.save.save import Pipeline, SaveReport, SaveTask
 from composerlite.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -244,7 +247,7 @@ class Saver:
     """
 
     def __init__(self, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> None:
-        self.options = options = SaveOptions.of(arguments, any_ephemeral=any_ephemeral)
+        self.options = options = save_options(arguments, any_ephemeral=any_ephemeral)
         self.where = RunFolder(options)
         self.saved_checkpoints: list[str] = []
         self._tried: set[str] = set()  # names whose saves failed, perhaps behind the commit
@@ -253,23 +256,13 @@ class Saver:
         self.replication: Replication | None = None  # once the folder is open
         self._others: Sequence[Saver] = ()
         self._warned = False
-        self._pending: PendingSave | None = None
-        self._tidying: PendingSave | None = None  # the last that ended; older checkpoints may still be deleted for it
-        self._store = None if options.bucket is None else open_store(options.bucket)
+        self._pending: SaveTask | None = None
+        self._store = None if options.names.bucket is None else open_store(options.names.bucket)
         self._publishing: Publishing | None = None  # where there is anywhere to publish to
-        self._started = 0.0
-        self._checked: StateDict | None = None
         self._pipeline = Pipeline(options.staging_bytes)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
         self.counters = [self._saves_done]
-        self._retention = retention_policy(
-            -1 if options.keeps_none else options.num_checkpoints_to_keep,
-            keep_every=options.keep_every,
-            best_k=options.best_k,
-            best_metric=options.best_metric,
-            best_mode=options.best_mode,
-        )
-        self._deletes = options.deletes
+        self._deletes = options.keep.deletes
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def open(
@@ -290,46 +283,50 @@ class Saver:
         """
         self._others = others
         self.outcomes.tell_to(logger)
-        form = self.where.name(state, [other.where for other in others], directory=directory)
-        if self.options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
+        group, options, where = dist.get_group(), self.options, self.where
+        # 1. Names of the folder, its files and links. Nothing is written yet.
+        form = where.name(state, [other.where for other in others], directory=directory)
+        if options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        self.where.share_files(form)
-        group = dist.get_group()
-        uploads = not self.options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
+        where.share_files(form)
+        # 2. Is there a bucket?
+        uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
         if self._store is not None or uploads:
-            self._publishing = Publishing(self.options, self._store, self.where, form)
+            self._publishing = Publishing(options, self._store, where, form)
             self.counters.append(self._publishing.ranks_with_news)
-        elif self.options.keeps_none:
+        elif options.keep.none_here:
             raise ConfigError(
                 "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
                 "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
             )
         else:
-            self.options.check_buckets(())
-        if self.options.in_memory:
+            options.names.check_buckets(())
+        # 3. A folder in memory is named after the other folder of the run.
+        if options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
-            if self.options.replication is not None:
+            if options.replication is not None:
                 saver.where.share_key()
             key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
-            self.where.keep_in_memory(state, key)
+            where.keep_in_memory(state, key)
+        # 4. The folder exists, and what killed processes left in it is gone.
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
-                self.where.prepare(state)
-        self.where.find_disks(form)
+                where.prepare(state)
+        where.find_disks(form)
+        # 5. The bucket answers, and no other saver has these names there.
         if self._publishing is not None:
             self._publishing.open(state, logger.uploaders)
             with group.all_or_none("comparing the names in buckets"):
                 if group.is_first:
                     self._check_objects_are_its_own(state)
-        if self.options.replication is not None:
+        # 6. Replication to another node.
+        if options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
-            self.replication = Replication(
-                self.where.root, levels=levels, gigabytes_per_second=self.options.replication
-            )
+            self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
             self.counters += self.replication.counters
 
     def _check_objects_are_its_own(self, state: SavedState) -> None:
@@ -395,7 +392,7 @@ class Saver:
             if several:
                 self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
-            self.options.check(state.weights_state_dict())
+            check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         with group.all_or_none("taking the lease of the run"):
             if group.is_first:
                 self.take_leases(state.run_name, _LEASE_SECONDS)
@@ -403,7 +400,7 @@ class Saver:
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
                 self.where.refuse_conflicts(state, buckets)
-        keeps_one = self.options.num_checkpoints_to_keep == 1 or self.options.in_memory
+        keeps_one = self.options.keep.only_newest or self.options.in_memory
         if several and group.is_first and not keeps_one and not self.where.filename.varies:
             log.warning(
                 "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
@@ -460,111 +457,80 @@ class Saver:
         if self._publishing is not None and self._publishing.ranks_with_news.total:
             self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
 
-    @property
-    def is_checked(self) -> bool:
-        """True if :meth:`checking` has found that checkpoints can hold the run's state."""
-        return self._checked is not None
-
-    @contextlib.contextmanager
-    def checking(self) -> Generator[StateDict]:
-        """See that checkpoints can hold what the block puts into the dict: what the run keeps, its optimizers too.
+    def check_contents(self, state: SavedState) -> StateDict:
+        """Check that checkpoints can hold what the run keeps; return that. For after the first step of optimizers.
 
         Raises:
             ConfigError: they cannot.
         """
-        held: StateDict = {}
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            yield held
-            self.options.check(held)
-        self._checked = held
+            held = self._contents(state)
+            check_kinds(held, self.options.ignore_keys)
+        return held
 
-    def prepare(self, state: SavedState) -> None:
-        """Get ready for the next save of what was checked, in the background, the first time that it is called."""
-        checked, self._checked = self._checked, {}
-        if self.options.asynchronous and checked:
-            self._pipeline.prepare(
-                state,
-                weights_only=self.options.weights_only,
-                ignore_keys=self.options.ignore_keys,
-                state_dict=checked,
-            )
+    def prepare(self, state: SavedState, held: StateDict) -> None:
+        """Get memory ready in the background for the next save of ``held``, which :meth:`check_contents` returned."""
+        if self.options.asynchronous:
+            self._pipeline.prepare(dataclasses.replace(self._request(state), state_dict=held))
+
+    def _contents(self, state: SavedState) -> StateDict:
+        """Gather the contents of a checkpoint, with the state of each callback."""
+        return state.weights_state_dict() if self.options.weights_only else state.state_dict()
 
     def wait_for_previous(self) -> None:
         """Wait until the save in flight is written, if there is one."""
         if self._pending is not None:
             self._pipeline.wait_for_previous()
 
-    @contextlib.contextmanager
-    def gathering(self, state: SavedState, *, ephemeral: bool) -> Generator[StateDict]:
-        """Begin a save: the block puts what it is to hold into the dict, on all ranks or none.
-
-        What fails there is a failure of the save, raised unless that is tolerated. The dict is empty then.
-
-        Raises:
-            RunInUseError: another process has the run by now, and this one must not write.
-        """
-        name = self.where.name_now(state)
-        self._started = time.perf_counter()
-        self.outcomes.begun(name, self.where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
-        held: StateDict = {}
-        try:
-            with dist.get_group().all_or_none(f"checkpoint {name!r}"):
-                yield held
-                self.where.check_leases()
-                self.where.check_folder()
-        except (*_FAILURES, RankError, RunInUseError) as e:
-            held.clear()
-            self.outcomes.failed(e)
-
-    def save(
-        self, state: SavedState, state_dict: StateDict, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool
-    ) -> PendingSave | None:
+    def save(self, state: SavedState, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool) -> SaveTask | None:
         """Save, when the one before was collected; ``None``: it failed, which is tolerated.
 
         Args:
-            state: to save. state_dict: what it holds, or its weights, from :meth:`gathering`; empty: that failed.
+            state: to save.
             ephemeral: it goes as soon as there is a newer one. metrics: what it is judged by.
             lazy: nothing but optimizers changes weights from here to their next step.
+
+        Raises:
+            RunInUseError: another process has the run by now, and this one must not write.
+            Exception: what made the save fail, unless that is tolerated.
         """
-        if not state_dict:
-            return None
         options, where = self.options, self.where
         name = where.name_now(state)
+        started = time.perf_counter()
+        self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         is_own = self._may_overwrite(name)
-        held = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
+        kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         publishing = self._publishing
         publish = None if publishing is None else publishing.of(name, overwrite=is_own)
-        also = None if publishing is None else publishing.names_in_buckets(name, state)
+        also = {} if publishing is None else publishing.names_in_buckets(name, state)
+        retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
+        then = Then(publish, also, retention, is_routine=options.in_memory)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
+            with dist.get_group().all_or_none(f"checkpoint {name!r}"):
+                held = self._contents(state)
+                where.check_leases()
+                where.check_folder()
             pending = self._pipeline.save(
-                state,
-                catalog=where.own_catalog,
-                template=where.filename.filename,
-                weights_only=options.weights_only,
-                ignore_keys=options.ignore_keys,
-                overwrite=is_own or where.may_replace(state, name),
-                latest=None if where.latest_filename is None else where.latest_filename.filename,
-                asynchronous=options.asynchronous,
-                lazy=lazy,
-                ephemeral=ephemeral,
-                metrics=metrics,
-                also=also,
-                publish=publish,
-                retention=Retention(self._retention, position_of(state), held) if self._deletes else None,
-                disks=where.disks,
-                files=where.files_per_rank,
-                is_routine=options.in_memory,
-                state_dict=state_dict,
-                started=self._started,
+                dataclasses.replace(
+                    self._request(state),
+                    state_dict=held,
+                    latest=None if where.latest_filename is None else where.latest_filename.filename,
+                    overwrite=is_own or where.may_replace(state, name),
+                    occasion="ephemeral" if ephemeral else "regular",
+                    metrics=metrics,
+                    then=then,
+                    how=("lazy" if lazy else "async") if options.asynchronous else "sync",
+                    started=started,
+                )
             )
-        except (*_FAILURES, RankError) as e:
+        except (*_FAILURES, RankError, RunInUseError) as e:
             self.outcomes.failed(e)
             return None
         self._pending = pending
         if not options.asynchronous:
-            self.collect_all()
+            self.collect()
         return pending
 
     def save_after_exception(self, state: SavedState, error: Exception) -> None:
@@ -577,21 +543,26 @@ class Saver:
         try:
             self.where.check_leases()
             self.where.check_folder()
-            report = self._pipeline.save(
-                state,
-                catalog=self.where.catalog,
-                template=template,
-                weights_only=self.options.weights_only,
-                ignore_keys=self.options.ignore_keys,
-                overwrite=True,
-                asynchronous=False,
-                after_crash=True,
-            ).wait()
+            request = dataclasses.replace(
+                self._request(state), template=template, overwrite=True, occasion="crash", how="sync"
+            )
+            report = self._pipeline.save(request).wait()
         except Exception as e:  # noqa: BLE001 - told with the error that matters
             log.error("could not save the state of training after %r: %s", error, e)
             error.add_note(f"The state of training could not be saved: {type(e).__name__}: {e}")
         else:
             error.add_note(f"The state of training was saved as {str(report.path)!r}.")
+
+    def _request(self, state: SavedState) -> SaveRequest:
+        """Return the request to save ``state`` where this saver saves."""
+        return SaveRequest(
+            state=state,
+            weights_only=self.options.weights_only,
+            ignore_keys=self.options.ignore_keys,
+            catalog=self.where.own_catalog,
+            template=self.where.filename.filename,
+            disks=self.where.disks,
+        )
 
     @property
     def expected_seconds(self) -> float | None:
@@ -624,49 +595,21 @@ class Saver:
             pending.join()
             self.blocked_seconds += time.perf_counter() - started
         self._pending = None  # not before: who is interrupted while it waits asks again
-        self._note_save(pending)
-        before, self._tidying = self._tidying, pending
-        if before is not None:
-            self._note_deletions(before, alone=alone)
+        self._note_save(pending, alone=alone)
 
-    def _note_deletions(self, pending: PendingSave, *, alone: bool) -> None:
-        """Take note of how deletions went after the save had ended; on all ranks unless ``alone``."""
-        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
-        error, pending.deletion_error = pending.deletion_error, None
-        try:
-            with group.all_or_none("deleting older checkpoints"):
-                if error is not None:
-                    raise error
-        except (*_FAILURES, RankError) as e:
-            self.outcomes.tidied(e)
-        else:
-            self.outcomes.tidied(None)
-
-    def collect_all(self, *, alone: bool = False) -> None:
-        """Wait for the save in flight and for the deletions after it.
-
-        Raises:
-            Exception: what made one fail, unless that is tolerated.
-        """
-        self.collect(alone=alone)
-        self._pipeline.wait_until_tidy()
-        tidying, self._tidying = self._tidying, None
-        if tidying is not None:
-            self._note_deletions(tidying, alone=alone)
-
-    def path_of(self, pending: PendingSave | None) -> str:
-        """Wait for the save that was begun and for the deletions after it, and return the path of the checkpoint.
+    def path_of(self, pending: SaveTask | None) -> str:
+        """Wait for the save that was begun, and return the path of the checkpoint.
 
         Raises:
             CheckpointError: it failed. Where that is tolerated, who asks for a path wants to know all the same.
         """
-        self.collect_all()
+        self.collect()
         if pending is None:
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         return self._path_of(pending.wait())
 
-    def _note_save(self, pending: PendingSave) -> None:
-        """Take note of how a save went that has ended."""
+    def _note_save(self, pending: SaveTask, *, alone: bool) -> None:
+        """Take note of how a save went that has ended, and the deletions after it; on all ranks unless ``alone``."""
         try:
             report = pending.wait()
         except (*_FAILURES, RankError) as e:
@@ -681,6 +624,15 @@ class Saver:
         path = self._path_of(report)
         self._forget(path)
         self.saved_checkpoints.append(path)
+        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
+        error: Exception | None = None
+        try:
+            with group.all_or_none("deleting older checkpoints"):
+                if report.deletion_error is not None:
+                    raise report.deletion_error
+        except (*_FAILURES, RankError) as e:
+            error = e
+        self.outcomes.tidied(error)
 
     def _note_publishing(self, outcomes: Sequence[Publication]) -> None:
         """Take note of uploads that have ended.
@@ -728,7 +680,7 @@ class Saver:
         Raises:
             Exception: what made one fail.
         """
-        self.collect_all()
+        self.collect()
         if self._publishing is not None:
             self._publishing.wait(dist.get_group())
             self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
@@ -751,7 +703,7 @@ class Saver:
             if self.replication is not None:
                 stack.callback(self.replication.close)
             stack.callback(self._pipeline.close)
-            self.collect_all(alone=True)  # each rank for itself: others may have failed and not come here
+            self.collect(alone=True)  # each rank for itself: others may have failed and not come here
 
     def _end_publishing(self, publishing: Publishing) -> None:
         publishing.wait(dist.SingleProcess())

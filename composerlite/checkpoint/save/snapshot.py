@@ -63,7 +63,7 @@ class Snapshot:
     """A copy of the state at one moment. Devices may copy tensors of optimizers until an optimizer steps.
 
     Attributes:
-        memory: with the copy.
+        memory: with the copy; ``None`` after it was given back.
         seconds: duration of the copy on the training thread.
         stall_seconds: how long training waited, on devices too.
         is_complete: nothing is written to ``memory`` any more.
@@ -72,7 +72,7 @@ class Snapshot:
     def __init__(
         self, memory: HostMemory, device_copies: Sequence[_DeviceCopy], late_tensors: Sequence[Tensor]
     ) -> None:
-        self.memory = memory
+        self.memory: HostMemory | None = memory
         self.seconds = self.stall_seconds = 0.0
         self.is_complete = not device_copies
         self._device_copies = device_copies

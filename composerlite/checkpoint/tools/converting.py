@@ -20,8 +20,8 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.manifest import Manifest, new_id
 from composerlite.checkpoint.save import plain_file
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
-from composerlite.checkpoint.save.job import PendingSave
 from composerlite.checkpoint.save.plain_file import write_torch
+from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.whole import weights_of
 from composerlite.devices import rng
@@ -84,9 +84,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
 
 def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
     group = SingleProcess()
-    PendingSave(
-        manifest=record, path=path, writer=writer, votes=[group.vote(f"writing {str(path)!r}")], group=group
-    ).run()
+    SaveTask(manifest=record, path=path, writer=writer, votes=[group.vote(f"writing {str(path)!r}")], group=group).run()
 
 
 def write_safetensors(contents: Any, path: Path, *, overwrite: bool, source: str, rename: Rename | None = None) -> None:
