@@ -216,6 +216,9 @@ def pinned_file(path: Path, folder: Path) -> Generator[Path]:
         path: of the file.
         folder: folder of the second name, on the same disk.
 
+    Yields:
+        The second name.
+
     Raises:
         OSError: the file does not exist, or the file system has no hard links.
     """
@@ -321,7 +324,12 @@ def _move_link(temporary: Path, link: Path, target: str) -> None:
 
 
 def replace_symlink(link: Path, target: str) -> None:
-    """Point ``link`` to ``target``, as :func:`staged_symlink` does."""
+    """Point ``link`` to ``target``, as :func:`staged_symlink` does.
+
+    Args:
+        link: path of the link.
+        target: path of the target, relative to the folder of the link.
+    """
     with staged_symlink(link, target):
         pass
 
