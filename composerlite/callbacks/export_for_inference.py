@@ -17,7 +17,7 @@ from torch import nn
 from composerlite import dist
 from composerlite._torch_compat import map_leaves
 from composerlite.checkpoint import load_checkpoint
-from composerlite.checkpoint.save.plain_file import plain_writer
+from composerlite.checkpoint.save.plain_file import write_safetensors
 from composerlite.core import Callback, Logger, State, move_to_device
 from composerlite.errors import ConfigError, checked_arguments, did_you_mean
 from composerlite.storage import ObjectStore, atomic_write, is_uri, make_folder, open_store, parse_uri
@@ -111,7 +111,7 @@ def export_for_inference(
         path = Path(folder) / "model.pt2" if store is not None else Path(name)
         make_folder(path.parent)
         if form is ExportFormat.SAFETENSORS:
-            plain_writer(use_safetensors=True)(path, dict(exported.state_dict()))
+            write_safetensors(path, dict(exported.state_dict()))
         else:
             _write_program(exported, sample_input, path)
         if store is not None:

@@ -366,7 +366,7 @@ class RestorePlan:
         elif not _is_ours(contents["state"].get("metadata")):
             from composerlite.checkpoint.foreign.composer import in_current_form  # rarely needed
 
-            contents = in_current_form(contents, self._run, weights_only=self.weights_only)
+            contents = in_current_form(contents, source=self.source, weights_only=self.weights_only)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
         contents = without(contents, self.ignore_keys)
         state = contents.get("state", {})

@@ -15,10 +15,7 @@ from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, parse_uri
 
-_FORMS = ("huggingface", "safetensors", "state_dict", "lightning", "transformers", "accelerate")
-_OF_WEIGHTS = ("safetensors", "safetensors folder", "state_dict")
-_FOLDERS = ("huggingface", "transformers", "accelerate")
-_RENAMING = (*_OF_WEIGHTS, "lightning", "transformers", "accelerate")
+_FORMS = ("huggingface", "safetensors", "state_dict")
 
 
 @click.command()
@@ -44,8 +41,8 @@ def unshard(
 
     Of one of DeepSpeed it is the model, in one file.
     """
-    from composerlite.checkpoint import UnshardStrategy, unshard_checkpoint
-    from composerlite.checkpoint.tools.inspecting import model_directory
+    from composerlite.checkpoint import UnshardStrategy, unshard_checkpoint, unshard_zero
+    from composerlite.checkpoint.tools.reading import model_directory
 
     if per_tensor and chunk_bytes is not None:
         raise ConfigError(f"--per-tensor --chunk-bytes {chunk_bytes}: expected one of them.")
@@ -54,21 +51,25 @@ def unshard(
         strategy = UnshardStrategy.chunks(chunk_bytes)
     with pointed(checkpoint) as target:
         found = target.the_one()
+        directory = model_directory(target.place, found)
         if found.kind == "deepspeed":
-            directory = target.place.uri(found.name)
-        else:
-            directory = model_directory(target.place, found)
-        if directory is None:
+            if optim or per_tensor or chunk_bytes is not None:
+                raise ConfigError("unshard: of a checkpoint of DeepSpeed the model alone is written, in one file.")
+            file = Path(folder, "model.safetensors" if safetensors else "model.pt")
+            uri = target.place.uri(found.name)
+            written: tuple[Path, Path | None] = unshard_zero(uri, file, save_overwrite=overwrite, quiet=True), None
+        elif directory is None:
             raise ConfigError(f"{checkpoint!r} is one file already: 'convert' writes it in another form.")
-        written = unshard_checkpoint(
-            directory,
-            folder,
-            optim=optim,
-            save_overwrite=overwrite,
-            use_safetensors=safetensors,
-            unshard_strategy=strategy,
-            quiet=True,
-        )
+        else:
+            written = unshard_checkpoint(
+                directory,
+                folder,
+                optim=optim,
+                save_overwrite=overwrite,
+                use_safetensors=safetensors,
+                unshard_strategy=strategy,
+                quiet=True,
+            )
     if as_json:
         model, optimizer = written
         print_json({"model": str(model), "optim": None if optimizer is None else str(optimizer)})
@@ -79,17 +80,15 @@ def unshard(
 
 @click.command()
 @options.checkpoint
-@click.argument("target", metavar="[TARGET]", required=False, help="The file or directory to write.")
-@click.option("-o", "--output", metavar="TARGET", help="Another way to say TARGET.")
+@click.argument("target", metavar="TARGET", help="The file, directory or folder to write.")
 @click.option("--to", metavar="FORM", help=f"Another form: {', '.join(_FORMS)}.")
 @click.option("--dtype", metavar="TYPE", help="Of the weights, with --to huggingface: bfloat16.")
-@click.option("--rename", metavar="FROM=TO", help="Names of weights that begin with FROM begin with TO: net.=module.")
+@click.option("--rename", metavar="FROM=TO", help="Names of weights that begin with FROM begin with TO: module.= .")
 @options.overwrite
 @options.as_json
 def convert(
     checkpoint: str,
-    target: str | None,
-    output: str | None,
+    target: str,
     to: str | None,
     dtype: str | None,
     rename: str | None,
@@ -99,28 +98,18 @@ def convert(
     """Write CHECKPOINT in another form, which the end of TARGET's name tells, or --to.
 
     .pt, .pt.zst, .tar.gz and the like: a file. None: a directory that any number of ranks loads. Both resume a run
-    that was saved. .safetensors: the weights alone. .ckpt: for Lightning. --to huggingface: what a HuggingFaceModel has
-    trained, as save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel. --to
-    transformers: a folder checkpoint-N that its Trainer continues from. --to accelerate: a folder that
-    Accelerator.load_state loads. --to safetensors: a folder with an index. --to
-    state_dict: a file of the weights for torch.load.
+    that was saved. .safetensors: the weights alone. --to huggingface: what a HuggingFaceModel has trained, as
+    save_pretrained writes it; and CHECKPOINT can be such a folder, to load into a HuggingFaceModel. --to safetensors: a
+    folder with an index. --to state_dict: a file of the weights for torch.load.
     """
-    if (target is None) is (output is None):
-        given = "neither" if target is None else f"{target} and --output {output}"
-        raise ConfigError(f"convert: expected TARGET or --output TARGET, and got {given}.")
-    target = str(output) if target is None else target
     if is_uri(target):
         raise ConfigError(f"convert … {target}: expected a path of this machine. 'push' or 'cp' copies it then.")
     path = Path(parse_uri(target)[2])
     form = _form(path, to)
     if dtype is not None and form != "huggingface":
         raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; expected --to huggingface.")
-    if rename is not None and ("=" not in rename or form not in _RENAMING):
-        raise ConfigError(
-            f"--rename {rename}: expected FROM=TO, of which one may be empty, and a form that names weights for other "
-            f"programs: {', '.join(_RENAMING)}."
-        )
-    if not overwrite and path.exists() and (form not in _FOLDERS or path.is_file()):
+    is_folder = form == "huggingface"
+    if not overwrite and path.exists() and (not is_folder or path.is_file()):
         raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
     if os.path.lexists(path) and not (path.is_file() or path.is_dir()):
         raise CheckpointExistsError(f"{target!r} is neither a file nor a folder, and stays. Give another name.")
@@ -133,60 +122,42 @@ def convert(
 
 
 def _convert(text: str, path: Path, form: str, *, dtype: str | None, rename: str | None, overwrite: bool) -> str:
-    """Write the form ``form`` of the checkpoint at ``text`` to ``path``, and return what it was made of."""
+    """Write the form ``form`` of the checkpoint at ``text`` to ``path``, and return the URI of that checkpoint."""
+    from composerlite.checkpoint.foreign.keys import Rename
+    from composerlite.checkpoint.tools import converting
     from composerlite.checkpoint.tools.huggingface import is_huggingface_folder
-    from composerlite.checkpoint.tools.whole import whole_contents
+    from composerlite.checkpoint.tools.reading import whole_contents
     from composerlite.models import huggingface_contents, write_huggingface_pretrained_from_composer_checkpoint
 
+    old, is_given, new = (rename or "=").partition("=")
+    if not is_given or (rename is not None and form not in converting.WEIGHT_FORMS):
+        raise ConfigError(
+            f"--rename {rename}: expected FROM=TO, of which one may be empty, and a form of weights alone: "
+            f"{', '.join(converting.WEIGHT_FORMS)}."
+        )
     if form == "huggingface":
         write_huggingface_pretrained_from_composer_checkpoint(text, path, dtype=dtype, overwrite=overwrite)
         return text
+    manifest: Manifest | None = None
+    uri = text
     if not is_uri(text) and is_huggingface_folder(Path(parse_uri(text)[2])):
-        _write(
-            huggingface_contents(parse_uri(text)[2]), path, form, None, source=text, rename=rename, overwrite=overwrite
-        )
-        return text
-    with pointed(text) as source:
-        found = source.the_one(whole=True)
-        contents = whole_contents(source.place, found, weights_only=form in _OF_WEIGHTS)
-        _write(contents, path, form, found.manifest, source=text, rename=rename, overwrite=overwrite)
-        return source.place.uri(found.name)
-
-
-def _write(
-    contents: Any,
-    path: Path,
-    form: str,
-    manifest: Manifest | None,
-    *,
-    source: str,
-    rename: str | None,
-    overwrite: bool,
-) -> None:
-    from composerlite.checkpoint.foreign.keys import Rename
-    from composerlite.checkpoint.tools import converting
-    from composerlite.checkpoint.tools.huggingface import write_accelerate_folder, write_trainer_folder
-
+        contents: Any = huggingface_contents(parse_uri(text)[2])
+    else:
+        with pointed(text) as source:
+            found = source.the_one(whole=True)
+            contents = whole_contents(source.place, found, weights_only=form in converting.WEIGHT_FORMS)
+            manifest, uri = found.manifest, source.place.uri(found.name)
     if form == "directory":
         converting.write_directory(contents, path, manifest, overwrite=overwrite)
-        return
-    if form == "file":
+    elif form == "file":
         converting.write_file(contents, path, manifest, overwrite=overwrite)
-        return
-    writers = {
-        "safetensors": converting.write_safetensors,
-        "safetensors folder": converting.write_safetensors_folder,
-        "state_dict": converting.write_state_dict,
-        "lightning": converting.write_lightning,
-        "transformers": write_trainer_folder,
-        "accelerate": write_accelerate_folder,
-    }
-    old, _, new = (rename or "=").partition("=")
-    writers[form](contents, path, source=source, rename=Rename(old, new), overwrite=overwrite)
+    else:
+        converting.write_weights(contents, path, form, source=text, rename=Rename(old, new), overwrite=overwrite)
+    return uri
 
 
 def _form(path: Path, to: str | None) -> str:
-    """One of ``_FORMS``, ``'safetensors folder'``, ``'file'`` or ``'directory'``; ConfigError."""
+    """Return the form to write: one of ``WEIGHT_FORMS``, ``'huggingface'``, ``'file'`` or ``'directory'``."""
     from composerlite.checkpoint.format.packing import format_of
 
     if to is not None:
@@ -194,8 +165,11 @@ def _form(path: Path, to: str | None) -> str:
             forms = ", ".join(_FORMS)
             raise ConfigError(f"--to {to}: expected one of {forms}; the suffix of TARGET selects any other form.")
         return f"{to} folder" if to == "safetensors" and not path.name.endswith(".safetensors") else to
+    if path.name.endswith(".ckpt"):
+        raise ConfigError(
+            f"convert … {path}: no .ckpt of Lightning is written. --to state_dict writes weights that a "
+            "LightningModule loads with load_state_dict; load_path reads a .ckpt."
+        )
     if path.name.endswith(".safetensors"):
         return "safetensors"
-    if path.name.endswith(".ckpt"):
-        return "lightning"
     return "file" if format_of(path.name).suffix else "directory"

@@ -10,7 +10,7 @@ import click
 from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import place_at, pointed, target_at
+from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, newest, sealed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
@@ -35,7 +35,7 @@ def cp(checkpoint: str, target: str, **how: Any) -> None:
 
     It exists in PLACE when all of it is there. A copy of a directory that was interrupted resumes where it was.
     """
-    with pointed(checkpoint) as source, target_at(target) as place:
+    with pointed(checkpoint) as source, place_at(target, may_be_new=True) as place:
         if source.name is None:
             raise ConfigError(
                 f"{checkpoint!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
@@ -52,7 +52,7 @@ def cp(checkpoint: str, target: str, **how: Any) -> None:
 def push(folder: str, target: str, names: Sequence[str], everything: bool, **how: Any) -> None:
     """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("push", folder, target)
-    with place_at(folder) as source, target_at(target) as place:
+    with place_at(folder) as source, place_at(target, may_be_new=True) as place:
         _copy(source, _chosen(source, names, everything=everything), place, **how)
 
 
@@ -65,7 +65,7 @@ def push(folder: str, target: str, names: Sequence[str], everything: bool, **how
 def pull(source: str, folder: str, names: Sequence[str], everything: bool, **how: Any) -> None:
     """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("pull", folder, source)
-    with place_at(source) as bucket, target_at(folder) as place:
+    with place_at(source) as bucket, place_at(folder, may_be_new=True) as place:
         _copy(bucket, _chosen(bucket, names, everything=everything), place, **how)
 
 

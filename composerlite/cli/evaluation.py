@@ -223,7 +223,7 @@ def _found(
             found = target.the_one(whole=True)
         metadata: Mapping[str, Any] = {}
         if with_metadata:
-            from composerlite.checkpoint.tools.whole import metadata_of
+            from composerlite.checkpoint.tools.reading import metadata_of
 
             metadata = metadata_of(target.place, found)
         return target.place.uri(found.name), found.manifest, metadata

@@ -15,7 +15,7 @@ from composerlite.errors import bytes_text
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.tools.comparing import Comparison
-    from composerlite.checkpoint.tools.inspecting import Leaf
+    from composerlite.checkpoint.tools.reading import Leaf
 
 
 @click.command()
@@ -28,7 +28,7 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
     Nothing in it is run, and the bytes of its tensors are read only where it is compressed.
     """
     from composerlite.checkpoint.foreign.systems import recognised, what_is_recognised
-    from composerlite.checkpoint.tools.inspecting import contents_of, leaves_of_contents
+    from composerlite.checkpoint.tools.reading import contents_of, leaves_of_contents
 
     with pointed(checkpoint) as target:
         found = target.the_one()
@@ -126,7 +126,7 @@ def diff(a: str, b: str, everything: bool, top: int, exit_code: bool, as_json: b
 
 def _contents(text: str, *, everything: bool) -> Mapping[str, Any]:
     from composerlite.checkpoint.tools.comparing import flat
-    from composerlite.checkpoint.tools.whole import weights_of, whole_contents
+    from composerlite.checkpoint.tools.reading import weights_of, whole_contents
 
     with pointed(text) as target:
         contents = whole_contents(target.place, target.the_one(), weights_only=not everything)

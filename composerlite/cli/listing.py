@@ -224,7 +224,7 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object], *, i
     faults = list(differ.values())
     state = "damaged" if faults else "verified"
     if found.state == "unverified":
-        state, faults = _by_itself(place, found, progress)
+        state, faults = _by_itself(place, found)
     elif found.manifest is None:  # the record is damaged, or the save did not end
         faults = list(found.faults)
         state = "damaged" if (found.decider or is_named) and faults else "unverified"
@@ -238,12 +238,12 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object], *, i
     }
 
 
-def _by_itself(place: Place, found: Found, progress: Callable[[int], object]) -> tuple[str, list[str]]:
+def _by_itself(place: Place, found: Found) -> tuple[str, list[str]]:
     """Return the verdict on a checkpoint without a record."""
-    from composerlite.checkpoint.tools.verifying import compared_with_itself  # imports torch
+    from composerlite.checkpoint.tools.reading import read_without_record  # imports torch
 
     try:
-        return "unverified", [compared_with_itself(place, found, progress)]
+        return "unverified", [read_without_record(place, found)]
     except CorruptCheckpointError as e:
         return "damaged", [str(e).rstrip(".")]
     except UntrustedCheckpointError as e:

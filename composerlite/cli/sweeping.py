@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any
@@ -19,7 +18,7 @@ from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import Found, abandoned, is_in_checkpoint, remove, survey
+from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
@@ -108,16 +107,12 @@ def prune(
 
 @click.command("gc")
 @options.places
-@click.option("--orphans", is_flag=True, help="Remove data without a record, too: also what other programs have saved.")
 @click.option(
-    "--older-than",
-    default="24h",
-    metavar="TIME",
-    help="Orphans, and parts of uploads, go if they are as old as that.",
+    "--older-than", default="24h", metavar="TIME", help="Remove data files, and parts of uploads, of at least this age."
 )
 @options.dry_run
 @options.as_json
-def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool, as_json: bool) -> None:
+def collect(places: Sequence[str], older_than: str, dry_run: bool, as_json: bool) -> None:
     """Remove leftovers of killed processes in PLACE: temporary files, parts of uploads, unnamed data files.
 
     No checkpoint is deleted. What a process that lives is writing on this machine's disks stays.
@@ -131,17 +126,13 @@ def collect(places: Sequence[str], orphans: bool, older_than: str, dry_run: bool
                 uri = place.uri(one.path)
                 if not _is_known(uri, seen):
                     removed.append({"uri": uri, "size_bytes": one.size_bytes, "why": _why(one)})
-            garbage_files = _garbage(place, age)
-            for file in garbage_files:
+            for file in _garbage(place, age):
                 if not _is_known(place.uri(file.path), seen):
                     removed.append(
                         {"uri": place.uri(file.path), "size_bytes": file.size_bytes, "why": "a file of a killed save"}
                     )
                     if not dry_run:
                         place.delete([file.path], folders=True)
-            for found in _orphans(place, age, {file.path for file in garbage_files}) if orphans else ():
-                if not _is_known(place.uri(found.name), seen) and remove(place, found, dry_run=dry_run):
-                    removed.append(_removed(place, found, "data without a record"))
     _tell(removed, [], dry_run=dry_run, as_json=as_json)
 
 
@@ -150,27 +141,6 @@ def _garbage(place: Place, age: timedelta) -> list[StoredFile]:
     files = place.files()
     old = [path for path, file in files.items() if _is_old([file], age)]
     return [files[path] for path in garbage(place, old, re.compile(".*"))]
-
-
-def _orphans(place: Place, age: timedelta, removed: set[str]) -> list[Found]:
-    """Data without a record that are as old as ``age``, and no part of a checkpoint or of a save in progress.
-
-    Files that were ``removed``, or would be, do not count.
-    """
-    if is_in_checkpoint(place):
-        return []
-    there = [
-        replace(found, files=tuple(file for file in found.files if file.path not in removed)) for found in survey(place)
-    ]
-    return [
-        found
-        for found in there
-        if found.files
-        and found.may_be_left_over
-        and found.manifest is None
-        and _is_old(found.files, age)
-        and not any(".tmp-" in name for name in (place.names(found.name) if found.kind else ()))
-    ]
 
 
 def _with_folders(names: set[str]) -> set[str]:

@@ -47,7 +47,7 @@ from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save as save_of_run
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import place_at, target_at
+from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import remove, survey
 from composerlite.cli.app import app
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
@@ -385,7 +385,7 @@ def _copied(one: Kind) -> Kind:
         source = Path.cwd() / "sources" / str(value)
         if not source.exists():
             one.save(str(source), value, False)
-        with place_at(str(source)) as here, target_at(place) as there:
+        with place_at(str(source)) as here, place_at(place, may_be_new=True) as there:
             for found in survey(here):
                 copy(here, found, there, overwrite=overwrite)
 

@@ -22,7 +22,7 @@ from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.sharded import load_flat
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.tools.pointing import pointed
-from composerlite.checkpoint.tools.verifying import compared_with_itself
+from composerlite.checkpoint.tools.reading import read_without_record
 from composerlite.errors import CheckpointError, ConfigError
 
 FEW, MANY = 20, 1000
@@ -113,7 +113,7 @@ def test_damage_by_chance_to_what_other_systems_save_does_no_harm(
 
 def _verify(path: Path) -> None:
     with pointed(str(path)) as target:
-        compared_with_itself(target.place, target.the_one())
+        read_without_record(target.place, target.the_one())
 
 
 def _readable_by_mutations(path: Path) -> bytes:
@@ -133,7 +133,7 @@ def _damaged(whole: bytes, chance: random.Random) -> bytes:
 def test_every_system_that_is_recognised_is_damaged_here() -> None:
     """None is forgotten: what :mod:`.systems` lists has a format above."""
     from composerlite.checkpoint.foreign.systems import SYSTEMS, recognised
-    from composerlite.checkpoint.tools.inspecting import contents_of
+    from composerlite.checkpoint.tools.reading import contents_of
 
     found: set[Any] = set()
     for path in (*(path for path, _ in FORMATS.values()), "deepspeed/zero1"):  # which has a test of its own below

@@ -15,10 +15,8 @@ import torch.distributed.checkpoint as dcp
 from test_composer_files import resumed
 from test_other_systems import DATA, SAVED, WHOLE, bin_folder, halves, of_deepspeed, plain_contents, trainer, weights
 
-from composerlite.checkpoint.foreign.outgoing import lightning_contents, transformers_files
-from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.checkpoint.tools.pointing import pointed
-from composerlite.checkpoint.tools.whole import whole_contents
+from composerlite.checkpoint.tools.reading import whole_contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PAGES = Path(__file__).parents[2] / "docs/migration"
@@ -46,17 +44,6 @@ SYSTEM = "test_other_systems.py::test_a_run_continues_as_the_system_itself"
 NAMED: dict[tuple[str, str], str] = {
     ("Composer", "weights"): "test_composer_files.py::test_a_directory_of_composers_fsdp_continues",
     ("Composer", "not restored"): "test_composer_files.py::test_what_cannot_be_matched_is_listed",
-    ("Lightning 2.6 `.ckpt`", "*"): "test_going_out.py::test_lightning_continues_from_ours",
-    ("transformers 5.24", "*"): "test_going_out.py::test_transformers_continues_from_ours",
-    (
-        "transformers 5.24",
-        "optimizer",
-    ): "test_going_out.py::test_an_optimizer_of_one_group_becomes_the_two_of_transformers",
-    ("transformers 5.24", "scheduler"): "test_going_out.py::test_a_scheduler_of_another_kind_is_left_to_transformers",
-    (
-        "transformers 5.24",
-        "random state",
-    ): "test_going_out.py::test_a_scheduler_of_another_kind_is_left_to_transformers",
     (
         "safetensors: a file, a folder with an index",
         "*",
@@ -68,7 +55,6 @@ NAMED: dict[tuple[str, str], str] = {
     ("position in the data", "*"): "test_composer_files.py::test_a_run_of_composer_continues_exactly",
     ("state of callbacks", "*"): "test_composer_files.py::test_callbacks_are_matched_by_the_name_of_their_class",
     ("averages of", "*"): "test_composer_files.py::test_the_average_of_ema_is_restored",
-    ("accelerate 1.15", "*"): "test_going_out.py::test_accelerate_continues_from_ours",
     ("objects of Composer's", "*"): (
         "test_composer_files.py::test_classes_of_composer_are_taken_by_name_and_never_imported"
     ),
@@ -237,17 +223,6 @@ def test_what_is_not_restored_is_logged(row: str, tmp_path: Path, caplog: pytest
     (line,) = (line for line in caplog.text.splitlines() if "taken over: " in line)
     left = line.partition("; not: ")[2].split(", ")
     assert set(words) <= set(left), line
-
-
-def test_what_is_not_written() -> None:
-    """Callbacks and hyperparameters for Lightning; ``training_args.bin`` and the log for transformers."""
-    taken = Taken({"w": torch.ones(2)}, progress=Counts(6, 1, 2), left=["state/callbacks"])
-    contents = lightning_contents(taken)
-    assert contents["callbacks"] == {}
-    assert "hyper_parameters" not in contents
-    files, state = transformers_files(taken, {})
-    assert "training_args.bin" not in files
-    assert state["log_history"] == []
 
 
 # ── names of tests ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from composerlite import Callback, Event, Logger, State, Trainer
 from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
 from composerlite.checkpoint.tools.pointing import pointed
-from composerlite.checkpoint.tools.whole import whole_contents
+from composerlite.checkpoint.tools.reading import whole_contents
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,

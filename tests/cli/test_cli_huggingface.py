@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HuggingFaceMode
 def test_convert_to_huggingface_and_back(run: tuple[Path, HuggingFaceModel]) -> None:
     """transformers loads the folder; a file and a directory made of it load strictly into a model of a run."""
     folder, model = run
-    told = answer("checkpoint", "convert", "run/latest-rank0.pt", "--to", "huggingface", "-o", "hf", cwd=folder)
+    told = answer("checkpoint", "convert", "run/latest-rank0.pt", "hf", "--to", "huggingface", cwd=folder)
     assert (told["form"], told["target"]) == ("huggingface", "hf")
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")), logits(model.model))
     for source, target in (("hf", "back.pt"), ("back.pt", "back")):
@@ -59,11 +59,10 @@ def test_convert_in_another_type(run: tuple[Path, HuggingFaceModel]) -> None:
 
 
 def test_what_convert_cannot_do_is_said(run: tuple[Path, HuggingFaceModel]) -> None:
-    """Two targets or none, an unknown form, a type where there is none: status 2 and one line that says what."""
+    """No target, an unknown form, a type where there is none: status 2, and the message says what."""
     folder, _ = run
     for arguments, message in (
-        ([], "expected TARGET or --output"),
-        (["a", "-o", "b"], "expected TARGET or --output"),
+        ([], "Missing argument 'TARGET'"),
         (["a", "--to", "gguf"], "--to gguf: expected one of huggingface, safetensors"),
         (["a.pt", "--dtype", "bfloat16"], "expected --to huggingface"),
         (["a", "--to", "huggingface", "--dtype", "bf17"], "bf17"),

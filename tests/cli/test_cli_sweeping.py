@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -119,17 +117,14 @@ def test_prune_in_a_bucket_leaves_what_a_link_leads_to(demo: Path, bucket: str) 
 def test_a_dry_run_changes_nothing(demo: Path) -> None:
     """``prune`` and ``gc`` tell what they would do."""
     (demo / f".x.{DEAD}").write_bytes(b"left")
-    (demo / "orphan.pt").write_bytes(b"data")
+    (demo / "other.pt").write_bytes(b"data")
     before = everything(demo)
     told = composerlite("checkpoint", "prune", "demo", "--keep-last", 2, "--dry-run", cwd=demo.parent).stdout
     assert told.splitlines()[0].startswith(f"would remove demo/{ONE} (")
-    told = composerlite(
-        "checkpoint", "gc", "demo", "--orphans", "--older-than", "0s", "--dry-run", cwd=demo.parent
-    ).stdout
+    told = composerlite("checkpoint", "gc", "demo", "--older-than", "0s", "--dry-run", cwd=demo.parent).stdout
     assert told.splitlines() == [
         f"would remove demo/.x.{DEAD} (4 B): a file that was not written to its end",
-        "would remove demo/orphan.pt (4 B): data without a record",
-        "would remove 2, 8 B",
+        "would remove 1, 4 B",
     ]
     assert everything(demo) == before
 
@@ -234,7 +229,7 @@ def test_an_empty_place_is_refused(demo: Path) -> None:
     before = everything(demo.parent)
     commands = (
         ["prune", "", "--keep-last", 1],
-        ["gc", "demo", "", "--orphans", "--older-than", "0s"],
+        ["gc", "demo", "", "--older-than", "0s"],
         ["ls", ""],
         ["latest", " "],
         ["verify", ""],
@@ -278,41 +273,18 @@ def test_gc_removes_what_dead_processes_left(demo: Path) -> None:
     assert names(demo) == before
 
 
-def test_gc_removes_orphans_only_when_asked_and_old(demo: Path) -> None:
-    """Data without a record may be of another program, or of a save that goes on: asked for, and a day old."""
-    (demo / ONE).write_bytes((demo / ONE).read_bytes()[:1000])
-    (demo / "new.pt").write_bytes(b"data")
-    os.utime(demo / ONE, (time.time() - 90_000, time.time() - 90_000))
-    assert answer("checkpoint", "gc", "demo", cwd=demo.parent)["removed"] == []
-    told = answer("checkpoint", "gc", "demo", "--orphans", cwd=demo.parent)
-    assert [(one["uri"], one["why"]) for one in told["removed"]] == [(f"demo/{ONE}", "data without a record")]
-    assert sorted(path.name for path in demo.glob("*.pt")) == sorted([TWO, THREE, "latest-rank0.pt", "new.pt"])
-
-
-def test_gc_leaves_an_orphan_that_was_saved_meanwhile(demo: Path) -> None:
-    """A run may save a checkpoint of that name between the survey and the deletion: it stays."""
-    whole = (demo / ONE).read_bytes()
-    (demo / ONE).write_bytes(whole[:1000])
-    with place_at(str(demo)) as place:
-        (found,) = (one for one in survey(place) if one.name == ONE)
-        assert found.may_be_left_over
-        (demo / ONE).write_bytes(whole)
-        assert not remove(place, found)
-    assert (demo / ONE).read_bytes() == whole
-
-
 def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
-    """Parts of uploads that were never completed, of this prefix only, and orphans, by the clock of the store."""
+    """Parts of uploads that were never completed, of this prefix only, by the clock of the store; a file stays."""
     published(demo, bucket)
     with open_store(bucket) as store:
         for name in ("demo/ep9.pt", "other/ep9.pt"):
             upload = store.start_parts(name)
             assert upload is not None
             upload.send(1, memoryview(bytes(5 << 20)))
-        store.put_bytes("demo/orphan.pt", b"data")
-        assert answer("checkpoint", "gc", f"{bucket}/demo", "--orphans", cwd=demo.parent)["removed"] == []
-        told = answer("checkpoint", "gc", f"{bucket}/demo", "--orphans", "--older-than", "0s", cwd=demo.parent)
-        assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt", f"{bucket}/demo/orphan.pt"]
+        store.put_bytes("demo/other.pt", b"data")
+        assert answer("checkpoint", "gc", f"{bucket}/demo", cwd=demo.parent)["removed"] == []
+        told = answer("checkpoint", "gc", f"{bucket}/demo", "--older-than", "0s", cwd=demo.parent)
+        assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt"]
         assert [upload.name for upload in store.unfinished_parts("")] == ["other/ep9.pt"]
     assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 3
 
@@ -320,7 +292,7 @@ def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
 def test_an_age_beyond_all_dates_is_refused(demo: Path) -> None:
     """A time that no date is before."""
     for age in ("20000000h", "99999999999999h"):
-        done = composerlite("checkpoint", "gc", "demo", "--orphans", "--older-than", age, cwd=demo.parent)
+        done = composerlite("checkpoint", "gc", "demo", "--older-than", age, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (2, "")
         assert "no file is as old as that" in done.stderr
 

@@ -449,34 +449,6 @@ def make_olmo_core(folder: Path) -> None:
     expected(folder, ["ai2-olmo-core", "torch"], losses[SAVED:])
 
 
-def make_lightning_from_ours(folder: Path) -> None:
-    """What Lightning makes of tests/data/composerlite/lightning.ckpt, which ``checkpoint convert`` has written."""
-    import lightning as L
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = optimizer_of(self)
-            scheduler = {"scheduler": scheduler_of(optimizer), "interval": "step"}
-            return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module = Module()
-    trainer = L.Trainer(max_steps=8 + STEPS - SAVED, accelerator="cpu", enable_model_summary=False, **quiet)
-    trainer.fit(module, loader(), ckpt_path=DATA / "composerlite/lightning.ckpt")
-    assert trainer.current_epoch == 7
-    expected(folder, ["lightning", "torch"], module.losses)
-
-
 SYSTEMS = {name.removeprefix("make_"): make for name, make in list(globals().items()) if name.startswith("make_")}
 OF_THEIR_OWN = ("composer", "olmo_core")
 """Those that need another environment than the rest: they are made when they are named."""

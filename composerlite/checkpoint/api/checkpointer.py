@@ -22,7 +22,6 @@ from typing import Any, ClassVar, final
 
 import xxhash
 
-from composerlite.checkpoint.api.config import Config
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
     get_checkpoint_metadata,
@@ -54,7 +53,6 @@ from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_d
 from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, get_local_world_size, group_of
 from composerlite.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
@@ -67,15 +65,14 @@ from composerlite.types import StateDict
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
 
 log = logging.getLogger(__name__)
-_ATTEMPTS = 20
 _ALIGNMENT = 4096
 _STEP = re.compile(r"step(0|[1-9]\d*)")
 
 
 @final
 @dataclass
-class CheckpointerConfig(Config):
-    """Settings of a :class:`Checkpointer`, which says what they mean.
+class CheckpointerConfig:
+    """Settings of a :class:`Checkpointer`, which describes them. ``dataclasses.asdict`` makes a dict of plain values.
 
     Args:
         work_dir, save_overwrite, pre_download, save_thread_count, load_thread_count, throttle_uploads: attributes of
@@ -90,7 +87,7 @@ class CheckpointerConfig(Config):
     throttle_uploads: bool = False
 
     def build(self, process_group: Any = None, **overrides: Any) -> Checkpointer:
-        """Make it, with some fields of this replaced by ``overrides``.
+        """Make the Checkpointer, with some fields replaced by ``overrides``.
 
         Args:
             process_group: the ranks that save and load together; ``None``: all ranks.
@@ -100,9 +97,9 @@ class CheckpointerConfig(Config):
             The Checkpointer.
 
         Raises:
-            UnknownArgumentError: there is no such field.
+            TypeError: there is no such field.
         """
-        settings = self.replace(**overrides).as_dict()
+        settings = dataclasses.asdict(dataclasses.replace(self, **overrides))
         settings["save_overwrite"] = bool(settings["save_overwrite"])
         return Checkpointer(**settings, process_group=process_group)
 
@@ -274,10 +271,8 @@ class Checkpointer:
             try:
                 folder.place.put(path, data, create_only=not self.save_overwrite)
             except FileExistsError as e:
-                uri = folder.place.uri(path)
-                uri = folder.place.uri(path)
                 raise FileExistsError(
-                    f"there is a file {uri!r} already. Give another name, or set save_overwrite=True."
+                    f"{folder.place.uri(path)!r} exists already. Give another name, or set save_overwrite=True."
                 ) from e
             return folder.place.uri(path)
 
@@ -313,38 +308,21 @@ class Checkpointer:
         """
         group = group_of(self.process_group)
         with StepFolder.of(dir) as folder:
-            for attempt in range(_ATTEMPTS):  # what is replaced while it is read is read again
-                is_last = attempt == _ATTEMPTS - 1
-                versions: set[str] = group.all_reduce("comparing versions", folder.version, set)
-                try:
-                    train_state = self._load(folder, group, train_module, load_trainer_state, load_optim_state)
-                except (CheckpointError, FileNotFoundError):
-                    if is_last or group.all_reduce("comparing versions", folder.version, set) == versions:
-                        raise
-                else:
-                    if is_last or (
-                        len(versions) == 1 and group.all_reduce("comparing versions", folder.version, set) == versions
-                    ):
-                        return train_state
-                log.info("%s was replaced while it was read: reading it again", folder.uri)
-        raise AssertionError("unreachable")
-
-    def _load(
-        self,
-        folder: StepFolder,
-        group: Group,
-        train_module: TrainModuleLike,
-        load_trainer_state: bool | None,
-        load_optim_state: bool | None,
-    ) -> StateDict | None:
-        found = group.all_reduce(
-            "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
-        )
-        train_state = None
-        if found.rank_files:
-            train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
-        self._load_model(folder, found, group, train_module, load_optim_state)
-        return train_state
+            before: set[str] = group.all_reduce("comparing versions", folder.version, set)
+            found = group.all_reduce(
+                "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
+            )
+            train_state = None
+            if found.rank_files:
+                train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
+            self._load_model(folder, found, group, train_module, load_optim_state)
+            after: set[str] = group.all_reduce("comparing versions", folder.version, set)
+            if len(before) > 1 or before != after:
+                raise CorruptCheckpointError(
+                    f"{folder.uri!r} was replaced while it was read: the model may have parts of both checkpoints. "
+                    "Load it again, before training continues."
+                )
+            return train_state
 
     def _load_model(
         self, folder: StepFolder, found: FoundStep, group: Group, module: TrainModuleLike, optim: bool | None

@@ -15,8 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -107,10 +106,10 @@ def save_state_dict(
         RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
         OSError, ObjectStoreError: it cannot be written.
     """
-    settings = _SaveSettings(
+    options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    settings.save(dir, lambda: _plain(state_dict))
+    _save(dir, lambda: _plain(state_dict), options, background=False)
 
 
 def async_save_state_dict(
@@ -137,10 +136,10 @@ def async_save_state_dict(
     Raises:
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before anything is copied.
     """
-    settings = _SaveSettings(
+    options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    return settings.save_in_background(dir, lambda: _plain(state_dict))
+    return _save(dir, lambda: _plain(state_dict), options, background=True)
 
 
 def save_model_and_optim_state(
@@ -173,10 +172,11 @@ def save_model_and_optim_state(
         ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
             in its state, that are not parameters of the model.
     """
-    settings = _SaveSettings(
+    options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    settings.save(dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state))
+    state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
+    _save(dir, state, options, background=False)
 
 
 def async_save_model_and_optim_state(
@@ -201,18 +201,15 @@ def async_save_model_and_optim_state(
     Returns:
         A future that is done when the checkpoint is durable, or has the error for which there is none.
     """
-    settings = _SaveSettings(
+    options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
     )
-    return settings.save_in_background(
-        dir, lambda: model_and_optim_state(model, optim, flatten=flatten_optimizer_state)
-    )
+    state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
+    return _save(dir, state, options, background=True)
 
 
-@final
-@dataclass(frozen=True)
-class _SaveSettings:
-    """The arguments that all functions that save have."""
+class _SaveOptions(NamedTuple):
+    """Options of all functions that save: see :func:`save_state_dict`."""
 
     group: Any
     overwrite: bool
@@ -221,71 +218,66 @@ class _SaveSettings:
     throttle: bool
     reuse_plan: bool
 
-    def __post_init__(self) -> None:
-        number_of(self.threads, 1)
-        number_of(self.processes, 1, "process_count")
 
-    def save(self, place: PathOrUri, state: Callable[[], StateDict]) -> None:
-        """Save the result of ``state`` to ``place``."""
-        with ShardedDirectory.of(place, threads=self.threads) as folder:
-            self._job(folder, state).run()
+def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOptions, *, background: bool) -> Future[None]:
+    """Save the result of ``state`` to ``place``, with all ranks.
 
-    def save_in_background(self, place: PathOrUri, state: Callable[[], StateDict]) -> Future[None]:
-        """Do so in the background, with a copy."""
-        with contextlib.ExitStack() as resources:
-            folder = resources.enter_context(ShardedDirectory.of(place, threads=self.threads))
-            if not is_initialized():  # else all ranks must hear of it: when the save is planned
-                folder.check_free(overwrite=self.overwrite)
-            job = self._job(folder, state)
-            job.stage()
-            later = resources.pop_all()
-
-        def work() -> None:
-            with later:
-                job.run()
-
-        return job.start(work)
-
-    def _job(self, folder: ShardedDirectory, state: Callable[[], StateDict]) -> SaveTask:
-        """Plan a save, together with the other ranks."""
-        group = group_of(self.group)
+    Returns:
+        A future that is done when the checkpoint is durable: at once, unless the save continues in the background.
+    """
+    number_of(options.threads, 1)
+    number_of(options.processes, 1, "process_count")
+    group = group_of(options.group)
+    with contextlib.ExitStack() as resources:
+        folder = resources.enter_context(ShardedDirectory.of(place, threads=options.threads))
+        if background and not is_initialized():  # of several ranks all must know: the plan checks it
+            folder.check_free(overwrite=options.overwrite)
         if group.is_first:
             folder.sweep()
         writer = ShardWriter(
             state,
             folder,
             group=group,
-            overwrite=self.overwrite,
-            threads=self.threads,
-            throttle=self.throttle,
-            reuse_plan=self.reuse_plan,
+            overwrite=options.overwrite,
+            threads=options.threads,
+            throttle=options.throttle,
+            reuse_plan=options.reuse_plan,
         )
-        return SaveTask(
+        job = SaveTask(
             manifest=record_of_directory(folder.name, group.size),
             path=folder.uri,
             writer=writer,
-            votes=[group.vote(f"saving {folder.uri}", patience=get_local_world_size() if self.throttle else 1)],
+            votes=[group.vote(f"saving {folder.uri}", patience=get_local_world_size() if options.throttle else 1)],
             group=group,
             staging=shared_staging,
         )
+        if not background:
+            job.run()
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        job.stage()
+        open_folder = resources.pop_all()
+
+    def finish() -> None:
+        with open_folder:
+            job.run()
+
+    return job.start(finish)
 
 
 def _plain(state: StateDict) -> StateDict:
-    """``state`` with what has a ``state_dict()`` asked for it. Raises ConfigError if it is no dict."""
-    _check_mapping(state)
+    """Return ``state`` with ``state_dict()`` of each value that has one."""
+    if not isinstance(cast("object", state), Mapping):
+        raise ConfigError(
+            f"state_dict is of the type {type(state).__name__}: expected a dict. A model or an optimizer goes below a "
+            "key, as in {'model': model}."
+        )
     # Tensors first: to ask one for a protocol takes 50 us.
     return {
         k: v.state_dict() if not isinstance(v, torch.Tensor) and isinstance(v, Stateful) else v
         for k, v in state.items()
     }
-
-
-def _check_mapping(state: object) -> None:
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"state_dict is of the type {type(state).__name__}: expected a dict. A model or an optimizer goes below a "
-            "key, as in {'model': model}."
-        )
 
 
 def save_safetensors(
@@ -337,6 +329,7 @@ def save_safetensors(
 
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
+    """Return the state of a model below ``model``, and that of an optimizer below ``optim``."""
     state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
         state["optim"] = optimizer_state(model, optim)

@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives, model_states, the_file
 from composerlite.checkpoint.foreign.deepspeed import MODEL_KEYS, Piece, merged_weights
 from composerlite.checkpoint.load.reader import readable
-from composerlite.checkpoint.save.plain_file import plain_writer
+from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import StateDict
@@ -51,14 +51,10 @@ def _of_the_optimizer(contents: StateDict) -> StateDict:
 
 
 # ── as one file ──────────────────────────────────────────────────────────────────────────────────────────────────────
-_SAFETENSORS = ".safetensors"
-
-
 def unshard_zero(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    use_safetensors: bool | None = None,
     save_overwrite: bool = False,
     quiet: bool = False,
 ) -> Path:
@@ -69,8 +65,7 @@ def unshard_zero(
     Args:
         path: path or URI of the archive of rank 0, or of a link to it; where it has no record, as those of Composer,
             with ``{rank}`` in the name.
-        target: the file.
-        use_safetensors: write a safetensors file; ``None``: if ``target`` ends with ``.safetensors``.
+        target: the file. With the suffix ``.safetensors`` it is one of safetensors, otherwise of torch.
         save_overwrite: replace what is there.
         quiet: do not log what is written.
 
@@ -89,7 +84,7 @@ def unshard_zero(
     if is_uri(os.fspath(target)):
         raise ConfigError(f"target={os.fspath(target)!r}: expected a file of this machine; upload it then.")
     file = Path(parse_uri(os.fspath(target))[2])
-    write = plain_writer(use_safetensors=file.suffix == _SAFETENSORS if use_safetensors is None else use_safetensors)
+    write = write_safetensors if file.suffix == ".safetensors" else write_torch
     if file.exists() and not save_overwrite:
         raise CheckpointExistsError(f"{str(file)!r} exists: give another name, or save_overwrite=True.")
     archives = find_archives(os.fspath(path), "", None, argument="path")

@@ -1,15 +1,15 @@
-"""Checkpoints of Composer: those of older versions in the form of the current one, and ours in a form that it loads."""
+"""Checkpoints of Composer: averages of weights in our form, and our checkpoints in a form that Composer loads."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import Rename
-from composerlite.checkpoint.foreign.taken import Run, optimizer_by_names
+from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 __all__ = ["in_current_form", "make_loadable_in_composer"]
@@ -17,73 +17,61 @@ __all__ = ["in_current_form", "make_loadable_in_composer"]
 _DDP = Rename("module.")
 
 
-def in_current_form(contents: StateDict, run: Callable[[], Run], *, weights_only: bool = False) -> StateDict:
-    """``contents`` of a checkpoint of ours or Composer's, in the current form; most are.
-
-    Before 0.4.1 the names of its parts began with an underscore, and before 0.6 those of weights with ``module.`` under
-    DDP. Algorithms were a dict, parameters of optimizers had numbers, and metrics were pickled objects (to 0.13.5),
-    which are left out.
+def in_current_form(contents: StateDict, *, source: str, weights_only: bool = False) -> StateDict:
+    """Return ``contents`` of a checkpoint of Composer, with the averages of ``EMA`` and ``SWA`` in our form.
 
     Args:
         contents: of the checkpoint; tensors need not have been read.
-        run: gives the run that they are for.
-        weights_only: the model stays as it was saved: with ``EMA`` that is the average, which Composer saves in the
-            place of the weights that are trained.
+        source: the checkpoint, for messages.
+        weights_only: keep the model as Composer saved it: with ``EMA`` the model holds the average, not the weights
+            that are trained.
 
     Raises:
-        IncompatibleCheckpointError: an optimizer has no names for its parameters, and does not fit the run.
+        IncompatibleCheckpointError: Composer before 0.14 saved the checkpoint.
     """
-    before = cast("StateDict", contents["state"])
-    state: StateDict = {str(key).removeprefix("_"): value for key, value in before.items()}
-    if isinstance(state.get("algorithms"), Mapping):
-        state["algorithms"] = list(cast("StateDict", state["algorithms"]).items())
-    for part in ("train_metrics", "eval_metrics"):
-        if part in state and not _is_readable(state[part]):
-            del state[part]
-    names = list(cast("StateDict", state["model"])) if isinstance(state.get("model"), Mapping) else []
-    if _are_of_ddp(names) and not set(names) & set(run().model):
-        state["model"] = {_DDP.of(name): tensor for name, tensor in state["model"].items()}
-    for kind, saved in _optimizers(state):
-        listed = _parameters(saved)
-        of_ddp = _are_of_ddp(listed) and not set(listed) & set(run().model)
-        if of_ddp or any(isinstance(name, int) for name in listed):
-            live = run()
-            if kind in live.optimizers:
-                renamed = optimizer_by_names(saved, live.optimizers[kind], _DDP if of_ddp else Rename(), live.source)
-                state["optimizers"] = {**state["optimizers"], kind: renamed}
-    if isinstance(state.get("algorithms"), list) and isinstance(state.get("model"), Mapping):
-        state["algorithms"] = [(name, _average(saved, state, weights_only)) for name, saved in state["algorithms"]]
+    state = dict(cast("StateDict", contents["state"]))
+    algorithms = state.get("algorithms")
+    if isinstance(algorithms, Mapping) or any(str(key).startswith("_") for key in state):
+        raise IncompatibleCheckpointError(
+            f"{source} has the form of Composer before 0.14. Load it with Composer 0.14 to 0.32, save it there, and "
+            "load that checkpoint."
+        )
+    if isinstance(algorithms, list) and isinstance(state.get("model"), Mapping):
+        pairs = cast("list[tuple[str, Any]]", algorithms)
+        state["algorithms"] = [(name, _average(saved, state, weights_only)) for name, saved in pairs]
     return {**contents, "state": state}
 
 
 def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
-    """State of ``EMA`` or ``SWA`` as ours have it; what is of another algorithm, or unknown, as it is."""
-    told: StateDict = cast("StateDict", saved) if isinstance(saved, Mapping) else {}
+    """Return the state of ``EMA`` or ``SWA`` in our form, and the state of any other algorithm unchanged."""
+    average: StateDict = cast("StateDict", saved) if isinstance(saved, Mapping) else {}
     model: StateDict = state["model"]
-    if told.get("swa_started") and isinstance(told.get("swa_model"), Mapping) and told.get("swa_scheduler") is None:
-        tensors = _fitting({name.removeprefix(_DDP.strip): value for name, value in told["swa_model"].items()}, model)
+    swa_model = average.get("swa_model")
+    if average.get("swa_started") and isinstance(swa_model, Mapping) and average.get("swa_scheduler") is None:
+        named = cast("StateDict", swa_model).items()
+        tensors = _weights_in(model, {name.removeprefix(_DDP.strip): value for name, value in named})
         clock: Any = state.get("timestamp")
         sampled_at = clock["Timestamp"]["batch"] if isinstance(clock, Mapping) else -1
-        more = {"start_lrs": [], "sampled_at": sampled_at, "completed": bool(told.get("swa_completed"))}
-        return {"state": {"count": told.get("step_counter", 1), "tensors": tensors, **more}}
-    if not told.get("ema_started", True):
+        more = {"start_lrs": [], "sampled_at": sampled_at, "completed": bool(average.get("swa_completed"))}
+        return {"state": {"count": average.get("step_counter", 1), "tensors": tensors, **more}}
+    if not average.get("ema_started", True):
         return {"state": {"count": 0, "tensors": {}}}
-    active = told.get("ema_weights_active")
-    beside: Any = told.get("training_model" if active and "training_model" in told else "ema_model")
+    active = average.get("ema_weights_active")
+    beside: Any = average.get("training_model" if active and "training_model" in average else "ema_model")
     if not isinstance(beside, Mapping):
         return saved
     parts = [cast("Any", beside).get(key, {}) for key in ("named_parameters_dict", "named_buffers_dict")]
-    tensors = _fitting({**parts[0], **parts[1]} if any(parts) else dict(cast("StateDict", beside)), model)
-    if active:  # the average is in the model, and the weights that are trained are beside it
-        average = {name: model[name] for name in tensors}
+    tensors = _weights_in(model, {**parts[0], **parts[1]} if any(parts) else dict(cast("StateDict", beside)))
+    if active:  # the model holds the average, and the trained weights are beside the model
+        ema = {name: model[name] for name in tensors}
         if not weights_only:
             state["model"] = {**model, **tensors}
-        tensors = average
+        tensors = ema
     return {"state": {"count": 1, "tensors": tensors}} if tensors else saved
 
 
-def _fitting(tensors: StateDict, model: StateDict) -> StateDict:
-    """Select those of ``tensors`` that are weights or buffers of floating-point numbers of ``model``, by its names."""
+def _weights_in(model: StateDict, tensors: StateDict) -> StateDict:
+    """Select the ``tensors`` of floating-point numbers that ``model`` has, by the names in ``model``."""
     named = {name if name in model else _DDP.of(name): tensor for name, tensor in tensors.items()}
     return {
         name: tensor
@@ -93,12 +81,13 @@ def _fitting(tensors: StateDict, model: StateDict) -> StateDict:
 
 
 def make_loadable_in_composer(contents: StateDict) -> None:
-    """Change ``contents`` of a checkpoint of ours, in place, so that Composer loads it as well as we do.
+    """Change ``contents`` of a checkpoint of ours, in place, so that Composer loads the checkpoint, too.
 
-    It wants times as ``timedelta``, a computed value beside the state of each metric, and other keys of SpeedMonitor.
+    Composer needs times as ``timedelta``, a computed value beside the state of each metric, and other keys of
+    ``SpeedMonitor``.
 
     Args:
-        contents: of the checkpoint, or a part of them; its dicts and lists are changed, its tensors are not.
+        contents: of the checkpoint, or a part of them. Dicts and lists are changed, tensors are not.
     """
     state: StateDict = contents.get("state", {})
     time: StateDict = state.get("timestamp", {}).get("Timestamp", {})
@@ -110,26 +99,3 @@ def make_loadable_in_composer(contents: StateDict) -> None:
             metric.setdefault("_computed", None)
     if "eval_seconds" in (speed := state.get("callbacks", {}).get("SpeedMonitor", {})):
         state["callbacks"]["SpeedMonitor"] = {"total_eval_wct": speed["eval_seconds"]}
-
-
-def _optimizers(state: StateDict) -> list[tuple[str, Any]]:
-    optimizers: Any = state.get("optimizers")
-    return list(cast("StateDict", optimizers).items()) if isinstance(optimizers, Mapping) else []
-
-
-def _parameters(saved: Any) -> list[Any]:
-    """Return the names or numbers of the parameters in the groups of an optimizer."""
-    groups: Any = cast("StateDict", saved).get("param_groups") if isinstance(saved, Mapping) else None
-    listed = [cast("StateDict", group).get("params") for group in groups or () if isinstance(group, Mapping)]  # pyright: ignore
-    return [name for names in listed if isinstance(names, list) for name in cast("list[Any]", names)]
-
-
-def _are_of_ddp(names: list[Any]) -> bool:
-    return bool(names) and all(isinstance(name, str) and name.startswith(_DDP.strip) for name in names)
-
-
-def _is_readable(metrics: Any) -> bool:
-    """Return true for states of metrics, by name or by label and name; false for pickled objects."""
-    return isinstance(metrics, Mapping) and all(
-        isinstance(value, Mapping) and "class" not in value for value in cast("StateDict", metrics).values()
-    )

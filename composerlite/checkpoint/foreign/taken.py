@@ -251,16 +251,12 @@ def _is_setting(key: str, value: Any) -> bool:
     return is_number and key not in ("initial_lr", "params")
 
 
-def unflattened(
-    saved: Mapping[Any, Any], groups: Sequence[Sequence[str]] | None, names: Sequence[str] = ()
-) -> StateDict:
-    """State by ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``, in groups.
+def unflattened(saved: Mapping[Any, Any], groups: Sequence[Sequence[str]]) -> StateDict:
+    """Return an optimizer's state in groups, from keys ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``.
 
     Args:
-        saved: that state.
-        groups: names of the parameters of each group; those that it does not have are left out. ``None``: parameters
-            of equal settings are one group.
-        names: the order of parameters where ``groups`` is ``None``.
+        saved: the flat state.
+        groups: names of the parameters of each group; names that ``saved`` does not have are left out.
     """
     state: dict[str, StateDict] = {}
     settings: dict[str, StateDict] = {}
@@ -268,11 +264,6 @@ def unflattened(
         kind, _, rest = str(full).partition(".")
         name, _, key = rest.rpartition(".")
         {"state": state, "param_groups": settings}.get(kind, {}).setdefault(name, {})[key] = value
-    if groups is None:
-        equal: dict[str, list[str]] = {}
-        for name in sorted(settings, key=lambda name: names.index(name) if name in names else len(names)):
-            equal.setdefault(repr(sorted(settings[name].items())), []).append(name)
-        groups = list(equal.values())
     present = [[name for name in group if name in settings or name in state] for group in groups]
     made = [{**(settings.get(group[0], {}) if group else {}), "params": group} for group in present]
     return {"state": state, "param_groups": made if settings else None}

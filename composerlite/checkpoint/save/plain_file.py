@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,9 @@ from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.storage import StagedFile, StreamWriter
 
-__all__ = ["plain_writer", "write_safetensors", "write_torch"]
+__all__ = ["write_safetensors", "write_torch"]
 
 log = logging.getLogger(__name__)
-
-
-def plain_writer(*, use_safetensors: bool) -> Callable[[Path, Any], None]:
-    """Return a function that writes a file atomically."""
-    return write_safetensors if use_safetensors else write_torch
 
 
 def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:

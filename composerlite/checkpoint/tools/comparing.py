@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.tools.inspecting import leaves_in, shortened
+from composerlite.checkpoint.tools.reading import leaves_in, shortened
 
 __all__ = ["Change", "Comparison", "compared", "flat"]
 

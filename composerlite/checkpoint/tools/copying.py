@@ -30,63 +30,65 @@ def copy(
     overwrite: bool = False,
     progress: Callable[[int], object] = int,
 ) -> bool:
-    """Make a checkpoint of ``source`` one of ``target``, under the same name; ``False``: it was there already.
+    """Copy a checkpoint of ``source`` to ``target``, under the same name. Returns false if ``target`` had it already.
 
-    A kill at any moment leaves it out of the listing of ``target``, or whole. What an interrupted copy of a directory
-    has brought is verified and not brought again.
+    A kill at any moment leaves the copy out of the listing of ``target``, or whole. Files of a directory that an
+    interrupted copy has brought are verified and not copied again.
 
     Args:
         source: has the checkpoint.
         found: the checkpoint.
-        target: gets it.
-        overwrite: replace another one of that name, once all bytes of the checkpoint were verified where it is. A step
-            and archives of ranks are deleted before they are replaced; others stay until the copy is committed.
+        target: gets the copy.
+        overwrite: replace another checkpoint of that name, after all bytes of the source were verified. A step and
+            archives of ranks are deleted before they are replaced; others stay until the copy is committed.
         progress: is called with each number of bytes.
 
     Raises:
-        CheckpointExistsError: there is another one of that name, also one that was saved during the copy, or a file of
-            the same name with other bytes. With ``overwrite`` if the one is a file and the other a directory.
-        CorruptCheckpointError: it is incomplete, or a file is not what was saved. Nothing was copied.
+        CheckpointExistsError: ``target`` has another checkpoint of that name, also one that was saved during the copy,
+            or a file of that name with other bytes. With ``overwrite`` if one is a file and the other a directory.
+        CorruptCheckpointError: the checkpoint is incomplete, or a file is not what was saved.
         CheckpointNotFoundError: it has no record.
         IncompatibleCheckpointError: a part of it is on the disks of other nodes.
     """
     manifest = _whole(source, found)
+    uri = target.uri(manifest.name)
     _check_kind(target, manifest)
-    found_there = sealed(target, manifest.files[0].path)
-    there = None if found_there is None else found_there.manifest
-    is_same = there is not None and there.id == manifest.id
-    if is_same and found_there is not None and not found_there.faults:
+    there = sealed(target, manifest.files[0].path)
+    replaced = None if there is None else there.manifest
+    is_same = replaced is not None and replaced.id == manifest.id
+    if there is not None and is_same and not there.faults:
         return False
-    is_taken = found_there is not None or target.exists(manifest.files[0].path)
+    is_taken = there is not None or target.exists(manifest.files[0].path)
     if is_taken and not overwrite and not is_same:
         raise CheckpointExistsError(
-            f"{target.uri(manifest.name)!r} is another checkpoint of that name. Copy to another place, or give "
-            "--overwrite to replace it."
+            f"{uri!r} is another checkpoint of that name. Copy to another place, or give --overwrite to replace it."
         )
-    if is_taken:  # nothing of what is there goes for what is damaged
+    if is_taken:  # before anything in the target is deleted
         _verify(source, manifest)
-    replaced = [] if there is None else own_files(target, there)
-    if there is not None and manifest.form in ("step", "archives"):
-        delete_checkpoint(target, there)
-    replaces = overwrite or is_taken
+    old = [] if replaced is None else own_files(target, replaced)
+    if replaced is not None and manifest.form in ("step", "archives"):
+        delete_checkpoint(target, replaced)
+    create_only = not (overwrite or is_taken)
+    deciders = [record for record in manifest.files if record.path in manifest.deciders]
     try:
         for record in manifest.files:
-            if record.path not in manifest.deciders:
-                _bring(source, record, target, overwrite=replaces, progress=progress)
-        for record in manifest.files:  # the deciding ones, in their order
-            if record.path in manifest.deciders:
-                _take(source, record, target, overwrite=replaces, progress=progress)
+            if record not in deciders and not _is_copied(target, record, progress):
+                target.take(source, record, progress, create_only=create_only)
+        for record in deciders:
+            target.take(source, record, progress, create_only=create_only)
     except FileExistsError as e:
         raise CheckpointExistsError(
-            f"{target.uri(manifest.name)!r} was saved by another process meanwhile. Copy to another place, or give "
-            "--overwrite to replace it."
+            f"{uri!r} was saved by another process meanwhile, or has a file of the same name with other bytes. Copy to "
+            "another place, or give --overwrite to replace it."
         ) from e
-    target.delete({*replaced} - {record.path for record in manifest.files})
+    except FileNotFoundError as e:
+        raise CorruptCheckpointError(f"a file of {source.uri(manifest.name)!r} is gone: {e}") from e
+    target.delete({*old} - {record.path for record in manifest.files})
     return True
 
 
 def _whole(source: Place, found: Found) -> Manifest:
-    """Return the record of ``found``, if all of it is here."""
+    """Return the record of ``found``, if all of the checkpoint is in ``source``."""
     uri = source.uri(found.name)
     if found.manifest is None and not found.decider:
         raise CheckpointNotFoundError(
@@ -105,7 +107,7 @@ def _whole(source: Place, found: Found) -> Manifest:
 
 
 def _check_kind(target: Place, manifest: Manifest) -> None:
-    """See that ``target`` has no directory where a file comes, and no file where a directory comes."""
+    """Refuse to copy a file where ``target`` has a directory, and a directory where ``target`` has a file."""
     is_file = target.exists(manifest.name)
     if is_file if manifest.is_directory else not is_file and any(target.files(manifest.name)):
         kinds = ("a file", "a directory") if manifest.is_directory else ("a directory", "a file")
@@ -116,38 +118,17 @@ def _check_kind(target: Place, manifest: Manifest) -> None:
 
 
 def _verify(source: Place, manifest: Manifest) -> None:
-    for record in manifest.files:
-        try:
+    try:
+        for record in manifest.files:
             source.verify(record)
-        except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"{source.uri(record.path)!r} is gone. Nothing was copied.") from e
-        except CorruptCheckpointError as e:
-            raise CorruptCheckpointError(f"{e} Nothing was copied, and what is in the target stays.") from e
+    except (FileNotFoundError, CorruptCheckpointError) as e:
+        raise CorruptCheckpointError(f"{e} Nothing was copied, and what is in the target stays.") from e
 
 
-def _bring(
-    source: Place, record: FileRecord, target: Place, *, overwrite: bool, progress: Callable[[int], object]
-) -> None:
-    """Copy a file to ``target``, unless an earlier copy that was interrupted has brought it there."""
+def _is_copied(target: Place, record: FileRecord, progress: Callable[[int], object]) -> bool:
+    """Return true if an interrupted copy has brought the file to ``target``, with the right bytes."""
     try:
         target.verify(record, progress)
-    except FileNotFoundError:
-        pass
-    except CorruptCheckpointError as e:
-        if not overwrite:
-            raise CheckpointExistsError(
-                f"{target.uri(record.path)!r} is there, is no part of a checkpoint, and has other bytes. Copy to "
-                "another place, or give --overwrite to replace it."
-            ) from e
-    else:
-        return
-    _take(source, record, target, overwrite=overwrite, progress=progress)
-
-
-def _take(
-    source: Place, record: FileRecord, target: Place, *, overwrite: bool, progress: Callable[[int], object]
-) -> None:
-    try:
-        target.take(source, record, progress, create_only=not overwrite)
-    except FileNotFoundError as e:
-        raise CorruptCheckpointError(f"{source.uri(record.path)!r} is gone: {e}") from e
+    except (FileNotFoundError, CorruptCheckpointError):
+        return False
+    return True

@@ -1,27 +1,25 @@
-"""A folder as ``save_pretrained`` of transformers writes it, from what a checkpoint holds. Needs no transformers.
+"""Export of a checkpoint to a folder as ``save_pretrained`` of transformers writes it. Needs no transformers.
 
-Nothing in a checkpoint is run or followed: the config and the tokenizer's files are data that are written down, under
-names that cannot leave the folder.
+No code of a checkpoint is run: the config and the tokenizer's files are data, and their names cannot leave the folder.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import Rename, tensors_of
-from composerlite.checkpoint.foreign.outgoing import accelerate_files, taken_of, transformers_files
+from composerlite.checkpoint.foreign.keys import tensors_of
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES
-from composerlite.checkpoint.tools.whole import weights_of
+from composerlite.checkpoint.tools.reading import weights_of
 from composerlite.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -29,64 +27,44 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import atomic_write, make_folder
+from composerlite.storage import atomic_write, importing_sdk, make_folder
 from composerlite.types import StateDict
 
-__all__ = [
-    "is_huggingface_folder",
-    "kept_by_huggingface",
-    "write_accelerate_folder",
-    "write_huggingface",
-    "write_tokenizer",
-    "write_trainer_folder",
-]
+__all__ = ["is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"]
 
 log = logging.getLogger(__name__)
 
-_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
-TRAINER_STATE = "trainer_state.json"
-_TRAINER_FILES = ("optimizer.pt", "scheduler.pt")
-_ACCELERATE_FILES = ("optimizer*.bin", "scheduler*.bin", "random_states_*.pkl")
-_GENERATION_CONFIG = "generation_config.json"
-_MODEL, _ADAPTER = "model", "adapter_model"
+_CONFIG, _ADAPTER_CONFIG, _GENERATION_CONFIG = "config.json", "adapter_config.json", "generation_config.json"
 _OURS = re.compile(r"(config|adapter_config|generation_config)\.json|(model|adapter_model)[-.].*", re.IGNORECASE)
+"""Names that a tokenizer's file must not have."""
 _TOKENIZER_FILE = re.compile(
     r"(additional_chat_templates/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
     r"\.(json|txt|model|jinja|bpe|codes|vocab|spm|tiktoken)"
 )
 _PREFIX = "model."
+"""Start of the names of weights in a ``HuggingFaceModel``, before the name that transformers gives."""
 
 
 def is_huggingface_folder(path: Path) -> bool:
     """Return true if ``path`` is a folder with a model or adapters as ``save_pretrained`` writes them."""
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     is_model = (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
-    return is_model and not (path / TRAINER_STATE).is_file()  # that is a checkpoint, with an optimizer
-
-
-def has_config(contents: Any) -> bool:
-    """Return true for contents that a ``HuggingFaceModel`` was saved with."""
-    try:
-        kept_by_huggingface(contents, "")
-    except IncompatibleCheckpointError:
-        return False
-    return True
+    return is_model and not (path / "trainer_state.json").is_file()  # a checkpoint of a Trainer, with an optimizer
 
 
 def kept_by_huggingface(contents: Any, source: str) -> StateDict:
     """Return a ``HuggingFaceModel``'s entries in a checkpoint: ``'model'`` with a ``'config'``, and ``'tokenizer'``.
 
     Raises:
-        IncompatibleCheckpointError: it was not saved by one.
+        IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``.
     """
     found: Any = contents
     for key in ("state", "integrations", "huggingface"):
         found = cast("StateDict", found).get(key) if isinstance(found, Mapping) else None
     model: Any = cast("StateDict", found).get("model") if isinstance(found, Mapping) else None
     has_adapters = isinstance(model, Mapping) and "peft_config" in model
-    if not isinstance(_content(model, "config"), dict) or (
-        has_adapters and not isinstance(_content(model, "peft_config"), dict)
-    ):
+    configs = [_content(model, "config"), *([_content(model, "peft_config")] if has_adapters else [])]
+    if not all(isinstance(config, dict) for config in configs):
         raise IncompatibleCheckpointError(
             f"{source!r} holds no config of transformers: it was not saved by a HuggingFaceModel. Load it into the "
             "model that it is of, and save_pretrained that."
@@ -103,138 +81,80 @@ def write_huggingface(
     largest_file_bytes: int = LARGEST_FILE_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Make ``folder`` one that ``from_pretrained`` of transformers loads, or, of adapters, that of PEFT.
+    """Write a folder that ``from_pretrained`` of transformers loads; of a model with adapters, one that PEFT loads.
 
-    The config is written last, and gone first where a folder is replaced: without it a folder is not loaded.
+    The config is written last, and removed first where a folder is replaced: without a config no program loads it.
 
     Args:
         contents: of a checkpoint, with the model and the integrations.
         folder: to write.
         source: the checkpoint, for messages.
         dtype: of all weights that are floating-point numbers; by default as they are.
-        largest_file_bytes: of weights in a file; a larger model has several, and an index.
-        overwrite: replace what is written here; other files stay.
+        largest_file_bytes: of weights in a file; a larger model has several files, and an index.
+        overwrite: replace the files of an earlier export; other files stay.
 
     Raises:
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
-        IncompatibleCheckpointError: the checkpoint was not saved by a HuggingFaceModel, or has no model.
-        UntrustedCheckpointError: a file of its tokenizer has a name that is none of one.
-        ConfigError: the number of bytes or the type is none.
+        IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``, or has no model.
+        UntrustedCheckpointError: a file of the tokenizer has a name that no tokenizer gives.
+        ConfigError: ``largest_file_bytes`` or ``dtype`` is wrong, or huggingface_hub is not installed.
     """
+    with importing_sdk("huggingface_hub, which writes the weights,", extra="huggingface", packages=()):
+        from huggingface_hub import save_torch_state_dict
     if largest_file_bytes < 1:
         raise ConfigError(f"largest file of {largest_file_bytes} bytes: expected a positive number of bytes.")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: expected a type of floating-point numbers, such as bfloat16.")
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
-    tokenizer = _files_of_tokenizer(kept.get("tokenizer"), source)
-    weights = _without_prefix(tensors_of(weights_of(contents, source), str(folder)))
-    peft = model.get("peft_config")
-    if isinstance(peft, dict):
-        adapter = cast("StateDict", peft)
-        weights = _of_adapter(weights, adapter, source)
-        stem, config_name = _ADAPTER, _ADAPTER_CONFIG
-        config = {**cast("StateDict", _content(model, "peft_config")), "inference_mode": True}
+    tokenizer = _tokenizer_files(kept.get("tokenizer"), source)
+    saved = tensors_of(weights_of(contents, source), str(folder))
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items() if name.startswith(_PREFIX)}
+    generation = _content(model, "generation_config")
+    configs: StateDict = {_GENERATION_CONFIG: generation} if isinstance(generation, dict) else {}
+    if isinstance(model.get("peft_config"), dict):
+        weights = _adapter_weights(weights, cast("StateDict", model["peft_config"]), source)
+        pattern = "adapter_model{suffix}.safetensors"
+        largest_file_bytes = 1 << 62  # PEFT loads one file
+        configs = {_ADAPTER_CONFIG: {**_content(model, "peft_config"), "inference_mode": True}}
     else:
         weights = _each_once(weights, model.get("tied_weights"))
-        stem, config_name = _MODEL, _CONFIG
-        config = _config(model, weights, dtype)
+        pattern = "model{suffix}.safetensors"
+        configs[_CONFIG] = _model_config(model, weights, dtype)
+    if dtype is not None:
+        weights = {name: one.to(dtype) if one.is_floating_point() else one for name, one in weights.items()}
+    texts = {name: _json(config, source) for name, config in configs.items()}
     _check_empty(folder, overwrite=overwrite)
     make_folder(folder)
-    _clear(folder)
-    files = list(_cut(weights, dtype, largest_file_bytes if stem == _MODEL else None))
-    _write_weights(folder, stem, files, dtype)
-    for name, data in tokenizer.items():
+    for name in (_CONFIG, _ADAPTER_CONFIG, _GENERATION_CONFIG):
+        (folder / name).unlink(missing_ok=True)
+    save_torch_state_dict(weights, folder, filename_pattern=pattern, max_shard_size=largest_file_bytes)
+    for path in folder.glob(pattern.format(suffix="*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for name, data in {**tokenizer, **texts}.items():
         _put(folder / name, data)
-    generation = _content(model, "generation_config")
-    if stem == _MODEL and isinstance(generation, dict):
-        _put(folder / _GENERATION_CONFIG, _json(generation, source))
-    _put(folder / config_name, _json(config, source))
-
-
-def write_trainer_folder(
-    contents: Any, folder: Path, *, source: str, rename: Rename | None = None, overwrite: bool = False
-) -> None:
-    """Make ``folder`` a ``checkpoint-N`` that the Trainer of transformers continues from.
-
-    With the config and the tokenizer of a ``HuggingFaceModel``, whose weights have the names of that model. What tells
-    how far training was is written last, and gone first where a folder is replaced.
-
-    Args:
-        contents: of a checkpoint of any system.
-        folder: to write.
-        source: the checkpoint, for messages.
-        rename: of the weights, where they are of no ``HuggingFaceModel``.
-        overwrite: replace what is written here; other files stay.
-
-    Raises:
-        CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
-        IncompatibleCheckpointError: the checkpoint has no model.
-        ConfigError: ``rename`` gives two weights one name or changes none, or the weights are of a
-            ``HuggingFaceModel``, whose names its config needs.
-        UntrustedCheckpointError: as :func:`write_huggingface`.
-    """
-    if rename not in (None, Rename()) and has_config(contents):
-        raise ConfigError(
-            f"--rename {rename.strip}={rename.add}: {source!r} is of a HuggingFaceModel, whose weights keep the "
-            "names that transformers gives them. Leave --rename out."
-        )
-    taken = taken_of(contents, source, rename or Rename())
-    files, state = transformers_files(taken, contents)
-    _check_empty(folder, overwrite=overwrite)
-    make_folder(folder)
-    for path in (folder / TRAINER_STATE, *folder.glob("rng_state*.pth"), *(folder / name for name in _TRAINER_FILES)):
-        path.unlink(missing_ok=True)
-    if has_config(contents):
-        write_huggingface(contents, folder, source=source, overwrite=True)
-    else:
-        _clear(folder)
-        _write_weights(folder, _MODEL, list(_cut(tensors_of(taken.model, str(folder)), None, LARGEST_FILE_BYTES)), None)
-    for name, saved in files.items():
-        write_torch(folder / name, saved)
-    _put(folder / TRAINER_STATE, _json(state, source))
-    if taken.left:
-        log.info("%s: not written for transformers: %s", source, ", ".join(map(str, taken.left)))
-
-
-def write_accelerate_folder(
-    contents: Any, folder: Path, *, source: str, rename: Rename | None = None, overwrite: bool = False
-) -> None:
-    """Make ``folder`` one that ``Accelerator.load_state`` loads. Arguments and errors as :func:`write_trainer_folder`.
-
-    It has no place for how far training was: the log says it.
-    """
-    taken = taken_of(contents, source, rename or Rename())
-    _check_empty(folder, overwrite=overwrite)
-    make_folder(folder)
-    for path in [path for pattern in _ACCELERATE_FILES for path in folder.glob(pattern)]:
-        path.unlink()
-    _clear(folder)
-    _write_weights(folder, _MODEL, [tensors_of(taken.model, str(folder))], None)  # it loads one file alone
-    for name, saved in accelerate_files(taken).items():
-        write_torch(folder / name, saved)
-    counts = taken.progress
-    told = [] if counts is None else [f"epoch {counts.epoch or 0}, batch {counts.batch}, which its loop counts itself"]
-    if left := [*taken.left, *told]:
-        log.info("%s: not written for accelerate: %s", source, ", ".join(map(str, left)))
 
 
 def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:
-    """Write the files of the tokenizer into ``folder``; whether there are any. Raises as :func:`write_huggingface`."""
-    files = _files_of_tokenizer(kept.get("tokenizer"), source)
+    """Write the tokenizer's files into ``folder``. Returns false if there are none.
+
+    Raises:
+        UntrustedCheckpointError: a file has a name that no tokenizer gives.
+    """
+    files = _tokenizer_files(kept.get("tokenizer"), source)
     for name, data in files.items():
         _put(folder / name, data)
     return bool(files)
 
 
-# ── configs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _content(record: Any, part: str) -> Any:
     entry = cast("StateDict", record).get(part) if isinstance(record, Mapping) else None
     return cast("StateDict", entry).get("content") if isinstance(entry, Mapping) else None
 
 
-def _config(model: StateDict, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StateDict:
-    """Return the checkpoint's configuration, with the model's class and the number type of the files."""
+def _model_config(model: StateDict, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StateDict:
+    """Return the checkpoint's config, with the model's class and the number type of the files."""
     config = {key: value for key, value in _content(model, "config").items() if key != "torch_dtype"}
     package, _, name = str(model["config"].get("class", "")).rpartition(".")
     if not config.get("architectures") and package.startswith("transformers."):
@@ -252,9 +172,8 @@ def _json(content: Any, source: str) -> bytes:
         raise CorruptCheckpointError(f"{source!r}: a config in it is no JSON: {e}") from e
 
 
-# ── the tokenizer ────────────────────────────────────────────────────────────────────────────────────────────────────
-def _files_of_tokenizer(record: Any, source: str) -> dict[str, bytes]:
-    """The files, by name. All names are looked at before anything is written."""
+def _tokenizer_files(record: Any, source: str) -> dict[str, bytes]:
+    """Return the tokenizer's files by name. All names are checked before any file is written."""
     files: dict[str, bytes] = {}
     for key, entry in (cast("StateDict", record) if isinstance(record, Mapping) else {}).items():
         if not isinstance(entry, Mapping) or not {"file_extension", "content"} <= set(cast("StateDict", entry)):
@@ -269,30 +188,18 @@ def _files_of_tokenizer(record: Any, source: str) -> dict[str, bytes]:
                 f"{source!r}: a file of its tokenizer has the name {name!r}, which no tokenizer gives: nothing was "
                 "written. load_ignore_keys=['state/integrations'] loads its weights into a model of your own."
             )
-        files[name] = _as_bytes(content, extension, source)
+        if extension == ".txt" and isinstance(content, list):
+            content = "\n".join(map(str, cast("list[Any]", content)))
+        if isinstance(content, str):
+            content = content.encode()
+        files[name] = content if isinstance(content, bytes) else _json(content, source)
     return files
 
 
-def _as_bytes(content: Any, extension: str, source: str) -> bytes:
-    if isinstance(content, bytes):
-        return content
-    if isinstance(content, str):
-        return content.encode()
-    if extension == ".txt" and isinstance(content, list):
-        return "\n".join(map(str, cast("list[Any]", content))).encode()
-    return _json(content, source)
-
-
-# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of ``HuggingFaceModel.model`` by their names in that model of transformers."""
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
-
-
-def _of_adapter(weights: Mapping[str, Tensor], adapter: StateDict, source: str) -> dict[str, Tensor]:
+def _adapter_weights(weights: Mapping[str, Tensor], adapter: StateDict, source: str) -> dict[str, Tensor]:
     """Return the weights of the adapter, by the names that PEFT has in its files."""
     names: Any = adapter.get("files")
-    if not isinstance(names, Mapping):  # Composer's: what has the name of the adapter in it
+    if not isinstance(names, Mapping):  # Composer's: the weights with the name of the adapter in theirs
         names = {name: name.replace(".default", "", 1) for name in weights if ".default" in name}
     wanted = cast("Mapping[str, str]", names)
     if missing := sorted(set(wanted) - set(weights)):
@@ -305,7 +212,7 @@ def _of_adapter(weights: Mapping[str, Tensor], adapter: StateDict, source: str) 
 
 
 def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
-    """Weights without those that share memory with another one, which transformers ties again."""
+    """Leave out each weight that is an earlier one under a second name: transformers ties the two when it loads."""
     other_of = {
         str(name).removeprefix(_PREFIX): str(other).removeprefix(_PREFIX)
         for name, other in (cast("StateDict", tied).items() if isinstance(tied, Mapping) else ())
@@ -322,62 +229,13 @@ def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
     return kept
 
 
-def _cut(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None, largest_bytes: int | None
-) -> Iterator[dict[str, Tensor]]:
-    """The weights of each file."""
-    group, size = dict[str, Tensor](), 0
-    for name, tensor in weights.items():
-        own = tensor.numel() * (dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.itemsize)
-        if group and largest_bytes is not None and size + own > largest_bytes:
-            yield group
-            group, size = {}, 0
-        group[name] = tensor
-        size += own
-    yield group
-
-
-def _write_weights(folder: Path, stem: str, files: list[dict[str, Tensor]], dtype: torch.dtype | None) -> None:
-    if len(files) == 1:
-        write_safetensors(folder / f"{stem}.safetensors", _as_type(files[0], dtype))
-        return
-    places: dict[str, str] = {}
-    size = 0
-    for number, group in enumerate(files, 1):
-        name = f"{stem}-{number:05}-of-{len(files):05}.safetensors"
-        tensors = _as_type(group, dtype)
-        write_safetensors(folder / name, tensors)
-        places |= dict.fromkeys(group, name)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": places}
-    _put(folder / f"{stem}.safetensors.index.json", _json(index, str(folder)))
-
-
-def _as_type(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    return {
-        name: tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-        for name, tensor in tensors.items()
-    }
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _check_empty(folder: Path, *, overwrite: bool) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # its record would not describe what comes
+    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # its record would not describe the new files
         raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint, which this would damage. Give another folder.")
     if not overwrite:
         raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")
-
-
-def _clear(folder: Path) -> None:
-    """Take away what would be loaded, the configs first."""
-    for name in (_CONFIG, _ADAPTER_CONFIG, _GENERATION_CONFIG):
-        (folder / name).unlink(missing_ok=True)
-    for stem in (_MODEL, _ADAPTER):
-        for pattern in (f"{stem}.safetensors*", f"{stem}-*-of-*.safetensors"):
-            for path in folder.glob(pattern):
-                path.unlink()
 
 
 def _put(path: Path, data: bytes) -> None:

@@ -19,7 +19,7 @@ from composerlite.checkpoint.tools.surveying import UNLISTED, Found, sealed, sur
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
 
-__all__ = ["Pointed", "place_at", "pointed", "target_at"]
+__all__ = ["Pointed", "place_at", "pointed"]
 
 _INDEX = ".metadata"
 
@@ -48,17 +48,15 @@ class Pointed(NamedTuple):
         if (one := sealed(self.place, self.name)) is not None and one.name == self.name:
             return [one]
         listed = survey(self.place)
-        chosen = [one for one in listed if one.name == self.name]
-        file = None if chosen else self.place.files().get(self.name)
-        if file is not None:  # by its name no checkpoint; who asks for it knows better
+        if chosen := [one for one in listed if one.name == self.name]:
+            return chosen
+        if (file := self.place.files().get(self.name)) is not None:  # a checkpoint by its contents, not by its name
             return [Found(file.path, "", None, (UNLISTED,), (file,))]
-        inside = () if chosen else tuple(self.place.files(self.name).values())
+        inside = tuple(self.place.files(self.name).values())
         names = [file.path.rpartition("/")[2] for file in inside]
         if holds_weights(names) or holds_model_states(names):
             return [Found(self.name, "", None, (UNLISTED,), inside)]
-        if not chosen:
-            raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
-        return chosen
+        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
 
     def the_one(self, *, whole: bool = False) -> Found:
         """The one checkpoint that is meant.
@@ -76,40 +74,32 @@ class Pointed(NamedTuple):
         return found
 
 
-def place_at(text: str) -> Place:
-    """The folder, or the part of a bucket, at ``text``; it is not looked at, but for whether the folder is one.
+def place_at(text: str, *, may_be_new: bool = False) -> Place:
+    """Open the folder, or the part of a bucket, at ``text``. A bucket is not looked at.
+
+    Args:
+        text: a path or a URI.
+        may_be_new: the folder need not exist: a copy makes it.
 
     Raises:
-        ConfigError: the URI names no store.
+        ConfigError: the URI names no store, or ``text`` is a file and ``may_be_new`` is true.
         CheckpointNotFoundError: there is no such folder.
     """
-    if not is_uri(text):
-        folder = Path(parse_uri(text)[2])
-        if not folder.is_dir():
-            what = "is a file" if folder.exists() else "does not exist"
-            raise CheckpointNotFoundError(f"{text!r} {what}: expected the folder that has the checkpoints, or its URI.")
-        return Folder(folder)
-    return _bucket_at(text)
+    if is_uri(text):
+        return _bucket_at(text)
+    folder = Path(parse_uri(text)[2])
+    if may_be_new and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{text!r} is a file: expected the folder of checkpoints to write to, or its URI.")
+    if not may_be_new and not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointNotFoundError(f"{text!r} {what}: expected the folder that has the checkpoints, or its URI.")
+    return Folder(folder)
 
 
 def _bucket_at(uri: str) -> Bucket:
     if parse_uri(uri)[0] in ("http", "https"):
         raise ConfigError(f"{uri!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
     return Bucket.of(open_store(uri), parse_uri(uri)[2])
-
-
-def target_at(text: str) -> Place:
-    """The place at ``text`` to write to: a folder need not be there.
-
-    Raises:
-        ConfigError: the URI names no store, or there is a file of that name.
-    """
-    path = Path(parse_uri(text)[2])
-    if is_uri(text):
-        return place_at(text)
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{text!r} is a file: expected the folder of checkpoints to write to, or its URI.")
-    return Folder(path)
 
 
 @contextlib.contextmanager
@@ -133,19 +123,19 @@ def _on_disk(path: Path, text: str) -> Pointed:
     is_relative = not path.is_absolute()
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
     if is_relative and path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())  # as it was asked for
+        path = path.relative_to(Path.cwd())  # messages show the path as the user gave it
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
         place, name = home_of(Folder(path.parent), path.name)
         return Pointed(place if path.is_absolute() else Folder(os.path.relpath(place.uri())), name, text)
-    if path.is_dir():
-        if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # its index is gone
-            return Pointed(Folder(path.parent), path.name, text)
-        above = path.resolve().parent
-        if deepspeed_save(Folder(above), path.resolve().name) is not None:
-            return Pointed(Folder(above), path.resolve().name, text)
-        return Pointed(Folder(path), None, text)
-    there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
-    raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
+    if not path.is_dir():
+        there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
+        raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
+    if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # its index is gone
+        return Pointed(Folder(path.parent), path.name, text)
+    whole = path.resolve()
+    if deepspeed_save(Folder(whole.parent), whole.name) is not None:
+        return Pointed(Folder(whole.parent), whole.name, text)
+    return Pointed(Folder(path), None, text)
 
 
 # ── in a bucket ──────────────────────────────────────────────────────────────────────────────────────────────────────

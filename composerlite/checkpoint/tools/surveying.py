@@ -14,15 +14,13 @@ from composerlite.checkpoint.place.catalog import may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, living_line
-from composerlite.errors import CheckpointError, CorruptCheckpointError
+from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "is_in_checkpoint", "newest", "remove", "sealed", "survey"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "sealed", "survey"]
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
-_OF_OTHERS = re.compile(r"\.(?:ckpt|safetensors)$", re.I)
-"""What other programs call a checkpoint that is one file, and a save of ours does not."""
 _LOOKS_SAVED = re.compile(
-    rf"{_OF_OTHERS.pattern}|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
+    r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
 )
 """What a checkpoint that is one file is called."""
 
@@ -59,11 +57,6 @@ class Found:
         if self.copy_of is not None and not self.faults:
             return "copy"
         return "unverified" if self.faults == (UNLISTED,) else "incomplete" if self.faults else "committed"
-
-    @property
-    def may_be_left_over(self) -> bool:
-        """True for data that a killed save of ours may have left, and no other program."""
-        return not self.decider and self.kind != "weights" and not _OF_OTHERS.search(self.name)
 
     @property
     def committed(self) -> Manifest | None:
@@ -122,17 +115,6 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
     return left
 
 
-def is_in_checkpoint(place: Place) -> bool:
-    """Return true if ``place`` is the directory of a checkpoint, or lies in one.
-
-    Raises:
-        OSError, ObjectStoreError: that cannot be seen. What is not seen is not absent.
-    """
-    deciders = (*INDEXES, f"{MODEL}/{INDEX}", MARKER)
-    folders = (place.top, *place.top.parents)
-    return any(place.exists(str(folder / path)) for folder in folders for path in deciders)
-
-
 def survey(place: Place) -> list[Found]:
     """The checkpoints in ``place`` and in the folders in it, oldest first; what has no record comes last.
 
@@ -184,7 +166,7 @@ def sealed(place: Place, path: str) -> Found | None:
 
 
 def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
-    """Delete a checkpoint, or data without a record.
+    """Delete a checkpoint that has a record.
 
     Args:
         place: has the checkpoint.
@@ -192,22 +174,15 @@ def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
         dry_run: do not delete it.
 
     Returns:
-        Whether it goes. It stays if another one of its name was saved since it was found.
+        Whether the checkpoint is deleted. It stays if another checkpoint was saved under its name meanwhile.
     """
-    if found.manifest is not None:
-        there = record_in(place, found.decider)
-        if there is not None and there.id != found.manifest.id:
-            return False
-        if not dry_run:
-            delete_checkpoint(place, found.manifest)
-        return True
-    for path in (f"{found.name}/{INDEX}", *(file.path for file in found.files if may_be_decider(file.path))):
-        with contextlib.suppress(CorruptCheckpointError):
-            if record_in(place, path) is not None:
-                return False
+    if found.manifest is None:
+        return False
+    there = record_in(place, found.decider)
+    if there is not None and there.id != found.manifest.id:
+        return False
     if not dry_run:
-        paths = sorted((file.path for file in found.files), key=lambda path: not path.endswith(f"/{INDEX}"))
-        place.delete(paths, folders=True)
+        delete_checkpoint(place, found.manifest)
     return True
 
 

@@ -1,0 +1,348 @@
+"""Contents of a checkpoint of any form: its keys with shapes, all of it, or the parts that a tool needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composerlite.checkpoint.foreign.keys import flat_weights
+from composerlite.checkpoint.foreign.systems import model_in, no_model_error, recognised
+from composerlite.checkpoint.format import MODEL
+from composerlite.checkpoint.format.packing import is_packed_beginning
+from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX, holds_model_states
+from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
+from composerlite.checkpoint.load.reader import RawFile, opened, readable
+from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
+from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.checkpoint.tools.surveying import Found
+from composerlite.devices import rng
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.storage import is_uri, parse_uri
+from composerlite.types import StateDict
+
+__all__ = [
+    "Leaf",
+    "contents_of",
+    "leaves_in",
+    "leaves_of_contents",
+    "metadata_of",
+    "model_and_integrations",
+    "model_directory",
+    "read_without_record",
+    "shortened",
+    "weights_of",
+    "whole_contents",
+]
+
+_MODELS = ("model.", "state.model.")
+_MOST_TEXT, _MOST_ITEMS = 60, 8
+_BEGINNING_BYTES = 512
+"""Bytes that show whether a file is compressed."""
+
+
+# ── where the contents are ───────────────────────────────────────────────────────────────────────────────────────────
+def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
+    """Return the directory with the model: of a step the directory in it. ``None``: the checkpoint is one file."""
+    if found.kind == "step":
+        return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
+    if found.name.endswith(WEIGHTS_SUFFIX):
+        folder, _, file = found.name.rpartition("/")
+        return ShardedDirectory(place, folder, file)
+    if any(file.path.startswith(f"{found.name}/") for file in found.files):
+        return ShardedDirectory(place.inside(""), found.name)
+    return None
+
+
+def _deepspeed_folder(place: Place, found: Found) -> str | None:
+    """Return the folder with the files of one save of DeepSpeed's engine; ``None``: the checkpoint is none of those."""
+    if found.manifest is not None or not holds_model_states([file.path.rpartition("/")[2] for file in found.files]):
+        return None
+    return deepspeed_save(place, found.name) if found.name not in {file.path for file in found.files} else None
+
+
+def _train_files(found: Found) -> list[str]:
+    """Return the paths of the train states of a step's ranks."""
+    return [file.path for file in found.files if file.path.startswith(f"{found.name}/train/rank")]
+
+
+# ── keys and shapes ──────────────────────────────────────────────────────────────────────────────────────────────────
+def contents_of(place: Place, found: Found) -> Any:
+    """Return the contents of a checkpoint, with tensors that have a shape and no numbers.
+
+    Bytes of tensors are read of compressed files only.
+
+    Raises:
+        CheckpointNotFoundError: its files are gone.
+        CorruptCheckpointError: what was read are not the bytes that were saved.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+    """
+    _check_files(place, found)
+    if (save := _deepspeed_folder(place, found)) is not None:
+        return deepspeed_contents(place, save)
+    directory = model_directory(place, found)
+    if directory is None:
+        return _shapes_in_file(place, found.name, found)
+    shapes = _shapes_in_directory(directory)
+    if found.kind != "step":
+        return shapes
+    beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(place, path, found) for path in _train_files(found)}
+    return {MODEL: shapes, **beside}
+
+
+def _check_files(place: Place, found: Found) -> None:
+    if not found.files:
+        raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
+
+
+class _InDataFile:
+    """A value in a data file, which was not opened."""
+
+    def __repr__(self) -> str:
+        return "in a data file"
+
+
+def _shapes_in_directory(folder: ShardedDirectory) -> Any:
+    from composerlite.checkpoint.format.sharded_index import nested
+    from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
+
+    with sharded.RemoteFileSystemReader(folder) as reader:
+        metadata = reader.read_metadata()
+    values: dict[str, Any] = {
+        key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        if isinstance(stored, sharded.TensorStorageMetadata)
+        else _InDataFile()
+        for key, stored in metadata.state_dict_metadata.items()
+    }
+    return nested(metadata, "", list(values), values)
+
+
+def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
+    """Read the shapes in a file. Of one in a bucket the headers are read, unless the file is compressed."""
+    if (here := place.path_of(path)) is None:
+        size = place.size(path)
+        digest = next((record.digest for record in found.records if record.path == path), None)
+        verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
+        with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
+            if not is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
+                body, comment = (size, 0) if verifiable is None else (verifiable.body_bytes, verifiable.tail_bytes)
+                raw = RawFile(source, body, unverified.read, digest is None, comment_bytes=comment)
+                with readable(Path(place.uri(path))):
+                    return raw.torch_file(map_location="meta").contents
+    with fetched(place.uri(path) if here is None else here) as local, opened(local, map_location="meta") as (file, *_):
+        return file.contents
+
+
+# ── all of it, or a part ─────────────────────────────────────────────────────────────────────────────────────────────
+def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
+    """Load a checkpoint, verified where it has a record. Of a step: its model and optimizer.
+
+    Args:
+        place: has the checkpoint.
+        found: the checkpoint.
+        weights_only: read the model alone.
+
+    Raises:
+        CheckpointNotFoundError: its files are gone.
+        CorruptCheckpointError: the bytes are not those that were saved.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        ConfigError: it takes a library that is not installed.
+    """
+    return _read(place, found, _MODELS, model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
+
+
+def model_and_integrations(text: str) -> StateDict:
+    """Load the model in the checkpoint at the path, the URI or the address ``text``, and what integrations saved.
+
+    Returns:
+        ``{'state': {'model': …, 'integrations': …}}``, less the parts that the checkpoint does not have.
+
+    Raises:
+        ConfigError: ``text`` is a folder of several checkpoints, or the URI names no store.
+        CheckpointError: as :func:`whole_contents`.
+    """
+    if is_uri(text) and parse_uri(text)[0] in ("http", "https"):
+        with fetched(text) as path:
+            return _file(path, _model_and_integrations_in)
+    with pointed(text) as target:
+        keys = (*_MODELS, "state.integrations.")
+        contents = _read(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
+    return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
+
+
+def metadata_of(place: Place, found: Found) -> StateDict:
+    """Return ``state/metadata`` of a run's checkpoint, without reading a tensor. Archives of DeepSpeed have none."""
+    if found.kind == "deepspeed":
+        return {}
+    directory = model_directory(place, found)
+    contents: Any = contents_of(place, found) if directory is None else _directory(directory, ("state.metadata.",))
+    for key in ("state", "metadata"):
+        contents = cast("Mapping[Any, Any]", contents).get(key) if isinstance(contents, Mapping) else None
+    return cast("StateDict", contents) if isinstance(contents, dict) else {}
+
+
+def weights_of(contents: Any, source: str) -> StateDict:
+    """Return the tensors and the extra state of the model in ``contents``, by name.
+
+    Raises:
+        IncompatibleCheckpointError: there are none. ``source`` is named in the message.
+    """
+    if found := flat_weights(model_in(contents), source):
+        return found
+    raise no_model_error(source)
+
+
+def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
+    """Load a part: of a directory the values below ``keys``, of a file what ``part`` selects of its contents."""
+    _check_files(place, found)
+    if (save := _deepspeed_folder(place, found)) is not None:
+        return part(deepspeed_contents(place, save))
+    if (directory := model_directory(place, found)) is not None:
+        return _directory(directory, keys)
+    here = place.path_of(found.name)
+    with fetched(place.uri(found.name) if here is None else here) as path:
+        return _file(path, part)
+
+
+def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
+    from composerlite.checkpoint.format.sharded_index import nested
+    from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
+
+    with sharded.RemoteFileSystemReader(folder) as reader:
+        metadata = reader.read_metadata()
+        every = list(metadata.state_dict_metadata)
+        keys = [key for key in every if f"{key}.".startswith(wanted)] or every
+        contents = nested(metadata, "", keys, sharded.load_flat(reader, keys))
+    if not isinstance(contents, dict):
+        return contents
+    contents = sharded.as_in_a_file(cast("StateDict", contents))
+    if isinstance(contents.get("rng"), list):  # each a row of bytes in a directory
+        generators = cast("list[Any]", contents["rng"])
+        contents["rng"] = [rng.unpacked(one) if isinstance(one, Tensor) else one for one in generators]
+    return contents
+
+
+def _file(path: Path, part: Callable[[Any], Any]) -> Any:
+    if is_read_in_place(path):
+        return _directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
+    with opened(path) as (file, progress, _):
+        file.contents = part(file.contents)
+        file.read(progress=progress)
+        return file.contents
+
+
+def _model_and_integrations_in(contents: Any) -> StateDict:
+    state: Any = contents.get("state") if isinstance(contents, Mapping) else None
+    has_integrations = isinstance(state, Mapping) and "integrations" in state
+    more = {"integrations": state["integrations"]} if has_integrations else {}
+    return {"state": {"model": model_in(contents), **more}}
+
+
+# ── without a record ─────────────────────────────────────────────────────────────────────────────────────────────────
+def read_without_record(place: Place, found: Found) -> str:
+    """Read all of a checkpoint without a record, and compare it with the checksums in its own files.
+
+    Of a directory one item is in memory at a time, of other forms all of the checkpoint.
+
+    Returns:
+        The system that saved it, and what was compared.
+
+    Raises:
+        CheckpointNotFoundError: its files are gone.
+        CorruptCheckpointError: something in it contradicts the rest.
+        UntrustedCheckpointError: it holds a type that is not known to be safe.
+    """
+    from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
+    from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
+
+    system = recognised(contents_of(place, found)) or "of no system that is recognised"
+    told = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
+    directory = None if _deepspeed_folder(place, found) is not None else model_directory(place, found)
+    if directory is None:
+        whole_contents(place, found)
+        return told
+    items: dict[tuple[str, int], tuple[str, int]] = {}
+    with RemoteFileSystemReader(directory) as reader:
+        reader.warns = False
+        for index, stored in reader.read_metadata().storage_data.items():
+            path = directory.at(stored.relative_path)
+            if path.endswith(TORCH_SUFFIX) and index.fqn != stored.relative_path:  # many weights in one torch file
+                items[path, 0] = (path, -1)
+            elif not path.endswith(WEIGHTS_SUFFIX):  # safetensors have no checksums
+                items[path, stored.offset] = (index.fqn, stored.length)
+    items |= {(path, 0): (path, -1) for path in (_train_files(found) if found.kind == "step" else ())}
+    for (path, offset), (key, length) in items.items():
+        try:
+            size = directory.place.size(path) if length < 0 else length
+            with directory.place.opened(path, None, threads=1) as source:
+                safe_contents(source.read(offset, size), key, directory.uri)
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"checkpoint {directory.uri!r}: its file {path!r} is gone.") from e
+    return told
+
+
+# ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Leaf(NamedTuple):
+    """Value below one key of a checkpoint.
+
+    Attributes:
+        path: the keys that lead to it.
+        kind: its type: ``'tensor'``, ``'array'`` or that of a plain value.
+        dtype: of its numbers, if it is a tensor or an array.
+        shape: of it, likewise.
+        size_bytes: of its numbers.
+        text: the value, shortened, if it is neither.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    size_bytes: int = 0
+    text: str = ""
+
+
+def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of nested dicts and lists, each after its keys. Empty dicts and lists are leaves."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(contents, Mapping):
+        items = cast("Mapping[Any, Any]", contents).items()
+    elif isinstance(contents, list | tuple):
+        listed = cast("Sequence[Any]", contents)
+        if any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for value in listed):
+            items = enumerate(listed)
+    is_leaf = True
+    for key, value in items:
+        is_leaf = False
+        yield from leaves_in(value, (*path, str(key)))
+    if is_leaf:
+        yield path, contents
+
+
+def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
+    """Yield name, kind and size of each leaf of nested dicts and lists, in order, without the numbers in it."""
+    for path, value in leaves_in(contents):
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield Leaf(path, "tensor", dtype, tuple(value.shape), value.numel() * value.element_size())
+        elif isinstance(value, np.ndarray):
+            yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
+        elif isinstance(value, _InDataFile):
+            yield Leaf(path, "value", text=repr(value))
+        elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:
+            yield Leaf(path, type(value).__name__, text=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            yield Leaf(path, type(value).__name__, text=shortened(value))
+
+
+def shortened(value: Any) -> str:
+    """Return the value as text, of one line at most."""
+    text = repr(value)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"
