@@ -192,8 +192,8 @@ def test_a_kill_at_any_step_leaves_the_old_model_the_new_one_or_none(tmp_path: P
 
 
 def test_an_error_on_the_way_leaves_no_index(saved: tuple[Path, nn.Module, Optimizer], tmp_path: Path) -> None:
-    """A data file that is damaged behind the model: the model is whole, and the optimizer has no index."""
-    place, model, _ = saved
+    """A data file is damaged behind the model: without an index the files count for nothing."""
+    place, _, _ = saved
     index = get_checkpoint_metadata(place)
     last = next(where for key, where in index.storage_data.items() if key.fqn.startswith("optim.state."))
     data = place / last.relative_path
@@ -202,9 +202,7 @@ def test_an_error_on_the_way_leaves_no_index(saved: tuple[Path, nn.Module, Optim
     data.write_bytes(damaged)
     with pytest.raises(CorruptCheckpointError):
         unshard_checkpoint(place, tmp_path / "out", unshard_strategy=UnshardStrategy.one_file_per_tensor())
-    places = json.loads((tmp_path / "out/model/model.pt.index.json").read_bytes())["weight_map"]
-    assert same({key: _loaded(tmp_path / "out/model" / name)[key] for key, name in places.items()}, model.state_dict())
-    assert not list((tmp_path / "out/optim").glob("*.index.json"))
+    assert not list((tmp_path / "out").rglob("*.index.json"))
 
 
 def test_names_that_become_one_get_files_of_their_own(tmp_path: Path) -> None:

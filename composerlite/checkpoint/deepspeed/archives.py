@@ -1,10 +1,10 @@
-"""The archives of a checkpoint of DeepSpeed, one for each rank, and how one is read: in place, nothing is extracted.
+"""The archives of a checkpoint of DeepSpeed, one for each rank, and reading them in place, without extraction.
 
-Each holds ``composer_states.pt``, the same in all, and below ``deepspeed/`` the files that DeepSpeed writes on that
-rank, as it writes them: what was extracted from the archives of all ranks is a folder that DeepSpeed's tools read.
+Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files that DeepSpeed writes on its
+rank, unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
 
-Pickles in them go through the restricted reader: beside what every checkpoint may hold they hold a few classes of
-DeepSpeed, which are its own or, where it is not installed, plain placeholders.
+The restricted reader loads the pickles. Beside the types of every checkpoint they hold a few classes of DeepSpeed,
+which are placeholders unless DeepSpeed gives its own classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import logging
 import re
 import tarfile
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -34,6 +34,7 @@ from composerlite.checkpoint.load.resolve import (
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, home_of
 from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.errors import (
@@ -51,12 +52,12 @@ __all__ = [
     "RankFiles",
     "find_archives",
     "holds_deepspeed",
-    "model_states",
-    "the_file",
 ]
 
 log = logging.getLogger(__name__)
 
+MODEL_STATES = "model_states.pt"
+"""End of the name of the file with a rank's states of the model."""
 _FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
 
@@ -70,36 +71,54 @@ class RankFiles:
     """The files in the archive of a rank.
 
     Attributes:
-        names: of DeepSpeed's files in it.
-        check_sums: whether nothing but sums in the files verifies them.
+        names: of DeepSpeed's files in the archive.
+        path: of the archive, for messages.
+        check_sums: whether checksums in the files are all that verifies them.
 
     Args:
-        source: the archive, out of its compression.
-        size_bytes: of it.
-        path: of it, for messages.
+        source: the bytes of the archive, uncompressed.
+        size_bytes: of the archive, uncompressed.
+        path: see above.
+        check_sums: see above.
 
     Raises:
-        CorruptCheckpointError: it is damaged, or holds something else than files.
-        IncompatibleCheckpointError: it is no archive of DeepSpeed.
+        CorruptCheckpointError: the archive is damaged, or holds links or devices.
+        IncompatibleCheckpointError: the file is no archive of DeepSpeed.
     """
 
     def __init__(self, source: ByteSource, size_bytes: int, path: Path, *, check_sums: bool) -> None:
         self.path = path
         self.check_sums = check_sums
-        if size_bytes < _HEAD_BYTES or not is_tar_header(source.read(0, _HEAD_BYTES)):
-            raise IncompatibleCheckpointError(
-                f"checkpoint {str(path)!r} was saved without DeepSpeed: it is no archive."
-            )
-        self._members = dict(_members(source, size_bytes))
-        self.names = sorted(match[1] for name in self._members if (match := _FILE.fullmatch(name)) is not None)
-        if not self.names:
-            raise IncompatibleCheckpointError(
-                f"checkpoint {str(path)!r} was saved without DeepSpeed: it has no {DEEPSPEED!r} in it."
-            )
+        lack = "it is no archive"
+        if size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
+            lack = f"it has no {DEEPSPEED!r} in it"
+            self._members = _members(source, size_bytes)
+            self.names = sorted(match[1] for name in self._members if (match := _FILE.fullmatch(name)) is not None)
+            if self.names:
+                return
+        raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
 
     def member(self, name: str) -> Window:
-        """One of DeepSpeed's files."""
+        """Return one of DeepSpeed's files, by its name."""
         return self._members[f"{DEEPSPEED}/{name}"]
+
+    def the_file(self, end: str) -> str:
+        """Return the name of the one file of DeepSpeed that ends with ``end``.
+
+        Raises:
+            IncompatibleCheckpointError: there is no such file, or there are several.
+        """
+        found = [name for name in self.names if name.endswith(end)]
+        if len(found) != 1:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {str(self.path)!r} has {len(found)} files *{end}; expected one. Those of models with "
+                "experts, or with layers split over ranks, cannot be converted: use DeepSpeed's own tools."
+            )
+        return found[0]
+
+    def model_states(self, *, prune: Callable[[StateDict], StateDict] = _all) -> StateDict:
+        """Read the states of the model; ``prune`` selects the parts to read. Raises as :meth:`the_file`."""
+        return self.contents(self.the_file(MODEL_STATES), prune=prune)
 
     def contents(
         self,
@@ -113,9 +132,9 @@ class RankFiles:
 
         Args:
             name: of the file.
-            types: the classes that it may hold; by default placeholders for them.
+            types: the classes that may be in the file; ``None``: placeholders for them.
             trust: load any type, **running whatever code the file holds**.
-            prune: is given what it holds, and gives what of it is wanted: only that is read.
+            prune: selects the parts of the contents to read.
 
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
@@ -133,18 +152,11 @@ class RankFiles:
     def _read(
         self, name: str, types: Mapping[str, type], trust: bool, prune: Callable[[StateDict], StateDict]
     ) -> StateDict:
-        member = self._members.get(name)
-        if member is None:
+        if (member := self._members.get(name)) is None:
             raise CorruptCheckpointError(f"it has no {name!r} in it")
+        size, sums = member.size_bytes, self.check_sums
         try:
-            file = TorchFile(
-                member,
-                member.size_bytes,
-                peek=member.read,
-                trust=trust,
-                check_sums=self.check_sums,
-                types=types,
-            )
+            file = TorchFile(member, size, peek=member.read, trust=trust, check_sums=sums, types=types)
             file.contents = prune(file.contents)
             file.read()
         except CorruptCheckpointError as e:
@@ -152,51 +164,8 @@ class RankFiles:
         return file.contents
 
 
-@contextlib.contextmanager
-def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_bytes: int = 0) -> Generator[RankFiles]:
-    """The archive ``path``, compressed or not.
-
-    Args:
-        path: of it.
-        digest: what it must contain; ``None``: only the sums in it say that.
-        unpacked_bytes: what it may unpack to in any case.
-
-    Raises:
-        CorruptCheckpointError: its bytes are not those that were saved, or it is damaged.
-        IncompatibleCheckpointError: it is no archive of DeepSpeed.
-        OSError: it is not there, cannot be read, or there is no space to unpack it.
-    """
-    with path.open("rb") as file:
-        is_compressed = codec_of(file.read(_HEAD_BYTES)) is not None
-    with contextlib.ExitStack() as stack:
-        if is_compressed:
-            if digest is not None:
-                verify_file(path, digest)
-            file = stack.enter_context(unpacked(path, keep_archive=True, most_bytes=unpacked_bytes))
-            size_bytes = file.seek(0, 2)
-            source: ByteSource = UnverifiedFile(file)
-        else:
-            reader = stack.enter_context(ParallelReader(path, digest))
-            source, size_bytes = reader, reader.size_bytes
-        yield RankFiles(source, size_bytes, path, check_sums=digest is None)
-
-
-def holds_deepspeed(path: Path) -> bool:
-    """Check whether the file ``path`` is an archive with files of DeepSpeed in it.
-
-    Raises:
-        CorruptCheckpointError: it is an archive, and damaged.
-        OSError: it is not there or cannot be read.
-    """
-    if not is_packed(path):
-        return False
-    with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
-        return True
-    return False
-
-
-def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Window]]:
-    """Files in an archive by their names, each once. Folders are skipped; there is nothing else in it."""
+def _members(source: ByteSource, size_bytes: int) -> dict[str, Window]:
+    """Return the files in an archive by their names, without folders."""
     position = 0
 
     def read(size: int) -> bytes:
@@ -206,59 +175,59 @@ def _members(source: ByteSource, size_bytes: int) -> Iterator[tuple[str, Window]
         position += size
         return data
 
-    seen: set[str] = set()
+    found: dict[str, Window] = {}
     while (member := next_member(read)) is not None:
         if member.isdir():
             continue
         name = member.name.removeprefix("./")
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or name in seen:
-            what = "twice" if name in seen else "as a link, a device or a sparse file"
+        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or name in found:
+            what = "twice" if name in found else "as a link, a device or a sparse file"
             raise CorruptCheckpointError(f"it is an archive that holds {member.name!r} {what}")
-        seen.add(name)
         if position + member.size > size_bytes:
             raise CorruptCheckpointError("it is an archive that is cut off")
-        yield name, Window(source, position, member.size)
+        found[name] = Window(source, position, member.size)
         position += member.size + -member.size % tarfile.BLOCKSIZE
+    return found
 
 
-# ── the state of the model ───────────────────────────────────────────────────────────────────────────────────────────
-MODEL_STATES = "model_states.pt"
-"""The end of the name of the file in which a rank has what it says of the model."""
+@contextlib.contextmanager
+def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_bytes: int = 0) -> Generator[RankFiles]:
+    """Open the archive ``path``, compressed or not.
 
-
-def model_states(archive: RankFiles, *, prune: Callable[[StateDict], StateDict] = _all) -> StateDict:
-    """Read a rank's model states; ``prune`` selects the parts to read.
-
-    Raises:
-        IncompatibleCheckpointError: there is not one such file.
-    """
-    return archive.contents(the_file(archive, MODEL_STATES), prune=prune)
-
-
-def number_of_ranks(archive: RankFiles) -> int:
-    """Number of ranks that saved the checkpoint of which ``archive`` is that of the first."""
-    ranks = model_states(archive, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
-    if not isinstance(ranks, int) or ranks < 1:
-        raise CorruptCheckpointError("it does not say the number of ranks that saved it")
-    return ranks
-
-
-def the_file(archive: RankFiles, end: str) -> str:
-    """The one file of the rank whose name ends so.
+    Args:
+        path: of the archive.
+        digest: of the archive, from the record; ``None``: checksums in its files verify them.
+        unpacked_bytes: size up to which the archive may be decompressed, whatever the ratio.
 
     Raises:
-        IncompatibleCheckpointError: there is none, or there are several.
+        CorruptCheckpointError: the bytes are not those that were saved.
+        IncompatibleCheckpointError: the file is no archive of DeepSpeed.
+        OSError: the file is missing or cannot be read, or there is no space to decompress it.
     """
-    found = [name for name in archive.names if name.endswith(end)]
-    if len(found) != 1:
-        raise IncompatibleCheckpointError(
-            f"checkpoint {str(archive.path)!r} has {len(found)} files *{end}; expected one. Those of models with "
-            "experts, or with layers split over ranks, cannot be converted: use DeepSpeed's own tools."
-        )
-    return found[0]
+    with path.open("rb") as file:
+        is_compressed = codec_of(file.read(_HEAD_BYTES)) is not None
+    if not is_compressed:
+        with ParallelReader(path, digest) as reader:
+            yield RankFiles(reader, reader.size_bytes, path, check_sums=digest is None)
+        return
+    if digest is not None:
+        verify_file(path, digest)
+    with unpacked(path, keep_archive=True, most_bytes=unpacked_bytes) as file:
+        yield RankFiles(UnverifiedFile(file), file.seek(0, 2), path, check_sums=digest is None)
 
 
-# ── all of a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
+def holds_deepspeed(path: Path) -> bool:
+    """Return true if the file ``path`` is an archive with files of DeepSpeed.
+
+    Raises:
+        CorruptCheckpointError: the file is an archive, and damaged.
+        OSError: the file is missing or cannot be read.
+    """
+    if not is_packed(path):
+        return False
+    with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
+        return True
+    return False
 
 
 @final
@@ -267,8 +236,8 @@ class Archives:
     """The archives of a checkpoint.
 
     Attributes:
-        names: of all, in the order of the ranks that saved them: paths, URIs, or names in the store that was given.
-        manifest: their commit record, if they have one.
+        names: in the order of the ranks: paths, URIs, or names in the store of the caller.
+        manifest: the record; ``None``: the archives have none.
     """
 
     names: Sequence[str]
@@ -276,11 +245,11 @@ class Archives:
 
     @contextlib.contextmanager
     def opened(self, rank: int, object_store: ObjectStore | None) -> Generator[RankFiles]:
-        """Open that of ``rank``, on this machine for as long as the block lasts.
+        """Open the archive of ``rank``. One in a store is downloaded for as long as the block lasts.
 
         Raises:
-            CheckpointNotFoundError: it is not there. The message names it.
-            CheckpointError: as :func:`~composerlite.checkpoint.deepspeed.archives.opened_archive`.
+            CheckpointNotFoundError: the archive is missing. The message names it.
+            CheckpointError: as :func:`opened_archive`.
         """
         with fetched(self.names[rank], object_store) as path:
             if not path.is_file():
@@ -296,18 +265,24 @@ class Archives:
 
     @contextlib.contextmanager
     def all_opened(self, object_store: ObjectStore | None) -> Generator[list[RankFiles]]:
-        """Open those of all ranks. Raises what :meth:`opened` does."""
+        """Open the archives of all ranks. Raises as :meth:`opened`."""
         with contextlib.ExitStack() as stack:
             yield [stack.enter_context(self.opened(rank, object_store)) for rank in range(len(self.names))]
 
 
 def find_archives(template: str, run_name: str, object_store: ObjectStore | None, *, argument: str) -> Archives:
-    """The archives that ``template`` means: the name of that of rank 0, or of all with ``{rank}`` in it.
+    """Find the archives of all ranks.
+
+    Args:
+        template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
+        run_name: for ``{run_name}`` in ``template``.
+        object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
+        argument: name of the user's argument, for messages.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        IncompatibleCheckpointError: it is of another kind.
-        ConfigError: the name is that of one file, and nothing tells those of the other ranks; ``argument`` is named.
+        IncompatibleCheckpointError: the checkpoint was saved without DeepSpeed.
+        ConfigError: ``template`` names one file without a record, so the names of the other ranks are unknown.
     """
     first = format_name_with_dist(template, run_name, **FIRST_RANK)
     with engine_folder(first, object_store) as found:
@@ -322,21 +297,14 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         if not path.is_file():
             raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
         path = path.resolve()
-        place, name = home_of(Folder(path.parent), path.name)
-        manifest = Catalog(place).manifest_of(name)
-        if manifest is not None and manifest.kind == "deepspeed":
-            return Archives([place.uri(record.path) for record in manifest.files], manifest)
+        manifest, names = _recorded(Folder(path.parent), path.name, str(path), in_store=False)
     else:
         with transferring(first, object_store) as (transfer, wanted):
             key = followed(transfer, wanted)
             folder, _, last = key.rpartition("/")
-            place, name = home_of(Bucket(transfer, folder), last)
-            manifest = Catalog(place).manifest_of(name)
-            if manifest is not None and manifest.kind == "deepspeed":
-                root = key.removesuffix(name)
-                uris = [place.uri(record.path) for record in manifest.files]
-                names = [root + record.path for record in manifest.files]
-                return Archives(uris if object_store is None else names, manifest)
+            manifest, names = _recorded(Bucket(transfer, folder), last, key, in_store=object_store is not None)
+    if manifest is not None and manifest.kind == "deepspeed":
+        return Archives(names, manifest)
     if manifest is not None:
         raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
     if "rank" not in variables_in(template, f"{argument}={template!r}"):
@@ -345,6 +313,17 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
-        ranks = range(number_of_ranks(archive))
+        states = archive.model_states(prune=lambda contents: {"ranks": contents.get("dp_world_size")})
+    if not isinstance(states["ranks"], int) or states["ranks"] < 1:
+        raise CorruptCheckpointError(f"checkpoint {first!r} does not say the number of ranks that saved it")
     log.warning("checkpoint %s has no record: loading it unverified", first)
-    return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in ranks], None)
+    return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in range(states["ranks"])], None)
+
+
+def _recorded(place: Place, name: str, key: str, *, in_store: bool) -> tuple[Manifest | None, list[str]]:
+    """Return the record of the checkpoint ``name``, and the names of its files: keys of a store, or paths and URIs."""
+    place, name = home_of(place, name)
+    manifest = Catalog(place).manifest_of(name)
+    files = [] if manifest is None else [record.path for record in manifest.files]
+    root = key.removesuffix(name)
+    return manifest, [root + path if in_store else place.uri(path) for path in files]

@@ -1,7 +1,7 @@
 """Loading a checkpoint into a run that DeepSpeed trains.
 
-Each rank reads its own archive, and rank 0 what is the same for all. Where other ranks had saved it, DeepSpeed converts
-it. Of weights alone rank 0 makes whole ones, and sends them to the others.
+Each rank reads its own archive, and rank 0 what is equal for all. If another number of ranks saved the checkpoint,
+DeepSpeed converts it. For weights alone, rank 0 merges the weights and sends them to the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -26,7 +26,6 @@ from composerlite.checkpoint.deepspeed.archives import (
     RankFiles,
     find_archives,
     holds_deepspeed,
-    the_file,
 )
 from composerlite.checkpoint.deepspeed.weights import pieces_of
 from composerlite.checkpoint.foreign.deepspeed import merged_weights, untrained
@@ -46,22 +45,22 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine(Protocol):
-    """The engine of DeepSpeed, as far as it loads files. Every rank calls these together."""
+    """Methods of DeepSpeed's engine that load files. Collective: every rank calls them."""
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
         """Compare the model of a checkpoint with the one that is trained.
 
         Args:
-            model: what a file of model states holds.
+            model: contents of a file of model states.
             source: the checkpoint, for messages.
 
         Raises:
-            IncompatibleCheckpointError: names or shapes of what is trained differ; all of it is in the message.
+            IncompatibleCheckpointError: names or shapes of trained parameters differ; lists all of them.
         """
         ...
 
     def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer from what this rank's files hold, by name, with classes of ``types``.
+        """Restore the model and the optimizer from this rank's ``files``, by name, with classes of ``types``.
 
         Raises:
             IncompatibleCheckpointError: as :meth:`check_fits`.
@@ -72,56 +71,70 @@ class DeepSpeedEngine(Protocol):
         """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
 
         Raises:
-            IncompatibleCheckpointError: DeepSpeed cannot.
+            IncompatibleCheckpointError: DeepSpeed cannot convert them.
         """
         ...
 
     def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore trained weights and the optimizer from what :meth:`convert` made; ``files`` are model states."""
+        """Restore trained weights and the optimizer from the result of :meth:`convert`; ``files`` are model states."""
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
-        """Set the tensors of the model, which rank 0 has, by name; the others give ``None``.
+        """Set the tensors of the model from the ``weights`` of rank 0, by name; other ranks pass ``None``.
 
         Raises:
-            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; all of it is in the
-                message.
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; lists all of them.
         """
         ...
 
     @property
     def types(self) -> dict[str, type]:
-        """The classes that its files hold, by full name."""
+        """Classes in DeepSpeed's files, by full name."""
         ...
 
 
 def load_archives(
     engine: DeepSpeedEngine, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
 ) -> list[dict[str, Any]] | None:
-    """Restore a state that DeepSpeed trains, on every rank; the states of the random generators, if any.
+    """Restore a state that DeepSpeed trains, on every rank, and return the states of the random generators, if any.
 
-    The weights alone may be of a checkpoint that any number of ranks saved, or of one that is a file.
+    For weights alone, any number of ranks may have saved the checkpoint, also without DeepSpeed.
 
     Args:
         engine: trains the state.
-        template: the name of the archive of rank 0, or of all with ``{rank}`` in it.
+        template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
         plan: what to restore.
-        object_store: the store that ``template`` is a name in.
+        object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
         trust: load any type, **running whatever code the files hold**.
 
     Raises:
-        ConfigError: what is to be left out is in the files of DeepSpeed.
+        ConfigError: ``load_ignore_keys`` excludes a part of DeepSpeed's files.
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
+    ignored = () if plan.ignore_keys is None or callable(plan.ignore_keys) else plan.ignore_keys
+    for glob in ignored:
+        if glob.startswith(("state/model", "state/optimizers")):
+            raise ConfigError(
+                f"load_ignore_keys: {glob!r} is in the files of DeepSpeed, which loads weights and optimizer as a "
+                "whole. Leave it out, or load the weights alone: load_weights_only=True."
+            )
     with contextlib.ExitStack() as stack:
         load = _Load(engine, template, plan, object_store, trust, stack)
-        return load.weights() if plan.weights_only else load.everything()
+        if plan.weights_only:
+            load.set_weights(load.read_weights, strict=plan.strict)
+            log.debug("loaded the weights of %s", plan.source)
+            return None
+        archives = load.group.from_first("looking for the checkpoint", load.find)
+        is_own = len(archives.names) == load.group.size
+        wanted = load.from_own_archive(archives) if is_own else load.from_other_ranks(archives)
+        with load.group.all_or_none("restoring the run"):
+            return plan.load(wanted)
 
 
 @final
 @dataclass(frozen=True)
 class _Load:
-    """One load; every rank calls its methods. For the fields see :func:`load_archives`."""
+    """One load. Methods are collective. For the fields see :func:`load_archives`."""
 
     engine: DeepSpeedEngine
     template: str
@@ -136,66 +149,31 @@ class _Load:
         """The checkpoint, for messages."""
         return self.plan.source
 
-    def _find(self) -> Archives:
+    def find(self) -> Archives:
+        """Find the archives of all ranks. On rank 0."""
         return find_archives(self.template, self.plan.state.run_name, self.object_store, argument="load_path")
 
-    def everything(self) -> list[dict[str, Any]] | None:
-        """Restore the state; the states of the random generators."""
-        self._check_parts()
-        archives = self.group.from_first("looking for the checkpoint", self._find)
-        is_own = len(archives.names) == self.group.size
-        wanted = self._load_own(archives) if is_own else self._load_converted(archives)
-        with self.group.all_or_none("restoring the run"):
-            return self.plan.load(wanted)
-
-    def _check_parts(self) -> None:
-        """See that what is left out is not in the files of DeepSpeed.
-
-        Raises:
-            ConfigError: it is.
-        """
-        ignore_keys = self.plan.ignore_keys
-        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
-            if glob.startswith(("state/model", "state/optimizers")):
-                raise ConfigError(
-                    f"load_ignore_keys: {glob!r} is in the files of DeepSpeed, which loads weights and optimizer as a "
-                    "whole. Leave it out, or load the weights alone: load_weights_only=True."
-                )
-
-    # ── saved by the same number of ranks ────────────────────────────────────────────────────────────────────────
-    def _load_own(self, archives: Archives) -> StateDict:
-        """Load model and optimizer; what of the rest is wanted."""
+    def from_own_archive(self, archives: Archives) -> StateDict:
+        """Load model and optimizer from this rank's archive, and return the rest of the state to restore."""
         with self.group.all_or_none(f"opening {self.source}"):
             own = self.stack.enter_context(archives.opened(self.group.rank, self.object_store))
         wanted = self._states(own)
-        files = self._files(own)
+        everywhere = self.group.gather(own.names)
+        shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
+        files = {name: self._of_first(own, name) for name in shared}  # rank 0 alone has them
+        with self.group.all_or_none(f"reading {self.source}"), readable(own.path):
+            for name in own.names:
+                if name not in files:
+                    files[name] = own.contents(name, self.engine.types, trust=self.trust)
         with self.group.all_or_none("restoring the run"), half_loaded(True):
             self.engine.load(files, source=self.source)
         return wanted
 
-    def _files(self, archive: RankFiles) -> dict[str, StateDict]:
-        """Read the files of DeepSpeed that this rank needs: its own, and those of rank 0 that no other has."""
-        everywhere = self.group.gather(archive.names)
-        shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
-        files = {name: self._of_first(archive, name) for name in shared}
-        with self.group.all_or_none(f"reading {self.source}"), readable(archive.path):
-            for name in archive.names:
-                if name not in files:
-                    files[name] = archive.contents(name, self.engine.types, trust=self.trust)
-        return files
+    def from_other_ranks(self, archives: Archives) -> StateDict:
+        """Load model and optimizer that another number of ranks saved, and return the rest of the state to restore.
 
-    def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
-        """Read a file that rank 0 has, on every rank."""
-        raw = None
-        if self.group.is_first:
-            assert archive is not None
-            member = archive.member(name)
-            raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
-        return spread_file(raw, f"{name} of {self.source}", trust=self.trust)
-
-    # ── saved by another number of ranks ─────────────────────────────────────────────────────────────────────────
-    def _load_converted(self, archives: Archives) -> StateDict:
-        """Do as :meth:`_load_own`. The first rank of each node converts, for all that it has."""
+        The first rank of each node converts the files for the ranks of its node.
+        """
         is_first = dist.get_local_rank() == 0
         every: list[RankFiles] = []
         with self.group.all_or_none(f"opening {self.source}"):
@@ -203,7 +181,7 @@ class _Load:
                 every = self.stack.enter_context(archives.all_opened(self.object_store))
         first = every[0] if every else None
         wanted = self._states(first)
-        name = self.group.broadcast("" if first is None else the_file(first, MODEL_STATES))
+        name = self.group.broadcast("" if first is None else first.the_file(MODEL_STATES))
         model = {name: self._of_first(first, name)}
         with self.group.all_or_none("comparing the checkpoint with the run"):
             self.engine.check_fits(model[name], source=self.source)
@@ -212,39 +190,29 @@ class _Load:
         with self.group.all_or_none(f"converting {self.source}"):
             if is_first:
                 folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
-                self._save_files(every, Path(folder))
+                for archive in every:  # saved again as they were read: DeepSpeed runs any code in a file
+                    with readable(archive.path):
+                        for file in archive.names:
+                            contents = archive.contents(file, self.engine.types, trust=self.trust)
+                            torch.save(contents, Path(folder, file))
                 self.engine.convert(Path(folder), source=self.source)
         folders = self.group.gather((dist.get_node_rank(), folder))
         mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
         with self.group.all_or_none("restoring the run"), half_loaded(True):
             self.engine.load_converted(Path(mine), model, source=self.source)
-        self._set_weights(lambda: untrained(pieces_of(every)), strict=False)
+        self.set_weights(lambda: untrained(pieces_of(every)), strict=False)
         return wanted
 
-    def _save_files(self, every: Sequence[RankFiles], folder: Path) -> None:
-        """Write the files of all ranks as they were read here: DeepSpeed runs whatever code is in what it reads."""
-        for archive in every:
-            with readable(archive.path):
-                for name in archive.names:
-                    torch.save(archive.contents(name, self.engine.types, trust=self.trust), folder / name)
-
-    # ── weights alone ────────────────────────────────────────────────────────────────────────────────────────────
-    def weights(self) -> None:
-        """Restore the weights alone."""
-        self._check_parts()
-        self._set_weights(self._read_weights, strict=self.plan.strict)
-        log.debug("loaded the weights of %s", self.source)
-
-    def _set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
-        """Set tensors of the model to those that rank 0 reads."""
+    def set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
+        """Set tensors of the model to the result of ``read`` on rank 0."""
         weights: dict[str, Tensor] | None = None
         with self.group.all_or_none(f"reading {self.source}"):
             if self.group.is_first:
                 weights = read()
         self.engine.load_weights(weights, strict=strict, source=self.source)
 
-    def _read_weights(self) -> dict[str, Tensor]:
-        """The state dict of the model. On rank 0."""
+    def read_weights(self) -> dict[str, Tensor]:
+        """Read the state dict of the model. On rank 0."""
         first = format_name_with_dist(self.template, self.plan.state.run_name, **FIRST_RANK)
         with engine_folder(first, self.object_store) as folder:
             if folder is not None:
@@ -258,12 +226,20 @@ class _Load:
                     file.contents = {"model": file.contents["state"].get("model", {})}
                     file.read()
                     return file.contents["model"]
-        with self._find().all_opened(self.object_store) as every, readable(Path(first)):
+        with self.find().all_opened(self.object_store) as every, readable(Path(first)):
             return merged_weights(pieces_of(every))
 
-    # ── what is the same for all ─────────────────────────────────────────────────────────────────────────────────
+    def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
+        """Read a file in the ``archive`` of rank 0, on every rank."""
+        raw = None
+        if self.group.is_first:
+            assert archive is not None
+            member = archive.member(name)
+            raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
+        return spread_file(raw, f"{name} of {self.source}", trust=self.trust)
+
     def _states(self, archive: RankFiles | None) -> StateDict:
-        """Read the requested parts of ``composer_states.pt`` on rank 0, which has the ``archive``."""
+        """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""
 
         def packed() -> bytes:
             assert archive is not None

@@ -1,4 +1,4 @@
-"""The weights of a model, whole and in fp32, out of the archives of the ranks of DeepSpeed."""
+"""Weights of a model, whole and in fp32, from the archives of the ranks of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from composerlite import dist
-from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives, model_states, the_file
+from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives
 from composerlite.checkpoint.foreign.deepspeed import MODEL_KEYS, Piece, merged_weights
 from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
@@ -29,28 +29,27 @@ def pieces_of(archives: Sequence[RankFiles]) -> list[Piece]:
     """Read the part of each rank that weights need, in the order of ``archives``.
 
     Raises:
-        IncompatibleCheckpointError: they hold what is not understood here: experts, or layers split over ranks.
+        IncompatibleCheckpointError: the model has experts, or layers that are split over ranks.
     """
-    return [_piece(archive) for archive in archives]
+    pieces: list[Piece] = []
+    for archive in archives:
+        has_model = any(name.endswith(MODEL_STATES) for name in archive.names)
+        model = archive.model_states(prune=_model_keys) if has_model else {}
+        pieces.append(Piece(model, archive.contents(archive.the_file(_OPTIMIZER), prune=_weight_keys)))
+    return pieces
 
 
-def _piece(archive: RankFiles) -> Piece:
-    has_model = any(name.endswith(MODEL_STATES) for name in archive.names)
-    model = model_states(archive, prune=_of_the_model) if has_model else {}
-    return Piece(model, archive.contents(the_file(archive, _OPTIMIZER), prune=_of_the_optimizer))
-
-
-def _of_the_model(contents: StateDict) -> StateDict:
+def _model_keys(contents: StateDict) -> StateDict:
     return {key: contents.get(key) for key in MODEL_KEYS}
 
 
-def _of_the_optimizer(contents: StateDict) -> StateDict:
+def _weight_keys(contents: StateDict) -> StateDict:
+    """Select the keys of the optimizer's states that hold weights."""
     state = contents.get("optimizer_state_dict")
     kept = [key for key in _OF_WEIGHTS if key in state] if isinstance(state, dict) else []
     return {"optimizer_state_dict": {key: cast("StateDict", state)[key] for key in kept}}
 
 
-# ── as one file ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def unshard_zero(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -63,17 +62,17 @@ def unshard_zero(
     DeepSpeed need not be installed. All weights are in memory at once, twice for a moment.
 
     Args:
-        path: path or URI of the archive of rank 0, or of a link to it; where it has no record, as those of Composer,
-            with ``{rank}`` in the name.
+        path: path or URI of the archive of rank 0, or of a link to that archive; archives without a record, as
+            Composer saves them, need ``{rank}`` in the name.
         target: the file. With the suffix ``.safetensors`` it is one of safetensors, otherwise of torch.
-        save_overwrite: replace what is there.
-        quiet: do not log what is written.
+        save_overwrite: replace a file of that name.
+        quiet: do not log the name of the file.
 
     Returns:
         The file.
 
     Raises:
-        CheckpointExistsError: a FileExistsError: ``target`` is there, and ``save_overwrite`` is false.
+        CheckpointExistsError: a FileExistsError: ``target`` exists, and ``save_overwrite`` is false.
         ConfigError: ``target`` is a URI; the archives of other ranks are not known.
         RuntimeError: there are several ranks.
         CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError: as

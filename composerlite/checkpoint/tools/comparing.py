@@ -18,7 +18,7 @@ __all__ = ["Change", "Comparison", "compared", "flat"]
 _STEP = 1 << 24
 """Numbers that are compared at a time."""
 _EXACT = 2.0**62
-"""Differences of 64-bit integers below it are computed with integers."""
+"""Differences of 64-bit integers below this number are computed with integers."""
 
 
 class Change(NamedTuple):
@@ -26,10 +26,10 @@ class Change(NamedTuple):
 
     Attributes:
         key: joined by dots.
-        shape: of both.
+        shape: of both tensors.
         max_abs: the largest ``|a - b|``.
         norm: the Euclidean norm of ``a - b``.
-        relative: that, divided by the norm of ``a``; infinite where that is zero.
+        relative: ``norm`` divided by the norm of ``a``; infinite where the norm of ``a`` is zero.
     """
 
     key: str
@@ -45,11 +45,11 @@ class Comparison:
     """Differences between two flat state dicts.
 
     Attributes:
-        only_a, only_b: keys that one of them has alone.
-        forms: keys whose shape or type differs, with that of both.
-        changes: those whose numbers differ, the largest difference first.
-        values: those whose values differ that are no numbers of a tensor, with both.
-        equal_count: keys that are equal in both, bit by bit but for the sign of zero and the kind of NaN.
+        only_a, only_b: keys of one side alone.
+        forms: keys with another shape or type, with the form on each side.
+        changes: tensors with other numbers, the largest difference first.
+        values: keys with other values of plain types, with both values.
+        equal_count: number of equal keys. The sign of zero and the kind of NaN do not count.
     """
 
     only_a: Sequence[str]
@@ -61,39 +61,34 @@ class Comparison:
 
     @property
     def is_none(self) -> bool:
-        """True if both are the same."""
+        """True if both sides are equal."""
         return not (self.only_a or self.only_b or self.forms or self.changes or self.values)
 
 
 def flat(contents: Any) -> dict[str, Any]:
-    """Flatten nested dicts and lists to keys joined by dots. Empty ones are values, arrays of numbers tensors."""
-    return {
-        ".".join(path): torch.from_numpy(value) if _is_numeric(value) else value for path, value in leaves_in(contents)
-    }
-
-
-def _is_numeric(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "fiubc" and value.dtype.isnative  # pyright: ignore
+    """Flatten nested dicts and lists to keys joined by dots. Empty containers are values, arrays of numbers tensors."""
+    found: dict[str, Any] = {}
+    for path, value in leaves_in(contents):
+        is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "fiubc" and value.dtype.isnative  # pyright: ignore
+        found[".".join(path)] = torch.from_numpy(value) if is_numeric else value
+    return found
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compare ``a`` with ``b``, each by flat keys."""
+    """Compare two checkpoints, each by flat keys."""
     forms: list[tuple[str, str, str]] = []
     changes: list[Change] = []
     values: list[tuple[str, str, str]] = []
     equal_count = 0
-    common = [key for key in a if key in b]
-    for key in common:
+    for key in (key for key in a if key in b):
         one, other = a[key], b[key]
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
+        if isinstance(one, Tensor) or isinstance(other, Tensor):
+            if _form(one) != _form(other):
                 forms.append((key, _form(one), _form(other)))
             elif (change := _change(key, one, other)) is not None:
                 changes.append(change)
             else:
                 equal_count += 1
-        elif isinstance(one, Tensor) or isinstance(other, Tensor):
-            forms.append((key, _form(one), _form(other)))
         elif _written(one) != _written(other):
             values.append((key, shortened(one), shortened(other)))
         else:
@@ -104,7 +99,7 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def _written(value: Any) -> str:
-    """Return all of a value as text: that of a long array leaves elements out."""
+    """Return all of a value as text. ``repr`` of a long array leaves elements out."""
     return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
 
 
@@ -115,41 +110,38 @@ def _form(value: Any) -> str:
 
 
 def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
-    """Difference of two tensors of one shape; ``None`` if they are equal."""
+    """Return the difference of two tensors of one shape and type; ``None`` if they are equal."""
     shape = tuple(a.shape)
-    a, b = _plain(a), _plain(b)
+    a, b = _numbers(a), _numbers(b)
     most, squares, size = 0.0, 0.0, 0.0
     for start in range(0, a.numel(), _STEP):
-        distance = _distance(a[start : start + _STEP], b[start : start + _STEP])
-        one = _wide(a[start : start + _STEP])
+        part = a[start : start + _STEP]
+        distance = _distance(part, b[start : start + _STEP])
         largest = float(distance.max())
         most = largest if math.isnan(largest) or largest > most else most
         squares += float((distance * distance).sum())
-        size += float((one.abs() ** 2).nansum())
+        size += float((_wide(part).abs() ** 2).nansum())
     if most == 0:
         return None
     norm = math.sqrt(squares) if squares == squares else math.nan
     return Change(key, shape, most, norm, norm / math.sqrt(size) if size else math.inf)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor's numbers as a plain one-dimensional tensor."""
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor of any layout as a dense one-dimensional tensor."""
     tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    return tensor.reshape(-1)
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``|a - b|``, which is zero for equal numbers alone: float64 does not tell all integers apart."""
+    """Return ``|a - b|`` in float64, zero for equal numbers alone: float64 has not all integers of 64 bits."""
     one, other = _wide(a), _wide(b)
     same = (one == other) | (one.isnan() & other.isnan())
     distance = torch.where(same, 0, one - other).abs()
     if a.dtype not in (torch.int64, torch.uint64):
         return distance
-    exact = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)  # right where it cannot overflow
+    exact = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)  # may overflow above _EXACT
     return torch.where(distance < _EXACT, exact, distance)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
-from composerlite.checkpoint.format import MARKER, SUFFIX
+from composerlite.checkpoint.format import INDEX, MARKER, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved
 from composerlite.checkpoint.place.bucket import Bucket
@@ -21,15 +21,13 @@ from composerlite.storage import is_uri, open_store, parse_uri
 
 __all__ = ["Pointed", "place_at", "pointed"]
 
-_INDEX = ".metadata"
-
 
 class Pointed(NamedTuple):
     """A path or URI, resolved.
 
     Attributes:
         place: has the checkpoints.
-        name: of the checkpoint in it; ``None``: all that are there.
+        name: of one checkpoint in ``place``; ``None``: all checkpoints there.
         text: the path or URI.
     """
 
@@ -38,10 +36,10 @@ class Pointed(NamedTuple):
     text: str
 
     def found(self) -> list[Found]:
-        """The checkpoints that are meant, oldest first.
+        """Return the checkpoint of this name, or all checkpoints of the place, oldest first.
 
         Raises:
-            CheckpointNotFoundError: one is meant, and it is not there.
+            CheckpointNotFoundError: there is no checkpoint of this name.
         """
         if self.name is None:
             return survey(self.place)
@@ -59,12 +57,12 @@ class Pointed(NamedTuple):
         raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
 
     def the_one(self, *, whole: bool = False) -> Found:
-        """The one checkpoint that is meant.
+        """Return the one checkpoint of this name.
 
         Raises:
-            ConfigError: it is a folder of several.
-            CheckpointNotFoundError: it is not there.
-            CorruptCheckpointError: it is incomplete, and has to be ``whole``.
+            ConfigError: ``text`` is a folder of several checkpoints.
+            CheckpointNotFoundError: there is no checkpoint of this name.
+            CorruptCheckpointError: the checkpoint is incomplete, and ``whole`` is true.
         """
         if self.name is None:
             raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
@@ -75,11 +73,11 @@ class Pointed(NamedTuple):
 
 
 def place_at(text: str, *, may_be_new: bool = False) -> Place:
-    """Open the folder, or the part of a bucket, at ``text``. A bucket is not looked at.
+    """Open the folder, or the part of a bucket, at ``text``. No request is sent to a bucket.
 
     Args:
         text: a path or a URI.
-        may_be_new: the folder need not exist: a copy makes it.
+        may_be_new: the folder need not exist: a copy makes the folder.
 
     Raises:
         ConfigError: the URI names no store, or ``text`` is a file and ``may_be_new`` is true.
@@ -104,21 +102,25 @@ def _bucket_at(uri: str) -> Bucket:
 
 @contextlib.contextmanager
 def pointed(text: str) -> Generator[Pointed]:
-    """Resolve ``text``, and keep its place open until the block is left. Links are followed.
+    """Resolve ``text``, and keep the place open until the block ends. Links are followed.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
+        CheckpointNotFoundError: there is no such checkpoint or folder.
         ConfigError: the URI names no store.
-        CorruptCheckpointError: links lead from one to the next without an end.
+        CorruptCheckpointError: links form a loop.
     """
-    if is_uri(text):
-        with contextlib.closing(_bucket_at(text)) as whole:
-            yield _in_bucket(whole, text)
+    if not is_uri(text):
+        yield _on_disk(Path(parse_uri(text)[2]), text)
         return
-    yield _on_disk(Path(parse_uri(text)[2]), text)
+    with contextlib.closing(_bucket_at(text)) as whole:
+        name = followed(whole.transfer, whole.root) if whole.root else ""
+        folder, _, last = name.rpartition("/")
+        if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{INDEX}", f"{name}/{MARKER}")):
+            yield Pointed(*home_of(whole.inside(f"/{folder}"), last), text)
+        else:
+            yield Pointed(whole.inside(f"/{name}"), None, text)
 
 
-# ── on a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _on_disk(path: Path, text: str) -> Pointed:
     is_relative = not path.is_absolute()
     path = resolved(path).resolve()  # a copy of a bucket has links that are files
@@ -130,22 +132,12 @@ def _on_disk(path: Path, text: str) -> Pointed:
     if not path.is_dir():
         there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
         raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
-    if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # its index is gone
+    if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # a sharded checkpoint without its index
         return Pointed(Folder(path.parent), path.name, text)
     whole = path.resolve()
     if deepspeed_save(Folder(whole.parent), whole.name) is not None:
         return Pointed(Folder(whole.parent), whole.name, text)
     return Pointed(Folder(path), None, text)
-
-
-# ── in a bucket ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def _in_bucket(whole: Bucket, text: str) -> Pointed:
-    """``whole`` itself, or the place and the checkpoint that its root is the name of."""
-    name = followed(whole.transfer, whole.root) if whole.root else ""
-    folder, _, last = name.rpartition("/")
-    if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{_INDEX}", f"{name}/{MARKER}")):
-        return Pointed(*home_of(whole.inside(f"/{folder}"), last), text)
-    return Pointed(whole.inside(f"/{name}"), None, text)
 
 
 def _what_is_there(listed: list[Found]) -> str:

@@ -1,4 +1,4 @@
-"""Survey of a place: its checkpoints, complete and incomplete, with the reasons. Reads records, and no data."""
+"""List the checkpoints in a place, complete and incomplete, with the reasons. Reads records, and no data."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
     r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
 )
-"""What a checkpoint that is one file is called."""
+"""Names of checkpoints that are one file."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, or what is left of one.
+    """A checkpoint, or the files of an incomplete one.
 
     Attributes:
-        name: below the place.
+        name: relative to the place.
         kind: ``'monolithic'``, ``'weights'``, ``'sharded'``; ``'step'``: the directory of a ``Checkpointer``; empty:
-            nothing says what it is.
-        manifest: the record; ``None``: it has none, or a damaged one.
-        faults: what is wrong with it; a checkpoint that is committed has none.
-        files: those that are there.
+            unknown.
+        manifest: the record; ``None``: there is none, or it is damaged.
+        faults: reasons why the checkpoint is not committed; empty for a committed checkpoint.
+        files: the files that exist.
         decider: path of the file with the record; empty if there is none.
-        copy_of: name in the record of a copy made by hand, which lies elsewhere; ``None`` otherwise.
-        saved_as: name in the record, where it lies under that name in some folder; ``None`` for copies and steps.
+        copy_of: name in the record of a copy made by hand; ``None`` otherwise.
+        saved_as: name in the record, if the path of the checkpoint ends with that name; ``None`` for copies and steps.
     """
 
     name: str
@@ -60,37 +60,34 @@ class Found:
 
     @property
     def committed(self) -> Manifest | None:
-        """The record of the checkpoint, if it is complete and lies where it was saved."""
+        """The record of a committed checkpoint under its own name; ``None`` for all others."""
         return None if self.faults or self.copy_of is not None else self.manifest
 
     @property
     def run_name(self) -> str | None:
-        """Name of the run that saved it; ``None`` if there is no record."""
+        """Name of the run that saved the checkpoint; ``None`` without a record."""
         return None if self.manifest is None else self.manifest.run_name
 
     @property
     def home(self) -> str:
-        """The folder that it was saved to, with a slash; empty: the place itself."""
+        """The folder of the run, with a slash at the end; empty: the place itself."""
         if self.saved_as is None:
             return "".join(self.name.rpartition("/")[:2])
         return self.name.removesuffix(self.saved_as)
 
     @property
     def records(self) -> tuple[FileRecord, ...]:
-        """The files that must be there, and what they must contain."""
+        """Path and digest of each file that the record names on this disk."""
         return () if self.manifest is None else self.manifest.here
 
     @property
     def size_bytes(self) -> int:
-        """Size of its files, in bytes."""
+        """Size of the files that exist, in bytes."""
         return sum(file.size_bytes for file in self.files)
 
 
 def newest(listed: Iterable[Found]) -> Found | None:
-    """The newest that is committed and whole, of the run that saved last; ``None``: there is none.
-
-    Of equal ones it is the first.
-    """
+    """Return the newest committed checkpoint of the run that saved last; ``None`` if no checkpoint is committed."""
     whole = [(one, manifest) for one in listed if (manifest := one.committed) is not None]
     if not whole:
         return None
@@ -100,9 +97,9 @@ def newest(listed: Iterable[Found]) -> Found | None:
 
 
 def abandoned(listed: Iterable[Found]) -> set[str]:
-    """Return the names of the committed checkpoints in one place that are of an attempt that was abandoned.
+    """Return the names of the committed checkpoints, in one place, of abandoned attempts.
 
-    A run that was started over, or went back to an older checkpoint, left them behind: it resumes from none of them.
+    A run leaves such checkpoints when it is started over, or goes back to an older one. No run resumes from them.
     """
     runs: dict[tuple[str, str], list[Manifest]] = {}
     for one in listed:
@@ -116,12 +113,12 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
 
 
 def survey(place: Place) -> list[Found]:
-    """The checkpoints in ``place`` and in the folders in it, oldest first; what has no record comes last.
+    """List the checkpoints in ``place`` and its folders, oldest first; files without a record come last.
 
-    What is no checkpoint by its name or by its files is left out.
+    Files that are no checkpoint by their names are left out.
 
     Raises:
-        OSError, ObjectStoreError: the place cannot be listed. What is not seen is not absent.
+        OSError, ObjectStoreError: the place cannot be listed. Only "not found" counts as absence.
     """
     files = place.files()
     deciders = [path for path in files if may_be_decider(path)]
@@ -140,15 +137,20 @@ def survey(place: Place) -> list[Found]:
             name = path.rpartition("/")[0].removesuffix(f"/{MODEL}") if path.endswith(INDEXES) else path
             found.append(Found(name, "", None, (str(record),), _below(files, name), path))
     known = {one.name for one in found}
-    markers = [path for path in files if path.endswith(f"/{MARKER}") and path.removesuffix(f"/{MARKER}") not in known]
-    found += [_of_marker(path, files) for path in markers]
+    for path in files:  # steps of another program: no record says what their files must contain
+        name = path.removesuffix(f"/{MARKER}")
+        if name != path and name not in known:
+            needed = (f"{name}/{MODEL}/{INDEX}", f"{name}/{TRAIN}/rank0.pt")
+            faults = tuple(f"{one.removeprefix(f'{name}/')} is missing" for one in needed if one not in files)
+            found.append(Found(name, "step", None, faults or (UNLISTED,), _below(files, name), path))
     taken = {file.path for one in found for file in one.files}
     found.sort(key=_age)
-    return found + _unlisted(files, taken, {one.name for one in found})
+    rest = {path: file for path, file in files.items() if path not in taken}
+    return found + _without_record(rest, {one.name for one in found})
 
 
 def sealed(place: Place, path: str) -> Found | None:
-    """The checkpoint whose deciding file is ``path``; ``None`` if there is no such file, or it has no record."""
+    """Return the checkpoint with the deciding file ``path``; ``None``: the file is missing, or has no record."""
     try:
         record = record_in(place, path)
     except CheckpointError as e:
@@ -190,9 +192,8 @@ def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
     return one.manifest is None, (0, 0, 0, "") if one.manifest is None else one.manifest.order, one.name
 
 
-# ── checkpoints with a record ────────────────────────────────────────────────────────────────────────────────────────
 def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) -> Found:
-    """A checkpoint, with what differs between its files and what they must be by their names and sizes."""
+    """Compare names and sizes of ``files`` with the record."""
     name = record.path_of(decider)
     manifest = replace(record, name=name, template=record.also.get(name, record.template))
     faults: list[str] = []
@@ -205,33 +206,17 @@ def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) 
         there.append(file)
         if file.size_bytes != one.size_bytes:
             faults.append(f"{one.path} has {file.size_bytes} bytes and was saved with {one.size_bytes}")
-    names = [saved for saved in (record.name, *record.also) if _is_at(name, saved)]
+    names = [saved for saved in (record.name, *record.also) if f"/{name}".endswith(f"/{saved}")]
     saved_as = None if record.form == "step" else max(names, key=len, default=None)
     copy_of = record.name if saved_as is None and record.form != "step" else None
     return Found(name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, saved_as)
 
 
-def _is_at(path: str, name: str) -> bool:
-    """Return true if ``path`` is ``name`` in some folder."""
-    return f"/{path}".endswith(f"/{name}")
+def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
+    """Find sharded directories, folders of weights, and single files with the names of checkpoints.
 
-
-def _of_marker(marker: str, files: Mapping[str, StoredFile]) -> Found:
-    """The directory of a step that another program wrote: nothing says what its files must contain."""
-    name = marker.removesuffix(f"/{MARKER}")
-    needed = (f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt")
-    faults = tuple(f"{path} is missing" for path in needed if f"{name}/{path}" not in files) or (UNLISTED,)
-    return Found(name, "step", None, faults, _below(files, name), marker)
-
-
-# ── files without a record ───────────────────────────────────────────────────────────────────────────────────────────
-def _unlisted(everything: Mapping[str, StoredFile], taken: set[str], known: set[str]) -> list[Found]:
-    """Directories with the files of sharded checkpoints or with weights, and files that are called as checkpoints.
-
-    None of them has a file that is ``taken``. Data files of a killed save in a directory that is ``known`` are garbage
-    beside a checkpoint, and no checkpoint.
+    Data files of a killed save in a ``known`` directory are left out: ``gc`` removes them.
     """
-    files = {path: file for path, file in everything.items() if path not in taken}
     directories: dict[str, str] = {}
     alone: list[str] = []
     for path in files:
@@ -246,20 +231,15 @@ def _unlisted(everything: Mapping[str, StoredFile], taken: set[str], known: set[
                 directories.setdefault(folder, "weights")
         elif not last.startswith(".") and _LOOKS_SAVED.search(path):
             alone.append(path)
-    found = [
-        Found(name, kind, None, (_lack(name, kind, files),), _below(files, name))
-        for name, kind in sorted(directories.items())
-    ]
+    found: list[Found] = []
+    for name, kind in sorted(directories.items()):
+        has_index = any(path in files for path in (f"{name}/{INDEX}", f"{name}/{MODEL}/{INDEX}"))
+        fault = UNLISTED if kind == "weights" or has_index else f"{INDEX} is missing: its save did not end"
+        found.append(Found(name, kind, None, (fault,), _below(files, name)))
     inside = {file.path for one in found for file in one.files}
     return found + [Found(path, "", None, (UNLISTED,), (files[path],)) for path in alone if path not in inside]
 
 
-def _lack(name: str, kind: str, files: Mapping[str, StoredFile]) -> str:
-    """Reason why a directory without a record is listed so."""
-    has_index = any(path in files for path in (f"{name}/{INDEX}", f"{name}/{MODEL}/{INDEX}"))
-    return UNLISTED if kind == "weights" or has_index else f"{INDEX} is missing: its save did not end"
-
-
 def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
-    """The file ``name``, or those in the directory of that name."""
+    """Return the file ``name``, or the files in the directory of that name."""
     return tuple(file for path, file in files.items() if path == name or path.startswith(f"{name}/"))
