@@ -97,17 +97,6 @@ PLAIN = json.loads((DATA / "torch/expected.json").read_text())["losses"]
 """What a run without dropout and clipping has; an average beside it changes nothing."""
 
 
-def as_a_dict(contents: StateDict) -> None:
-    contents["state"]["algorithms"] = dict(contents["state"]["algorithms"])
-
-
-def of_0_12(contents: StateDict) -> None:
-    """Both models beside the one that is active."""
-    ((_, ema),) = contents["state"]["algorithms"]
-    ema["training_model"] = ema.pop("ema_model")["named_parameters_dict"]
-    ema["ema_model"] = dict(contents["state"]["model"])
-
-
 def not_active(contents: StateDict) -> None:
     """The weights that are trained in the model, and the average beside them."""
     ((_, ema),) = contents["state"]["algorithms"]
@@ -123,7 +112,7 @@ def of_ddp(contents: StateDict) -> None:
     beside["named_parameters_dict"] = {f"module.{key}": value for key, value in beside["named_parameters_dict"].items()}
 
 
-@pytest.mark.parametrize("change", [None, as_a_dict, of_0_12, not_active, of_ddp])
+@pytest.mark.parametrize("change", [None, not_active, of_ddp])
 def test_the_average_of_ema_is_restored(tmp_path: Path, change: Callable[[StateDict], None] | None) -> None:
     """Composer saves the average as the model, and trained weights beside it: each goes back to where it belongs."""
     contents = read_checkpoint(FILES / "ema.pt")

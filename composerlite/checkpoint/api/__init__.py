@@ -1,1 +1,1 @@
-"""The functions for loops of one's own, as OLMo-core names them, and the Checkpointer."""
+"""Functions for custom training loops, with OLMo-core's names, and the Checkpointer."""

@@ -1,9 +1,10 @@
-"""Sharded checkpoints as functions: save and load a state dict, or a model and its optimizer, at a path or a URI.
+"""Functions that save and load a state dict, or a model and its optimizer, as a sharded checkpoint at a path or a URI.
 
-The directory is one that plain ``torch.distributed.checkpoint`` reads; one that it wrote is read here. The record at
-the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests with which all bytes are verified.
+Plain ``torch.distributed.checkpoint`` reads the directories, and directories of ``torch.distributed.checkpoint`` are
+read here. The record at the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests that verify
+all bytes.
 
-In one process nothing has to be set up. Where ``torch.distributed`` is, all ranks of ``process_group`` call together.
+In one process no set-up is needed. With ``torch.distributed`` all functions but :func:`load_keys` are collective.
 """
 
 from __future__ import annotations
@@ -83,28 +84,28 @@ def save_state_dict(
 ) -> None:
     """Save ``state_dict`` to the directory ``dir``.
 
-    When this returns the checkpoint is durable. Where it raises there is no checkpoint, or, with ``save_overwrite``,
-    the one that was there; and the same directory can be saved to again.
+    The checkpoint is durable when this returns. After an error there is no checkpoint, or, with ``save_overwrite``, the
+    old one; and the directory can be saved to again.
 
     Args:
         dir: a path, or a URI of an object store.
-        state_dict: tensors and values, nested in dicts; what has a ``state_dict()`` is asked for it.
+        state_dict: tensors and values, nested in dicts. Of an object with a ``state_dict()`` that state is saved.
         process_group: the ranks that save together; the group is used in the background, too: one save at a time.
-            ``None``: all, apart from the group of training.
-        save_overwrite: replace what is there.
+            ``None``: all ranks, with a group apart from that of training.
+        save_overwrite: replace the checkpoint in the directory.
         thread_count: files that a rank writes at the same time.
-        process_count: as OLMo-core has it; threads write here, and nothing is gained by processes.
+        process_count: accepted for OLMo-core, and ignored: threads write.
         throttle_uploads: where ``dir`` is a URI, one rank of each node uploads at a time, one file after the other.
-        enable_plan_caching: use the plan of an earlier save again, if no key, shape, type or placement has changed on
-            any rank; else a plan is made as if there had been none.
+        enable_plan_caching: reuse the plan of an earlier save if no key, shape, type or placement has changed on any
+            rank.
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
         ConfigError: a value is of another type or out of its range, the directory cannot have this name, or the URI
-            names no store. Nothing has been written then.
-        SaveError: something in it cannot be saved; names its key.
-        RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
-        OSError, ObjectStoreError: it cannot be written.
+            names no store. Nothing was written.
+        SaveError: a value cannot be saved; names its key.
+        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is that rank's error.
+        OSError, ObjectStoreError: the files cannot be written.
     """
     options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
@@ -123,18 +124,18 @@ def async_save_state_dict(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> Future[None]:
-    """:func:`save_state_dict` in the background: when this returns, the state has been copied.
+    """Copy the state, and save the copy in the background, as :func:`save_state_dict` does.
 
     Returns:
-        A future that is done when the checkpoint is durable, or has the error for which there is none. A program that
-        ends waits for it.
+        A future that is done when the checkpoint is durable, or has the error of the save. The program waits for the
+        future before it exits.
 
     Args:
         dir, state_dict, process_group, save_overwrite, thread_count, process_count, throttle_uploads,
             enable_plan_caching: as in :func:`save_state_dict`.
 
     Raises:
-        CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before anything is copied.
+        CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
@@ -157,16 +158,16 @@ def save_model_and_optim_state(
 ) -> None:
     """Save a model, sharded or not, and its optimizer to the directory ``dir``, as :func:`save_state_dict` does.
 
-    An optimizer that has not stepped yet gets a state first, of zeros.
+    The state of an optimizer that has not stepped is initialized with zeros first.
 
     Args:
         dir: a path, or a URI of an object store.
-        model: whose state is saved, below ``model``.
-        optim: whose state is saved, below ``optim``, by the names of the parameters.
-        flatten_optimizer_state: repeat the settings of its groups for every parameter: for groups that differ between
-            ranks, as in pipeline parallelism. Loading finds out which it was.
+        model: saved below ``model``.
+        optim: saved below ``optim``, by the names of the parameters.
+        flatten_optimizer_state: repeat the settings of a group for each parameter: for groups that differ between
+            ranks, as in pipeline parallelism. Loading detects the layout.
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching: as in
-            :func:`save_state_dict`, which says what is raised, too.
+            :func:`save_state_dict`, with the same errors.
 
     Raises:
         ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
@@ -192,14 +193,14 @@ def async_save_model_and_optim_state(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> Future[None]:
-    """:func:`save_model_and_optim_state` in the background, as :func:`async_save_state_dict`.
+    """Copy model and optimizer, and save the copy in the background, as :func:`save_model_and_optim_state` does.
 
     Args:
         dir, model, optim, process_group, save_overwrite, flatten_optimizer_state, thread_count, process_count,
             throttle_uploads, enable_plan_caching: as in :func:`save_model_and_optim_state`.
 
     Returns:
-        A future that is done when the checkpoint is durable, or has the error for which there is none.
+        A future that is done when the checkpoint is durable, or has the error of the save.
     """
     options = _SaveOptions(
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
@@ -230,7 +231,7 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOption
     group = group_of(options.group)
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(ShardedDirectory.of(place, threads=options.threads))
-        if background and not is_initialized():  # of several ranks all must know: the plan checks it
+        if background and not is_initialized():  # with several ranks the plan checks, on all of them
             folder.check_free(overwrite=options.overwrite)
         if group.is_first:
             folder.sweep()
@@ -289,24 +290,23 @@ def save_safetensors(
 ) -> None:
     """Write the weights of ``model`` to the folder ``dir`` in safetensors, with ``model.safetensors.index.json``.
 
-    All ranks call it, and all write: each tensor is whole in one file, and a rank sends the parts that it has of one
-    that another rank writes. No rank has memory for more than some rows of what it receives. As with
-    :func:`save_state_dict` the folder is durable when this returns, nothing is there where it raises, and what it holds
-    is verified when it is loaded here.
+    Collective; all ranks write. Each tensor is whole in one file: other ranks send their parts of the tensor, some rows
+    at a time, to the rank that writes the file. As with :func:`save_state_dict` the folder is durable when this
+    returns, an error leaves no weights, and loading here verifies them.
 
     Args:
         dir: a path, or a URI of an object store.
-        model: a model, sharded or not; or a state dict of one. Of nested dicts the keys are joined by dots; a weight
-            with two names is written under both; what is no tensor is left out.
-        save_overwrite: replace what is there. Other files of the folder stay, as a ``config.json``.
-        largest_file_bytes: of a file with several tensors; each rank with tensors has a file at least.
+        model: a model, sharded or not, or a state dict. Keys of nested dicts are joined by dots; a weight with two
+            names is written under both; values that are no tensors are left out.
+        save_overwrite: replace the weights in the folder. Other files, such as ``config.json``, stay.
+        largest_file_bytes: of a file with several tensors; each rank with tensors writes at least one file.
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
         ConfigError: there are no tensors, a value is out of its range, or the URI names no store.
-        SaveError: a tensor is of a type or a layout that safetensors does not have; names its key.
-        RankError: a rank failed to write, or is late: names it, on every rank. Its cause is what that rank raised.
-        OSError, ObjectStoreError: it cannot be written.
+        SaveError: safetensors does not have the type or the layout of a tensor; names its key.
+        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is that rank's error.
+        OSError, ObjectStoreError: the files cannot be written.
     """
     number_of(largest_file_bytes, 1, "largest_file_bytes")
     group = group_of()
@@ -354,18 +354,18 @@ def load_state_dict(
 
     Args:
         dir: a path, or a URI of an object store.
-        state_dict: as it was saved, or a part of it; tensors may be sharded in another way.
+        state_dict: as saved, or a part; tensors may be sharded in another way.
         process_group: the ranks that load together; ``None``: all.
-        pre_download: first bring the files that are needed to this machine.
-        work_dir: where to. They stay there, for this very checkpoint only. ``None``: to a temporary folder.
+        pre_download: first download the needed files to this machine.
+        work_dir: folder for the downloads, which stay for later loads of this checkpoint. ``None``: temporary.
         thread_count: threads that read at the same time.
 
     Raises:
-        IncompatibleCheckpointError: the checkpoint has not all of it, or in other shapes or types; lists all of that.
-            Or it has different numbers for two names of one tensor, which may have been filled then.
+        IncompatibleCheckpointError: a key is missing in the checkpoint, or has another shape or type; lists all such
+            keys. Or the names of one tensor have different numbers in the checkpoint; the tensor may have been filled.
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
-        UntrustedCheckpointError: it names what is not known to be safe to load.
+        UntrustedCheckpointError: the checkpoint has types that are not known to be safe to load.
     """
     group = group_of(process_group)
 
@@ -406,21 +406,20 @@ def load_model_and_optim_state(
 
     Args:
         dir: a path, or a URI of an object store.
-        model: to be loaded.
-        optim: to be loaded, too. Which layout its state was saved in is found out.
+        model: the model to fill.
+        optim: the optimizer to fill. The layout of the saved state is detected.
         process_group: the ranks that load together; ``None``: all.
-        key_mapping: names of parameters in the checkpoint, by those that they have now.
+        key_mapping: names of parameters in the checkpoint, by their current names.
         pre_download, work_dir, thread_count: as in :func:`load_state_dict`.
-        strict: the checkpoint must have just what the model and the optimizer have, in the same types. If false, what
-            only one of the two has stays as it is, and numbers are converted; shapes, and the groups of the optimizer
-            for the parameters that both have, must agree in any case.
-        flatten_optimizer_state: as OLMo-core has it; not needed.
+        strict: keys and types of the checkpoint must be those of the model and the optimizer. If false, keys of one
+            side alone are skipped, and numbers are converted. Shapes, and the optimizer's groups of common parameters,
+            must agree in any case.
+        flatten_optimizer_state: accepted for OLMo-core, and not needed.
 
     Raises:
-        IncompatibleCheckpointError: it is one of another model or optimizer; lists what is missing, unexpected, or of
-            another shape or type. Nothing has been loaded then.
-            Or it has different numbers for weights that are one here, which may have been filled then.
-        ConfigError: the model or the optimizer is none that can be saved: see :func:`save_model_and_optim_state`.
+        IncompatibleCheckpointError: keys are missing or unexpected, or have another shape or type; lists all of them.
+            Nothing was loaded. Or tied weights have different numbers in the checkpoint; they may have been filled.
+        ConfigError: the model or the optimizer cannot be saved: see :func:`save_model_and_optim_state`.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
     mapping = key_mapping or {}
@@ -433,7 +432,7 @@ def load_model_and_optim_state(
         )
         metadata = reader.read_metadata()
         complete = _containers(state)
-        if not strict:  # which parameters are in a group is the optimizer's own, as one may be new or gone
+        if not strict:  # the optimizer keeps its own lists of parameters: a parameter may be new or gone
             prune_state_dict(state, {key for key in metadata.state_dict_metadata if not is_group_members(key)})
         sharded.load(reader, state, group=group)
         merge_state_dicts(state, complete)
@@ -455,7 +454,7 @@ def _checked_state(
     strict: bool,
     flatten: bool,
 ) -> StateDict:
-    """Return the state to fill, by the checkpoint's keys."""
+    """Return the state to fill, by the keys of the checkpoint, if the checkpoint fits."""
     metadata = reader.read_metadata()
     state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
@@ -480,7 +479,7 @@ def _checked_state(
 
 
 def _has_optimizer_state(metadata: Metadata, mapping: Mapping[str, str], keys: Sequence[str], name: str) -> bool:
-    """Check that the checkpoint, whose sorted ``keys`` these are, has something of the optimizer for a parameter."""
+    """Return true if the checkpoint has a state of the optimizer for the parameter ``name``. ``keys`` are sorted."""
     there = mapping.get(name, name)
     prefix = f"optim.state.{there if f'model.{there}' in metadata.state_dict_metadata else name}."
     first = bisect.bisect_left(keys, prefix)
@@ -494,16 +493,16 @@ def load_keys(
     pre_download: bool = False,
     work_dir: WorkDir = None,
 ) -> Generator[Any]:
-    """The values of ``keys``, whole, in their order. In one process only.
+    """Load the whole values of ``keys``, in their order. In one process only.
 
     Args:
         dir: a path, or a URI of an object store.
-        keys: as :func:`get_checkpoint_metadata` lists them, such as ``'model.w1.weight'``; or what comes before
-            several, such as ``'model'``, which gives a dict. One may come twice.
+        keys: of :func:`get_checkpoint_metadata`, such as ``'model.w1.weight'``; or a prefix of several, such as
+            ``'model'``.
         pre_download, work_dir: as in :func:`load_state_dict`.
 
     Yields:
-        Tensors on the CPU, values, or a dict for a key that stands for several.
+        Tensors on the CPU, values, or a dict for a prefix.
 
     Raises:
         RuntimeError: ``torch.distributed`` is in use.
@@ -536,11 +535,12 @@ def load_keys(
 
 
 def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
-    """The index that ``torch.distributed.checkpoint`` keeps: keys, shapes, types, and where the data are.
+    """Return the index of ``torch.distributed.checkpoint``: keys, shapes, types and places of the data.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or names what is not known to be safe.
+        CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or has types that are not known to be
+            safe.
     """
     with _reader(dir, False, None, None) as reader:
         reader.warns = False
@@ -556,7 +556,7 @@ def _reader(
 
 
 def _fill_in(state: StateDict, metadata: Metadata, path: str = "") -> None:
-    """Put a tensor where ``None`` stands for one."""
+    """Replace ``None`` by an empty tensor where the checkpoint has a tensor."""
     for key, value in state.items():
         full = f"{path}.{key}" if path else str(key)
         stored = metadata.state_dict_metadata.get(full)
@@ -567,7 +567,7 @@ def _fill_in(state: StateDict, metadata: Metadata, path: str = "") -> None:
 
 
 def _containers(value: Any) -> Any:
-    """``value`` with dicts and lists of its own."""
+    """Return ``value`` with copies of its dicts and lists."""
     if isinstance(value, dict):
         return {key: _containers(inner) for key, inner in cast("StateDict", value).items()}
     if type(value) is list:

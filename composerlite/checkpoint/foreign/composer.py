@@ -57,11 +57,11 @@ def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
     if not average.get("ema_started", True):
         return {"state": {"count": 0, "tensors": {}}}
     active = average.get("ema_weights_active")
-    beside: Any = average.get("training_model" if active and "training_model" in average else "ema_model")
+    beside: Any = average.get("ema_model")
     if not isinstance(beside, Mapping):
         return saved
     parts = [cast("Any", beside).get(key, {}) for key in ("named_parameters_dict", "named_buffers_dict")]
-    tensors = _weights_in(model, {**parts[0], **parts[1]} if any(parts) else dict(cast("StateDict", beside)))
+    tensors = _weights_in(model, {**parts[0], **parts[1]})
     if active:  # the model holds the average, and the trained weights are beside the model
         ema = {name: model[name] for name in tensors}
         if not weights_only:

@@ -1,15 +1,16 @@
-"""Checkpoints of DeepSpeed: the parts that its ranks have saved, made whole, and what a run continues from.
+"""Checkpoints of DeepSpeed: merging the parts of its ranks, and selecting the parts that a run continues from.
 
-In stages 1 and 2 the ranks have consecutive pieces of one vector for each group of parameters; in stage 3 each has a
-piece of every parameter. How parameters lie in them is in the files beside: see ``zero_to_fp32.py`` of DeepSpeed, which
-does the same in its own way. The state of the optimizer is cut as the weights are.
+In stages 1 and 2 each rank has a consecutive piece of one vector per group of parameters; in stage 3 each rank has a
+piece of every parameter. The files of model states say where parameters are in the vectors: see ``zero_to_fp32.py`` of
+DeepSpeed. The state of the optimizer is divided like the weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, cast, final
 
@@ -38,23 +39,23 @@ MODEL_KEYS = (
     "frozen_param_fragments",
     "shared_params",
 )
-"""What a rank's file of model states has for :func:`merged_weights`."""
+"""Keys of a rank's model states that :func:`merged_weights` needs."""
 _TAKEN = ("module", "optimizer", "lr_scheduler", "global_steps")
 _SETTINGS = {
     *MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "skipped_steps", "global_samples", "sparse_tensor_module_names",
 }  # fmt: skip
-"""What says how it was saved, and is not left out when a run continues elsewhere."""
+"""Keys that a run elsewhere does not need; all other keys are logged as not taken over."""
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 @final
 class Piece(NamedTuple):
-    """Part of a checkpoint that one rank has saved.
+    """Part of a checkpoint that one rank saved.
 
     Attributes:
-        model: its model states; empty where the first rank has saved them for all.
-        optimizer: its optimizer states.
+        model: model states; empty where the first rank saved them for all.
+        optimizer: optimizer states.
     """
 
     model: StateDict
@@ -73,32 +74,30 @@ class Piece(NamedTuple):
 
     @property
     def groups(self) -> Sequence[Tensor]:
-        """The pieces of parameters that it has, group by group."""
+        """The rank's piece of each group of parameters."""
         return self.state["fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"]
 
     @property
     def inner(self) -> StateDict:
-        """State of the optimizer of torch, whose parameters are the pieces."""
+        """State of the optimizer of torch, with the pieces as parameters."""
         return self.state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
 
 def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """The state dict of the model: parameters in fp32, buffers as they were saved.
+    """Return the state dict of the model: parameters in fp32, buffers as they were saved.
 
     Args:
-        pieces: of all ranks, in their order.
+        pieces: of all ranks, in the order of the ranks.
 
     Raises:
-        CorruptCheckpointError: they do not fit together.
+        CorruptCheckpointError: the pieces do not fit together.
     """
-    try:
+    with _fitting():
         return _merged(pieces)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
-        raise _damaged(e) from e
 
 
 def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """Select of :func:`merged_weights` what no optimizer has: buffers, and parameters that are frozen."""
+    """Return the tensors of :func:`merged_weights` that no optimizer has: buffers and frozen parameters."""
     first = pieces[0].model
     trained = {name for group in first["param_shapes"] for name in group}
     trained |= {name for name, other in dict(first.get("shared_params") or {}).items() if other in trained}
@@ -106,27 +105,29 @@ def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
 
 
 def merged_contents(pieces: Sequence[Piece]) -> StateDict:
-    """The model states of the first rank, with the weights and the state of the optimizer whole.
+    """Return the model states of the first rank, with whole weights and the whole state of the optimizer.
 
     Args:
-        pieces: of all ranks, in their order.
+        pieces: of all ranks, in the order of the ranks.
 
     Raises:
-        CorruptCheckpointError: they do not fit together.
+        CorruptCheckpointError: the pieces do not fit together.
     """
     first = pieces[0]
     made = {key: value for key, value in first.model.items() if key not in MODEL_KEYS}
-    if "optimizer_state_dict" not in first.optimizer:  # stage 0: each rank has all of it
+    if "optimizer_state_dict" not in first.optimizer:  # stage 0: each rank has all weights
         return {**made, "module": first.model.get("module")}
-    weights = merged_weights(pieces)
+    with _fitting():
+        return {**made, "module": _merged(pieces), "optimizer": _merged_optimizer(pieces)}
+
+
+@contextlib.contextmanager
+def _fitting() -> Generator[None]:
+    """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
     try:
-        return {**made, "module": weights, "optimizer": _merged_optimizer(pieces)}
+        yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
-        raise _damaged(e) from e
-
-
-def _damaged(error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {error!r}")
+        raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
 
 
 def _merged(pieces: Sequence[Piece]) -> dict[str, Tensor]:
@@ -150,16 +151,24 @@ def _merged(pieces: Sequence[Piece]) -> dict[str, Tensor]:
 
 
 def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
-    """Tensors by the names of parameters; ``vectors`` are those of each rank, group by group."""
-    if pieces[0].stage == 3:
-        return _of_stage_3(vectors, shapes)
-    return _of_stages_1_and_2(vectors, shapes, pieces[0].state.get("param_alignment_paddings"))
+    """Return tensors by the names of parameters.
 
-
-def _of_stages_1_and_2(
-    vectors: Sequence[Sequence[Tensor]], shapes: _Shapes, all_paddings: Sequence[Sequence[int]] | None
-) -> dict[str, Tensor]:
+    Args:
+        pieces: of all ranks.
+        vectors: of each rank, group by group.
+        shapes: of parameters by name, group by group.
+    """
     found: dict[str, Tensor] = {}
+    if pieces[0].stage == 3:
+        parts = [torch.cat([group.flatten() for group in groups]) for groups in vectors]
+        start = 0
+        for name, shape in (item for group in shapes for item in group.items()):
+            size = math.prod(shape)
+            part = -(-size // len(parts))
+            found[name] = torch.cat([_part(vector, start, part, name) for vector in parts])[:size].view(tuple(shape))
+            start += part
+        return found
+    all_paddings: Sequence[Sequence[int]] | None = pieces[0].state.get("param_alignment_paddings")
     for number, group in enumerate(shapes):
         vector = torch.cat([groups[number] for groups in vectors])
         paddings = [0] * len(group) if all_paddings is None else all_paddings[number]
@@ -171,18 +180,6 @@ def _of_stages_1_and_2(
     return found
 
 
-def _of_stage_3(groups_of: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
-    vectors = [torch.cat([group.flatten() for group in groups]) for groups in groups_of]
-    found: dict[str, Tensor] = {}
-    start = 0
-    for name, shape in (item for group in shapes for item in group.items()):
-        size = math.prod(shape)
-        part = -(-size // len(vectors))
-        found[name] = torch.cat([_part(vector, start, part, name) for vector in vectors])[:size].view(tuple(shape))
-        start += part
-    return found
-
-
 def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
     if size < 0 or start + size > vector.numel():
         raise ValueError(f"{name!r} is incomplete")
@@ -190,7 +187,7 @@ def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
 
 
 def _frozen(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """Weights that are not trained, where they are saved apart: whole in stage 2, in pieces in stage 3."""
+    """Return the frozen weights that have entries of their own: whole in stage 2, in pieces in stage 3."""
     shapes = cast("Mapping[str, Sequence[int]]", pieces[0].model.get("frozen_param_shapes") or {})
     having = [piece.model["frozen_param_fragments"] for piece in pieces if piece.model]
     found: dict[str, Tensor] = {}
@@ -201,9 +198,8 @@ def _frozen(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     return found
 
 
-# ── the optimizer ────────────────────────────────────────────────────────────────────────────────────────────────────
 def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
-    """State by the names of parameters, as ``get_optimizer_state_dict`` of torch gives it."""
+    """Return the state by the names of parameters, as ``get_optimizer_state_dict`` of torch does."""
     first = pieces[0]
     shapes: _Shapes = first.model["param_shapes"]
     numbers = sorted(first.inner["state"])
@@ -235,9 +231,8 @@ def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
     return {"state": state if numbers else {}, "param_groups": groups}
 
 
-# ── what a run continues from ────────────────────────────────────────────────────────────────────────────────────────
 def is_deepspeed(contents: StateDict) -> bool:
-    """Return true for the model states of DeepSpeed, whose parts were made whole or not."""
+    """Return true for model states of DeepSpeed, merged or of one rank."""
     return "ds_version" in contents and isinstance(contents.get("module"), Mapping)
 
 
@@ -245,7 +240,7 @@ def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
     """Take weights, optimizer, scheduler and step.
 
     Raises:
-        IncompatibleCheckpointError: it is a part of a checkpoint.
+        IncompatibleCheckpointError: ``contents`` are one file of several.
     """
     if contents.get("param_shapes"):
         raise IncompatibleCheckpointError(

@@ -17,7 +17,7 @@ _OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 
 
 def is_transformers(contents: StateDict) -> bool:
-    """Return true for what the Trainer of transformers saves."""
+    """Return true for a checkpoint of the Trainer of transformers."""
     return _STATE in contents or "optimizer.pt" in contents
 
 
@@ -27,22 +27,22 @@ def taken_from_transformers(contents: StateDict, source: str) -> Taken:
     return _taken(contents, source, counts, [f"log_history in {_STATE}"], ("python", "numpy", "cpu", "cuda"))
 
 
-def _counts(told: Any, source: str) -> Counts:
-    if not isinstance(told, Mapping) or "global_step" not in told:
+def _counts(state: Any, source: str) -> Counts:
+    if not isinstance(state, Mapping) or "global_step" not in state:
         raise IncompatibleCheckpointError(f"{source}: its {_STATE} has no 'global_step'.")
-    state = cast("StateDict", told)
+    state = cast("StateDict", state)
     epoch = state.get("epoch")
     whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
     return Counts(state["global_step"], whole)
 
 
 def is_accelerate(contents: StateDict) -> bool:
-    """Return true for what ``Accelerator.save_state`` saves."""
+    """Return true for a checkpoint of ``Accelerator.save_state``."""
     return "optimizer.bin" in contents or any(str(key).startswith("random_states_") for key in contents)
 
 
 def taken_from_accelerate(contents: StateDict, source: str) -> Taken:
-    """Take weights, optimizer, scheduler and generators. It does not say how far training was."""
+    """Take weights, optimizer, scheduler and generators. The folder has no counts of steps."""
     keys = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
     return _taken(contents, source, None, [], keys)
 

@@ -1,4 +1,4 @@
-"""Names in checkpoints of others: where a part lies, and how its weights are called here."""
+"""Keys in checkpoints of other systems: where a part is, and the names of its weights in a run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 KeyMap = Mapping[str, str]
-"""The key of a part here, by which a checkpoint of another program is asked for its own key."""
+"""Maps the key of a part of a run to a key of another program's checkpoint."""
 PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")
 _NOTHING = object()
 log = logging.getLogger(__name__)
 
 
 def check_key_map(key_map: Any) -> KeyMap | None:
-    """``key_map`` if it can be used.
+    """Return ``key_map`` as a dict; ``None`` for ``None``.
 
     Raises:
-        ConfigError: it is no dict of texts, or names a part that there is not.
+        ConfigError: ``key_map`` is no dict of texts, or names an unknown part.
     """
     if key_map is None:
         return None
@@ -58,10 +58,10 @@ def check_key_map(key_map: Any) -> KeyMap | None:
 
 
 def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
-    """Parts of a run by their names here, each from where ``key_map`` says that it is in ``contents``.
+    """Return the parts of a run by name, each from its key of ``key_map`` in ``contents``.
 
     Raises:
-        ConfigError: there is nothing, no weight where weights are to be, or a weight in two of the places.
+        ConfigError: a key is missing, holds no weight for a model, or holds a weight of another key.
     """
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -95,7 +95,7 @@ def _paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def _found_at(node: Any, path: str) -> Any:
-    """Look up ``path``, keys joined by dots; with ``*`` at its end a dict of all whose keys begin so."""
+    """Look up ``path``, keys joined by dots; with ``*`` at the end, a dict of all keys that begin so."""
     if path in ("", "*"):
         return node
     items: Iterable[tuple[Any, Any]] = ()
@@ -116,12 +116,12 @@ def _found_at(node: Any, path: str) -> Any:
 
 
 def flat_weights(node: Any, source: str) -> StateDict:
-    """The weights in nested dicts, by their keys with dots between: tensors, arrays as tensors, extra state as it is.
+    """Return the weights in nested dicts, by keys joined by dots: tensors, arrays as tensors, and extra state.
 
-    What is none of them is left out with a warning.
+    Other values are left out with a warning.
 
     Args:
-        node: the dicts, or one weight, whose name is empty.
+        node: the dicts, or one weight with the empty name.
         source: the checkpoint, for messages.
 
     Raises:
@@ -137,24 +137,24 @@ def flat_weights(node: Any, source: str) -> StateDict:
         else:
             found[name] = weight
     if left:
-        log.warning("%s: what is among its weights and is no weight is left out: %s", source, ", ".join(left[:20]))
+        log.warning("%s: left out of the weights, since these are none: %s", source, ", ".join(left[:20]))
     return found
 
 
 def is_weight(name: str, value: Any) -> bool:
-    """Return true for what a model has in its state: a tensor, and any value as extra state."""
+    """Return true for an entry of a model's state: a tensor, or any value as extra state."""
     return isinstance(value, Tensor) or name.endswith(EXTRA_STATE)
 
 
 def as_tensor(value: Any) -> Any:
-    """An array of numbers as a tensor with memory of its own; other values as they are."""
+    """Return an array of numbers as a tensor with memory of its own, and other values unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc" or value.dtype.char in "gG":
-        return value  # of which the last are longer than any number of torch
+        return value  # torch has no numbers as long as "g" and "G"
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
 
 
 def tensors_of(weights: StateDict, target: str) -> dict[str, Tensor]:
-    """Select the tensors; the rest, which ``target`` cannot hold, is named in a warning."""
+    """Select the tensors. A warning names other values, since ``target`` cannot hold them."""
     if left := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         log.warning("%s: left out what is no tensor: %s", target, ", ".join(left[:20]))
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -168,29 +168,28 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-# ── the same weights under another prefix ────────────────────────────────────────────────────────────────────────────
 @final
 class Rename(NamedTuple):
-    """Names that begin otherwise here: ``net.0.weight`` is ``module.0.weight``.
+    """Change of a prefix of names: from ``net.0.weight`` to ``module.0.weight``.
 
     Attributes:
-        strip: how all of them begin there.
-        add: how they begin here.
+        strip: prefix of the old names.
+        add: prefix of the new names.
     """
 
     strip: str = ""
     add: str = ""
 
     def of(self, name: str) -> str:
-        """Return the name here."""
+        """Return the new name. A name without the old prefix is unchanged."""
         return self.add + name[len(self.strip) :] if name.startswith(self.strip) else name
 
 
 def renamed(weights: Mapping[str, Any], rename: Rename) -> StateDict:
-    """``weights`` under the names that the user has asked for with ``rename``.
+    """Return ``weights`` under their new names, for the option ``--rename``.
 
     Raises:
-        ConfigError: two weights would have one name, or none begins as ``rename`` says.
+        ConfigError: two weights would have one name, or no name has the old prefix.
     """
     asked = f"--rename {rename.strip}={rename.add}"
     if rename.strip and not any(name.startswith(rename.strip) for name in weights):
@@ -206,12 +205,12 @@ def renamed(weights: Mapping[str, Any], rename: Rename) -> StateDict:
 
 
 def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bool) -> Rename:
-    """Find the change of one prefix that makes the names ``saved`` those that are ``live``; none if there is none.
+    """Find the change of a prefix from the names ``saved`` to the names ``live``; an empty change if there is none.
 
     Args:
         saved: names in the checkpoint.
         live: names in the model.
-        all_must: each name must be one of the model; otherwise the change counts that makes most of them so.
+        all_must: each new name must be a name of the model; otherwise the change with the most such names is taken.
     """
     wanted = set(live)
     best, most = Rename(), len(wanted & set(saved))
@@ -224,7 +223,7 @@ def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bo
 
 
 def _prefixes(names: Collection[str]) -> list[str]:
-    """All that every one of ``names`` begins with, up to a dot; the shortest first."""
+    """Return the common prefixes of ``names`` that end with a dot, the shortest first, and the empty prefix."""
     first, last = (min(names), max(names)) if names else ("", "")
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     return ["", *(first[: at + 1] for at in range(same) if first[at] == ".")]

@@ -1,4 +1,4 @@
-"""Files of Lightning: one ``.ckpt`` of ``torch.save``, as its documentation of checkpoint contents lists them."""
+"""Files of Lightning: a ``.ckpt`` of ``torch.save`` with the contents that Lightning documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_st
 
 
 def is_lightning(contents: StateDict) -> bool:
-    """Return true for what Lightning's Trainer saves."""
+    """Return true for a checkpoint of Lightning's Trainer."""
     return "pytorch-lightning_version" in contents and isinstance(contents.get("state_dict"), Mapping)
 
 
@@ -37,7 +37,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _progress(contents: StateDict) -> Counts | None:
-    """Epochs that have ended, and steps. Lightning counts the batches of an epoch also after its end."""
+    """Return completed epochs and steps. Lightning keeps the batch count of an epoch after the epoch's end."""
     if "epoch" not in contents or "global_step" not in contents:
         return None
     batches: Any = contents.get("loops")

@@ -15,14 +15,14 @@ _TAKEN = ("global_step", "global_train_tokens_seen", "data_loader", "epoch", "wo
 
 
 def is_olmo_core(contents: StateDict) -> bool:
-    """Return true for a step whose ranks say how far the training of OLMo-core was."""
+    """Return true for a step of OLMo-core: each rank saved a ``global_step``."""
     train: Any = contents.get("train")
     ranks = cast("list[Any]", train) if isinstance(train, list) else []
     return bool(ranks) and all(isinstance(one, Mapping) and "global_step" in one for one in ranks)
 
 
 def taken_from_olmo_core(contents: StateDict, source: str) -> Taken:
-    """Take weights, optimizer, step, epoch, tokens and generators. Rates it computes from the step, and saves none."""
+    """Take weights, optimizer, step, epoch, tokens and generators. OLMo-core saves no scheduler."""
     ranks = cast("list[StateDict]", contents["train"])
     first = ranks[0]
     loader: Any = first.get("data_loader")
@@ -47,5 +47,5 @@ def taken_from_olmo_core(contents: StateDict, source: str) -> Taken:
 
 
 def _state(generators: StateDict, key: str) -> Any:
-    told = generators.get(key)
-    return None if told is None else told["state"]
+    saved = generators.get(key)
+    return None if saved is None else saved["state"]

@@ -1,4 +1,4 @@
-"""The systems whose checkpoints are read, in the order in which they are asked whether one is theirs."""
+"""The systems whose checkpoints are read. The first system that recognises the contents takes the parts for a run."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ __all__ = [
 
 @final
 class System(NamedTuple):
-    """One of the systems.
+    """A system that saves checkpoints.
 
     Attributes:
-        name: for messages: what is recognised.
-        is_one: tells by the contents, tensors without their numbers.
-        take: takes what a run continues from; called with the contents and the checkpoint's name for messages.
+        name: for messages.
+        is_one: returns true for contents of this system; tensors need not have been read.
+        take: selects the parts that a run continues from. Arguments: the contents, and the checkpoint for messages.
     """
 
     name: str
@@ -68,18 +68,18 @@ SYSTEMS = (
 
 
 def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None, source: str) -> StateDict:
-    """``contents`` in the form of a checkpoint of a run of ours.
+    """Return ``contents`` of another system in the form of our checkpoints.
 
     Args:
-        contents: of a checkpoint of another system; tensors need not have been read.
-        run: gives the run that they are for.
-        key_map: where the parts are; ``None``: that is recognised.
+        contents: of the checkpoint; tensors need not have been read.
+        run: returns the run to load into.
+        key_map: keys of the parts; ``None``: the system is recognised by the contents.
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: they are of none of the systems, or do not fit; or the run would get how far
-            training was and no optimizer, or one of several.
-        ConfigError: there is nothing where ``key_map`` says.
+        IncompatibleCheckpointError: no system recognises the contents, or they do not fit the run; or the checkpoint
+            has counts of training without an optimizer, or several optimizers.
+        ConfigError: ``key_map`` has a key that is missing.
     """
     if key_map is not None:
         return state_of(taken_by_map(contents, key_map, source), run(), "the keys in load_key_map")
@@ -113,12 +113,12 @@ def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
         "holds a scheduler": taken.scheduler,
         "holds random states of a run": taken.rng,
     }
-    told = next((what for what, part in of_runs.items() if part is not None), "")
-    return f"{told} and holds no optimizer" if told and taken.optimizer is None else ""
+    part = next((what for what, part in of_runs.items() if part is not None), "")
+    return f"{part} and holds no optimizer" if part and taken.optimizer is None else ""
 
 
 def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """States as ``torch.optim.Optimizer`` gives them, at the top or in what is there, by the path of their keys."""
+    """Yield path and state of each optimizer of torch at the top level or one level below."""
     for key, value in items_of(node):
         if isinstance(value, Mapping) and "state" in value and isinstance(value.get("param_groups"), list):
             yield f"{prefix}{key}", value
@@ -127,7 +127,7 @@ def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def recognised(contents: Any) -> str | None:
-    """Return the name of the system whose ``contents`` they are; ``None`` if none is recognised."""
+    """Return the name of the system that saved ``contents``; ``None`` if no system recognises them."""
     state: Any = contents.get("state") if isinstance(contents, dict) else None  # pyright: ignore[reportUnknownMemberType]
     if isinstance(state, Mapping) and "model" in state:
         return "composerlite or Composer"
@@ -139,7 +139,7 @@ def recognised(contents: Any) -> str | None:
 
 
 def no_model_error(source: str) -> IncompatibleCheckpointError:
-    """Error to raise where ``source`` holds no model."""
+    """Return the error for a checkpoint without a model."""
     hint = "'composerlite checkpoint inspect' shows what"
     return IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
@@ -150,7 +150,7 @@ def what_is_recognised() -> str:
 
 
 def model_in(contents: Any) -> Any:
-    """Return the model in ``contents`` of a checkpoint of any system; ``contents`` where none is recognised."""
+    """Return the model in ``contents`` of any system; ``contents`` itself if no system recognises them."""
     for keys in (("state", "model"), ("model",)):
         inner = contents
         for key in keys:
@@ -162,7 +162,7 @@ def model_in(contents: Any) -> Any:
 
 
 def system_of(contents: Any) -> System | None:
-    """Return the system whose ``contents`` they are; ``None`` if none is recognised."""
+    """Return the system that saved ``contents``; ``None`` if no system recognises them."""
     if not isinstance(contents, dict):
         return None
     return next((one for one in SYSTEMS if one.is_one(cast("StateDict", contents))), None)

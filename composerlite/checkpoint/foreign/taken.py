@@ -1,4 +1,4 @@
-"""State of a run from what was taken of a checkpoint of another system."""
+"""State of a run from the parts of a checkpoint of another system."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 @final
 class Run(NamedTuple):
-    """The run that a checkpoint is loaded into, as far as its contents have to be given its names.
+    """Names and states of the run to load into.
 
     Attributes:
-        model: the live weights, by name.
-        optimizers: the live states by class name, with the names of parameters.
-        schedulers: the live states by class name.
+        model: live weights, by name.
+        optimizers: live states by class name, with the names of parameters.
+        schedulers: live states by class name.
         strict: all names must agree.
         source: the checkpoint, for messages.
     """
@@ -40,13 +40,13 @@ class Run(NamedTuple):
 
 @final
 class Counts(NamedTuple):
-    """Training that was done: counts, or tensors of one, whose numbers may not have been read.
+    """Counts of training: integers, or tensors of one number that need not have been read.
 
     Attributes:
         batch: optimizer steps.
-        epoch: epochs that have ended; ``None``: as many as the steps make.
-        batch_in_epoch: optimizer steps since the last epoch has ended; ``None``: the rest of the steps.
-        token: tokens that were trained on.
+        epoch: completed epochs; ``None``: computed from the steps.
+        batch_in_epoch: optimizer steps since the last completed epoch; ``None``: computed from the steps.
+        token: trained tokens.
     """
 
     batch: Any
@@ -61,12 +61,12 @@ class Taken:
     """Parts of a checkpoint of another system that a run continues from.
 
     Attributes:
-        model: weights by name; nested dicts are joined by dots.
-        optimizer: its state as ``torch.optim.Optimizer`` gives it, or by names of parameters, nested or flat.
+        model: weights by name; keys of nested dicts are joined by dots.
+        optimizer: state of ``torch.optim.Optimizer``, or a state by names of parameters, nested or flat.
         scheduler: state of a scheduler.
-        progress: training that was done; ``None``: it does not say, and a run starts at zero.
+        progress: counts of training; ``None``: unknown, and the run starts at zero.
         rng: states of random generators, one for each rank.
-        left: keys of what is there and is not taken over.
+        left: keys that are not taken over.
     """
 
     model: Any
@@ -78,10 +78,10 @@ class Taken:
 
 
 def state_of(taken: Taken, run: Run, system: str) -> StateDict:
-    """Contents of a checkpoint of ours, under the names of ``run``; what is not taken over is logged.
+    """Return contents in the form of our checkpoints, with the names of ``run``. Logs the keys that are not taken over.
 
     Raises:
-        IncompatibleCheckpointError: the optimizer was another one, or had other groups.
+        IncompatibleCheckpointError: the run has another optimizer, or other groups.
     """
     weights: StateDict = {
         name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
@@ -115,15 +115,15 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
 
 
 def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) -> None:
-    """Make ``state/timestamp`` that of a run, once its numbers are read.
+    """Convert ``state/timestamp`` to the timestamp of a run, once its numbers are read.
 
     Args:
-        state: what :func:`state_of` has made.
-        batches_per_epoch: of the data of the run, if they are known: they tell what the checkpoint does not.
+        state: result of :func:`state_of`; changed in place.
+        batches_per_epoch: of the run's data, for counts that the checkpoint does not have; ``None``: unknown.
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: there are no counts.
+        IncompatibleCheckpointError: the counts are not numbers from 0 to 2**62.
     """
     if "timestamp" not in state:
         return
@@ -144,16 +144,15 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
 
 
 def generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> StateDict:
-    """One rank's entry of ``rng`` from the states as ``random``, ``numpy`` and ``torch`` give them."""
+    """Return one rank's entry of ``rng`` from the states of ``random``, ``numpy`` and ``torch``."""
     kind, keys, position, has_gauss, gauss = numpy
     several = isinstance(cuda, list | tuple)
     of_cuda = {} if cuda is None or not len(cuda) else {"cuda": cuda[0] if several else cuda}
     return {"python": python, "numpy": (str(kind), keys, position, has_gauss, gauss), "torch": cpu, **of_cuda}
 
 
-# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _tied(model: Mapping[str, Any]) -> dict[str, str]:
-    """Another name of the same live weight, for each that has one: some programs save it once."""
+    """Map each name of a tied live weight to another name of the weight: some programs save tied weights once."""
     return {name: other for names in dist.tied_names(model) for name in names for other in names if other != name}
 
 
@@ -161,18 +160,17 @@ def _lacks(weights: Mapping[str, Any], name: str, other: str) -> bool:
     return name not in weights and other in weights
 
 
-# ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
-    """State of one optimizer by the names of parameters here, with the settings of its groups.
+    """Return the state of an optimizer by the names of the run's parameters, with the settings of its groups.
 
     Args:
-        saved: its state, with names or numbers of parameters, nested or flat.
-        live: that of the run.
-        rename: names there to names here.
+        saved: the saved state, with names or numbers of parameters, nested or flat.
+        live: state of the run's optimizer.
+        rename: from saved names to the run's names.
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: it was another optimizer, or had other groups.
+        IncompatibleCheckpointError: the optimizer is of another kind, or has other groups.
     """
     way_out = "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
 
@@ -196,8 +194,8 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
     its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
     numbered = any(not isinstance(name, str) for group in its for name in group["params"])
-    told = _named(its, own, rename, source) if numbered else None
-    if numbered and told is None:
+    named = _named(its, own, rename, source) if numbered else None
+    if numbered and named is None:
         have, want = ([len(group["params"]) for group in each] for each in (its, own))
         if have != want:
             raise refused(f"its groups have {have} parameters, and those of this run {want}")
@@ -208,8 +206,8 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
         if lacks:
             raise refused(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
-        if told is not None:
-            names = told[number]
+        if named is not None:
+            names = named[number]
         else:
             names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
         new_name |= dict(zip(group["params"], names, strict=True))
@@ -221,20 +219,20 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
 
 
 def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]] | None:
-    """Names here of the parameters in each group of an optimizer that has numbers, and names beside them.
+    """Return the run's names of the parameters in each group of an optimizer with ``param_names``.
 
-    ``None`` where it has not, or where none of them is a name here: then the order of its parameters tells.
+    ``None``: the optimizer has no ``param_names``, or no name is the run's: then the order of parameters counts.
     """
-    told: list[list[str]] = []
+    named: list[list[str]] = []
     for group in its:
         names: Any = group.get("param_names")
         if not isinstance(names, list) or len(names) != len(group["params"]):  # pyright: ignore[reportUnknownArgumentType]
             return None
-        told.append([str(name).replace("_orig_mod.", "") for name in cast("list[Any]", names)])
-    every = [name for names in told for name in names]
+        named.append([str(name).replace("_orig_mod.", "") for name in cast("list[Any]", names)])
+    every = [name for names in named for name in names]
     live = {name for group in own for name in group["params"]}
     for change in (rename, common_rename(every, live, all_must=True)):
-        found = [[change.of(name) for name in names] for names in told]
+        found = [[change.of(name) for name in names] for names in named]
         if live & (known := {name for names in found for name in names}) and len(known) == len(every):
             return found
     log.warning(
@@ -246,7 +244,7 @@ def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, s
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    """Return true for a number that training needs, and that an optimizer of this kind has saved in every version."""
+    """Return true for a number in a group that every version of an optimizer saves."""
     is_number = isinstance(value, int | float | tuple) and not isinstance(value, bool)
     return is_number and key not in ("initial_lr", "params")
 

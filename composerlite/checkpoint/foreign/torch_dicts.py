@@ -33,7 +33,7 @@ def is_torch_dict(contents: StateDict) -> bool:
 
 
 def taken_from_torch_dict(contents: StateDict, source: str) -> Taken:
-    """Take the model, and one optimizer and scheduler. What counts epochs and steps only ``load_key_map`` can say."""
+    """Take the model, one optimizer and one scheduler. Counts of steps need ``load_key_map``: names of keys differ."""
     parts = [_under(contents, names) for names in (_MODELS, _OPTIMIZERS, _SCHEDULERS)]
     model, optimizer, scheduler = (next(iter(part.values())) if len(part) == 1 else None for part in parts)
     used = {key for part in parts if len(part) == 1 for key in part}
@@ -45,7 +45,7 @@ def _under(contents: StateDict, names: tuple[str, ...]) -> StateDict:
 
 
 def is_torchtitan(contents: StateDict) -> bool:
-    """Return true for what torchtitan saves: the weights at the top, beside the parts of its trainer."""
+    """Return true for a checkpoint of torchtitan: weights at the top, beside the parts of the trainer."""
     return isinstance(contents.get("train_state"), Mapping) and "step" in contents["train_state"]
 
 
@@ -58,7 +58,7 @@ def taken_from_torchtitan(contents: StateDict, source: str) -> Taken:
 
 
 def is_state_dict(contents: StateDict) -> bool:
-    """Return true for a dict of tensors by name, or arrays of numpy, and nothing else but extra state."""
+    """Return true for a dict with tensors, or arrays of numpy, by name, and extra state."""
     values = {str(name): as_tensor(value) for name, value in contents.items()}
     return any(isinstance(value, Tensor) for value in values.values()) and all(
         is_weight(name, value) for name, value in values.items()
@@ -66,15 +66,15 @@ def is_state_dict(contents: StateDict) -> bool:
 
 
 def taken_from_state_dict(contents: StateDict, source: str) -> Taken:
-    """Take it for the weights of the model."""
+    """Take ``contents`` as the weights of the model."""
     return Taken(contents)
 
 
 def taken_by_map(contents: Any, key_map: KeyMap, source: str) -> Taken:
-    """Take each part from where the user says that it is.
+    """Take each part from the key in ``key_map``.
 
     Raises:
-        ConfigError: there is nothing.
+        ConfigError: there is no such key.
     """
     parts = picked(contents, key_map, source)
     progress = None
