@@ -286,7 +286,7 @@ def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
         told = answer("checkpoint", "gc", f"{bucket}/demo", "--older-than", "0s", cwd=demo.parent)
         assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt"]
         assert [upload.name for upload in store.unfinished_parts("")] == ["other/ep9.pt"]
-    assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 3
+    assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 4
 
 
 def test_an_age_beyond_all_dates_is_refused(demo: Path) -> None:
