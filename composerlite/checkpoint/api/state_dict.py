@@ -357,7 +357,7 @@ def load_state_dict(
         state_dict: as saved, or a part; tensors may be sharded in another way.
         process_group: the ranks that load together; ``None``: all.
         pre_download: first download the needed files to this machine.
-        work_dir: folder for the downloads, which stay for later loads of this checkpoint. ``None``: temporary.
+        work_dir: folder for the downloads, kept for later loads of this checkpoint. ``None``: temporary.
         thread_count: threads that read at the same time.
 
     Raises:
