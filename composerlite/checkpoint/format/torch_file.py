@@ -289,22 +289,22 @@ _STORAGE_TYPES = {
     dtype: getattr(torch, name) for name, dtype in storage_dtypes().items() if not name.startswith(("Q", "Complex"))
 }
 """Storage classes of common tensors, by the type of the numbers. Other tensors are reduced by torch itself."""
-_COMMON = frozenset({str, int, float, bool, type(None), tuple, dict, list, collections.OrderedDict, Tensor, type})
-_BARE = (torch.UntypedStorage, torch.storage.TypedStorage)
+_COMMON = frozenset(
+    {str, int, float, bool, type(None), tuple, dict, list, collections.OrderedDict, Tensor, type}
+    | {types.FunctionType, type(torch.FloatStorage)}
+)
+"""Types of most objects of a checkpoint. None of the objects is a storage."""
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 @final
-class _Referred(NamedTuple):
-    """A storage in the pickle: class, position, device and count of numbers.
+class _Reference(tuple[Any, ...]):
+    """The persistent id of a storage: ``"storage"``, class, position, device and count of numbers.
 
     The device is always the CPU, so a machine without the device of the tensor loads the file.
     """
 
-    kind: Any
-    key: str
-    location: str
-    numbers: int
+    __slots__ = ()
 
 
 @final
@@ -381,12 +381,12 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)  # called for every object, so common types return first
         if kind in _COMMON:
             return None
-        if kind is _Referred:
-            return "storage", *obj
+        if kind is _Reference:
+            return tuple(obj)
         if isinstance(obj, torch.UntypedStorage):
-            return "storage", *self._refer(obj, torch.UntypedStorage, torch.uint8)
+            return tuple(self._refer(obj, torch.UntypedStorage, torch.uint8))
         if isinstance(obj, torch.storage.TypedStorage):
-            return "storage", *self._refer(untyped_storage(obj), typed_storage_class(obj), obj.dtype)
+            return tuple(self._refer(untyped_storage(obj), typed_storage_class(obj), obj.dtype))
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -422,7 +422,7 @@ class _Pickler(pickle.Pickler):
         place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad, hooks)
         return rebuild_tensor, (referred, *place)
 
-    def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> _Referred:
+    def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> _Reference:
         identity = storage_id(storage)
         seen = self._seen.get(identity)
         if seen is None:
@@ -431,7 +431,7 @@ class _Pickler(pickle.Pickler):
             seen = self._seen[identity] = (dtype, str(number))
         elif seen[0] is not dtype:
             raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
-        return _Referred(storage_type, seen[1], "cpu", storage.nbytes() // dtype.itemsize)
+        return _Reference(("storage", storage_type, seen[1], "cpu", storage.nbytes() // dtype.itemsize))
 
 
 @functools.cache

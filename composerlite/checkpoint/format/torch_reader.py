@@ -188,12 +188,15 @@ class TorchFile:
     ) -> None:
         self._source = source
         self.ring = shared_ring
-        if peek(0, min(size_bytes, len(_LEGACY))) == _LEGACY:
+        try:
+            listed = entries(size_bytes, source.read, peek, expect, comment_bytes=comment_bytes)
+        except CorruptCheckpointError as e:
+            if size_bytes < len(_LEGACY) or peek(0, len(_LEGACY)) != _LEGACY:
+                raise
             raise CorruptCheckpointError(
                 "it has the format of torch before 1.6. Convert it, only if the file is yours, since whatever code the "
                 "file holds is run: torch.save(torch.load(path, weights_only=False), path)"
-            )
-        listed = entries(size_bytes, source.read, peek, expect, comment_bytes=comment_bytes)
+            ) from e
         root = records_root(listed)
         self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
         # torch.serialization.set_crc32_options(False) writes zeros.
