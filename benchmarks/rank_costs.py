@@ -25,7 +25,7 @@ from sharded_systems import Measured, join
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,13 +190,13 @@ def _nothing_else() -> Generator[None]:
 
 def _planned(tensors: int, ranks: int) -> dict[str, float]:
     """Our way: from the plans of all ranks, as they arrive, to what each is told."""
-    from composerlite.checkpoint.save.sharded_plan import PackedPlan, merge_plans
+    from composerlite.checkpoint.save.sharded_plan import merge_pieces
 
-    sent = [pickle.dumps(PackedPlan.of(_plan_of(rank, ranks, tensors))) for rank in range(ranks)]
+    sent = [pickle.dumps(_pieces_of(_plan_of(rank, ranks, tensors))) for rank in range(ranks)]
     with _nothing_else():
         start = time.perf_counter()
-        shares, _ = merge_plans([pickle.loads(text) for text in sent])
-        replies = [pickle.dumps(share) for share in shares]
+        written, _ = merge_pieces([pickle.loads(text) for text in sent])
+        replies = [pickle.dumps(numbers) for numbers in written]
         seconds = time.perf_counter() - start
     return {"plan_s": seconds, "plan_bytes": sum(map(len, sent)) + sum(map(len, replies))}
 
@@ -204,21 +204,22 @@ def _planned(tensors: int, ranks: int) -> dict[str, float]:
 def _compared(tensors: int, ranks: int) -> dict[str, float]:
     """DCP's way, which gives the same; what the first rank does when all have written; and reading the index."""
     from composerlite.checkpoint.format.sharded_index import read_index
-    from composerlite.checkpoint.save.sharded_plan import PackedPlan, merge_plans
+    from composerlite.checkpoint.save.sharded_plan import merge_pieces
 
     plans = [_plan_of(rank, ranks, tensors) for rank in range(ranks)]
     start = time.perf_counter()
-    packed = [PackedPlan.of(plan) for plan in plans]
+    pieces = [_pieces_of(plan) for plan in plans]
     pack = (time.perf_counter() - start) / ranks
-    shares, metadata = merge_plans(packed)
+    written, entries = merge_pieces(pieces)
+    metadata = Metadata(entries)
     sent = [pickle.dumps(plan) for plan in plans]
     with _nothing_else():
         start = time.perf_counter()
         final, their_metadata = DefaultSavePlanner().create_global_plan([pickle.loads(text) for text in sent])
         replies = [pickle.dumps(plan) for plan in final]
         seconds = {"pack_s": pack, "dcp_plan_s": time.perf_counter() - start}
-    assert metadata == their_metadata
-    assert [share.of(plan).items for share, plan in zip(shares, plans, strict=True)] == [plan.items for plan in final]
+    assert entries == their_metadata.state_dict_metadata
+    assert list(map(len, written)) == [len(plan.items) for plan in final]
 
     votes = [pickle.dumps(_results_of(plan)) for plan in final]
     with _nothing_else():
@@ -251,6 +252,22 @@ def _plan_of(rank: int, ranks: int, tensors: int) -> SavePlan:
         for number in range(tensors)
     ]
     return SavePlan(items, planner_data={item.index.fqn: ("model", item.index.fqn[6:]) for item in items})
+
+
+def _pieces_of(plan: SavePlan) -> list[Any]:
+    from composerlite.checkpoint.format.sharded_layout import StatePiece
+
+    return [
+        StatePiece(
+            item.index.fqn,
+            tuple(item.tensor_data.size),
+            item.tensor_data.properties.dtype,
+            tuple(item.tensor_data.chunk.offsets),
+            tuple(item.tensor_data.chunk.sizes),
+        )
+        for item in plan.items
+        if item.tensor_data is not None
+    ]
 
 
 def _results_of(plan: SavePlan) -> list[WriteResult]:

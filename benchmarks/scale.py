@@ -21,7 +21,6 @@ import argparse
 import base64
 import collections
 import concurrent.futures
-import copy
 import dataclasses
 import datetime
 import functools
@@ -47,8 +46,6 @@ import torch.distributed
 from measure import write
 from rank_costs import Counted, connected
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -56,21 +53,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composerlite.checkpoint.format.folder_index import index_of
-from composerlite.checkpoint.format.sharded_index import StorageInfo
-from composerlite.checkpoint.format.sharded_layout import file_name, narrowed
+from composerlite.checkpoint.format.sharded_layout import file_name
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.load.sharded import _LoadPlanner
-from composerlite.checkpoint.load.sharing import ReadRequests
+from composerlite.checkpoint.load.sharded_reader import requests_of
+from composerlite.checkpoint.load.sharing import shared_requests
 from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle
+from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.record.tail import seal_index
 from composerlite.checkpoint.save import sharded_plan
-from composerlite.checkpoint.save.sharded_plan import KnownPlan, Planner, _Proposal, _Table, plan_together
-from composerlite.checkpoint.save.sharded_writer import (
-    RemoteFileSystemWriter,
-    _files,
-    _files_by_rule,
-    _FileWritten,
-)
+from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
+from composerlite.checkpoint.save.sharded_writer import WrittenFile, files_of, index_bytes, record_of_directory
 from composerlite.devices import rng
 from composerlite.dist.commit_barrier import CommitRound
 from composerlite.dist.group import Group, _Several
@@ -81,6 +73,7 @@ RANKS = (8, 64, 512, 4096, 16384)
 _LARGE = 512
 PROCESSES = 2
 REPEATS = 3
+THREADS = 4
 MEETING_SECONDS = 300.0
 TENSOR_PARALLEL = 8
 REPLICAS = 8
@@ -288,6 +281,7 @@ class _Member(_Several):
     def _hear_first(self, replies: list[bytes] | None, *, scatter: bool) -> bytes:
         if replies is not None:
             seconds = time.thread_time() - self._since
+            replies = replies if scatter else replies * self.size
             self._group.meetings.append(Sent(self._bytes, sum(map(len, replies)), seconds))
         return self._group.hear(self.rank, replies)
 
@@ -297,15 +291,14 @@ class _Member(_Several):
 def _stand_in(message: bytes, rank: int) -> bytes:
     """``message`` as ``rank`` would have sent it, which has other states of generators."""
     good, proposal = _unpickled(message)
-    if not isinstance(proposal, _Proposal):
+    if not isinstance(proposal, Proposal):
         return message
-    wholes = proposal.plan.wholes
-    table: _Table = _unpickled(wholes.table)
-    names = {key: f"rng.{rank}" if key.startswith("rng.") else key for key in table.keys}
-    paths = {names.get(key, key): ("rng", str(rank)) if key in names else path for key, path in table.paths.items()}
-    renamed = pickle.dumps(table._replace(keys=[names[key] for key in table.keys], paths=paths))
-    plan = proposal.plan._replace(wholes=wholes._replace(table=renamed))
-    return pickle.dumps((good, proposal._replace(plan=plan)))
+    pieces = [one._replace(key=f"rng.{rank}") if one.key.startswith("rng.") else one for one in proposal.pieces]
+    paths = {
+        f"rng.{rank}" if key.startswith("rng.") else key: ("rng", str(rank)) if key.startswith("rng.") else path
+        for key, path in proposal.paths.items()
+    }
+    return pickle.dumps((good, proposal._replace(pieces=pieces, paths=paths)))
 
 
 @functools.lru_cache(8)
@@ -320,125 +313,119 @@ def simulated(model: str, layout: str, count: int) -> dict[str, float]:
     all_run = not _by_rule(model, count)
     samples = sorted(range(count) if all_run else {0, 1, count - 1})
     states = {rank: ranks.state(rank) for rank in samples}
-    sharded_plan._MOST_PLANS = len(samples)  # each logical rank has its own, and all are in one process
+    sharded_plan.MOST_PLANS = len(samples)  # each logical rank has its own, and all are in one process
     before = _memory()
     passes: list[dict[str, float]] = []
     for number in range(REPEATS if count >= _LARGE else 1):
-        sharded_plan._known.clear()
+        sharded_plan.known_plans.clear()
         _, _, first = _planned(ranks, states)
-        planners, known, again = _planned(ranks, states)
+        plans, held, again = _planned(ranks, states)
         passes.append(
             {f"plan_{name}": value for name, value in first.items()}
             | {f"again_{name}": value for name, value in again.items()}
         )
         if not number:
-            index, committed = _committed(ranks, planners, known)
-            passes[0] |= committed | _loaded(ranks, index, planners) | {"memory_bytes": _memory() - before}
+            index, committed = _committed(ranks, plans, held)
+            passes[0] |= committed | _loaded(ranks, index, held) | {"memory_bytes": _memory() - before}
     return _medians(passes)
 
 
-def _planned(
-    ranks: Ranks, states: Mapping[int, Any]
-) -> tuple[dict[int, Planner], dict[int, KnownPlan], dict[str, float]]:
-    """The planners and plans of the sampled ranks, and what it took: the whole, if no plan is known already."""
+class _Directory:
+    """A directory in which nothing is made."""
+
+    def begin(self, handle: SaveHandle) -> None:
+        """Begin a save."""
+
+
+def _planned(ranks: Ranks, states: Mapping[int, Any]) -> tuple[dict[int, Plan], dict[int, RankState], dict[str, float]]:
+    """The plans and the pieces of the sampled ranks, and what it took: the whole, if no plan is known already."""
     group = LogicalGroup(ranks.count, list(states))
-    planners = {rank: Planner(of_run=True) for rank in states}
 
-    def plan(member: Group) -> KnownPlan:
-        def local() -> SavePlan:
+    def plan(member: Group) -> tuple[Plan, RankState]:
+        def contents() -> Any:
             ranks.become(member.rank)
-            planner = planners[member.rank]
-            planner.set_up_planner(states[member.rank], None, member.is_first)
-            return planner.create_local_plan()
+            return states[member.rank]
 
-        def assign(number: int) -> list[tuple[str, int, int]]:
-            return [("claim", rank, number) for rank in range(number)]
+        handle = SaveHandle.new(overwrite=False)
+        made, _, held = plan_save(member, contents, cast("Any", _Directory()), handle, of_run=True, files=THREADS)
+        return made, held
 
-        return plan_together(member, planners[member.rank], local, assign, reuse=True)[0]
-
-    known = group.run(plan)
+    found = group.run(plan)
     seconds = {
         "s": sum(sent.seconds for sent in group.meetings),
         "rank_s": statistics.median(group.rank_seconds.values()),
         "bytes": sum(sent.bytes_up + sent.bytes_down for sent in group.meetings),
     }
-    return planners, known, seconds
+    return {rank: one for rank, (one, _) in found.items()}, {rank: one for rank, (_, one) in found.items()}, seconds
 
 
 def _committed(
-    ranks: Ranks, planners: Mapping[int, Planner], known: Mapping[int, KnownPlan]
+    ranks: Ranks, plans: Mapping[int, Plan], held: Mapping[int, RankState]
 ) -> tuple[bytes, dict[str, float]]:
     """The index that rank 0 makes when all have written, and what it takes, from the votes as they arrive."""
-    writer: Any = RemoteFileSystemWriter(f"/tmp/{os.getpid()}/step1", thread_count=4)
-    writer.layout = known[0].layout
-    writer._claim = SaveHandle("0" * 16)
-    own = {rank: _vote(rank, planners[rank], known[rank], writer) for rank in known}
-    others = [rank for rank in known if rank] or [0]
+    own = {rank: _vote(rank, plans[rank], held[rank]) for rank in plans}
+    others = [rank for rank in plans if rank] or [0]
     votes = [
-        pickle.dumps(own.get(rank) or [_as_of(part, rank) for part in own[others[rank % len(others)]]])
+        pickle.dumps(own.get(rank) or [_as_of(file, rank) for file in own[others[rank % len(others)]]])
         for rank in range(ranks.count)
     ]
-    metadata: Any = copy.copy(known[0].metadata)
+    metadata = plans[0].metadata
+    assert metadata is not None
     start = time.thread_time()
-    results = [pickle.loads(vote) for vote in votes]
-    index, files = writer.indexed(metadata, results)
-    manifest = writer._folder._record_with(writer._claim, {name: digest for name, (digest, _) in files.items()}, {}, {})
-    record_bytes = len(seal_index(manifest, index)) - len(index)
+    written: list[list[WrittenFile]] = [pickle.loads(vote) for vote in votes]
+    index = index_bytes(metadata, written, plans[0].layout, "")
+    records = [FileRecord.of(f"step1/{file.name}", file.digest) for part in written for file in part]
+    record = dataclasses.replace(
+        record_of_directory("step1", ranks.count), form="sharded", id="0" * 16, files=tuple(records)
+    )
+    record_bytes = len(seal_index(record, index)) - len(index)
     return index, {
         "commit_s": time.thread_time() - start,
         "vote_bytes": sum(map(len, votes)),
         "index_bytes": len(index),
         "record_bytes": record_bytes,
-        "files": len(files),
+        "files": len(records),
     }
 
 
-def _loaded(ranks: Ranks, index: bytes, planners: Mapping[int, Planner]) -> dict[str, float]:
+def _loaded(ranks: Ranks, index: bytes, held: Mapping[int, RankState]) -> dict[str, float]:
     """What a load takes on the first rank and the last."""
     seconds: list[float] = []
     sent: list[int] = []
     for rank in (0, ranks.count - 1):
-        wanted = {key: tensor for key, tensor in planners[rank].state_dict.items() if isinstance(tensor, DTensor)}
         ranks.become(rank)
         start = time.thread_time()
         found = index_of(index, "index")
-        planner = _LoadPlanner("index")
-        planner.set_up_planner(wanted, narrowed(found, wanted), rank == 0)
-        load = planner.create_local_plan()
-        for item in load.items:
-            assert found.storage_data[item.storage_index].length > 0
-        report = pickle.dumps(ReadRequests(load, planner, "a bucket").told)
+        requests = requests_of(found, held[rank].tensors, "index")
+        for request in requests:
+            assert found.storage_data[request.piece].length > 0
+        shared = shared_requests(requests, held[rank].tensors, "a bucket")
+        report = pickle.dumps({who: named[0][0] for who, named in shared.items()})
         seconds.append(time.thread_time() - start)
         sent.append(len(report))
     return {"load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}
 
 
-def _vote(rank: int, planner: Any, known: Any, writer: Any) -> list[Any]:
+def _vote(rank: int, plan: Plan, held: RankState) -> list[WrittenFile]:
     """What a rank that has written votes with: real numbers, and the digests of files that there are not."""
-    layout = known.layout
-    files = (
-        _files(known.final.items, writer.threads) if layout is None else _files_by_rule(known.final.items, layout, rank)
-    )
-    results: list[Any] = []
-    for number, items in enumerate(files):
-        name, at = file_name(rank, number, ""), 0
-        for item in items:
-            size = _size(item, planner)
-            results.append(WriteResult(item.index, size, StorageInfo(name, at, size)))
+    layout, data = plan.layout, {index: held.data[index] for index in plan.own}
+    known: Mapping[Any, Any] = {}
+    if layout is not None:
+        known = {part.metadata_index: place for part, place in layout.places(rank, "")}
+    written: list[WrittenFile] = []
+    for number, indices in enumerate(files_of(data, THREADS, layout, rank)):
+        places: dict[MetadataIndex, tuple[int, int]] = {}
+        at = 0
+        for index in indices:
+            value = data[index]
+            size = len(value) if isinstance(value, bytes) else _size_of(value.shape)
+            if index not in known:
+                places[index] = at, size
             at += size
         chunk = chunk_bytes_for(at, LEAST_CHUNK_BYTES, MOST_CHUNKS if layout is None else layout.most_chunks)
         digest = FileDigest(at, "0" * 32, chunk, base64.b64encode(os.urandom(8 * -(-at // chunk))).decode())
-        results.append(WriteResult(MetadataIndex(f"file {name}"), at, _FileWritten(name, digest, None)))
-    if layout is None:
-        return results
-    places = {part.metadata_index: place for part, place in layout.places(rank, "")}
-    return [result for result in results if places.get(result.index) != result.storage_data]
-
-
-def _size(item: Any, planner: Any) -> int:
-    if item.tensor_data is None:
-        return len(planner.resolve_data(item).getvalue())
-    return _size_of(item.tensor_data.chunk.sizes)
+        written.append(WrittenFile(file_name(rank, number, ""), digest, places, None))
+    return written
 
 
 @functools.cache
@@ -446,17 +433,14 @@ def _size_of(shape: torch.Size) -> int:
     return TorchImage(cast("Any", torch.empty(shape))).size_bytes
 
 
-def _as_of(result: Any, rank: int) -> Any:
-    """``result`` as another rank would have it."""
-    place = result.storage_data
-    name = place.name if isinstance(place, _FileWritten) else place.relative_path
-    number = name.split("_")[3].split(".")[0]
-    other = file_name(rank, int(number), "")
-    if isinstance(place, _FileWritten):
-        return WriteResult(MetadataIndex(f"file {other}"), result.size_in_bytes, place._replace(name=other))
-    its = result.index.fqn.startswith("rng.")
-    key = dataclasses.replace(result.index, fqn=f"rng.{rank}") if its else result.index
-    return WriteResult(key, result.size_in_bytes, StorageInfo(other, place.offset, place.length))
+def _as_of(file: WrittenFile, rank: int) -> WrittenFile:
+    """``file`` as another rank would have written it."""
+    number = file.name.split("_")[3].split(".")[0]
+    places = {
+        dataclasses.replace(index, fqn=f"rng.{rank}") if index.fqn.startswith("rng.") else index: place
+        for index, place in file.places.items()
+    }
+    return file._replace(name=file_name(rank, int(number), ""), places=places)
 
 
 def _memory() -> int:
@@ -469,7 +453,7 @@ def _tensors(model: str) -> int:
 
 
 def _by_rule(model: str, count: int) -> bool:
-    return _tensors(model) * count > sharded_plan._MOST_LISTED
+    return _tensors(model) * count > sharded_plan.MOST_LISTED
 
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────

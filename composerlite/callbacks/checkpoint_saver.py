@@ -86,8 +86,6 @@ class CheckpointSaver(Callback):
         num_concurrent_uploads: accepted for scripts of Composer; a checkpoint is sent at a time, in several parts.
         upload_timeout_in_seconds: how long to wait for uploads, at the end of training and where too many wait.
         num_remote_checkpoints_to_keep: -1 for all, or how many of the newest stay in the bucket.
-        files_per_node: most data files of a sharded checkpoint that the ranks of a node write together, at least one
-            for each; ``None``: up to four for each.
 
     Raises:
         ConfigError: a name, interval or number that cannot be used, at construction.
@@ -125,7 +123,6 @@ class CheckpointSaver(Callback):
         num_concurrent_uploads: int = 1,
         upload_timeout_in_seconds: float = 3600,
         num_remote_checkpoints_to_keep: int = -1,
-        files_per_node: int | None = None,
     ) -> None:
         arguments = dict(locals())
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)

@@ -94,7 +94,6 @@ class TrainerArguments:
     save_best_mode: str = "max"
     save_staging_folder: str | None = None
     save_num_remote_checkpoints_to_keep: int = -1
-    save_files_per_node: int | None = None
     save_memory_interval: int | str | None = None
     save_memory_folder: str = "/dev/shm"
     save_memory_replication: float | None = None

@@ -213,7 +213,6 @@ class Trainer:
         save_best_mode: str = "max",
         save_staging_folder: str | Path | None = None,
         save_num_remote_checkpoints_to_keep: int = -1,
-        save_files_per_node: int | None = None,
         save_memory_interval: TimeInput | SchedulePredicate | None = None,
         save_memory_folder: str | Path = "/dev/shm",
         save_memory_replication: float | None = None,

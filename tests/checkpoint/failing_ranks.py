@@ -17,9 +17,8 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save import form, save
+from composerlite.checkpoint.save import form, save, sharded_plan
 from composerlite.checkpoint.save.form import FileWriter
-from composerlite.checkpoint.save.sharded_plan import Planner
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
 from composerlite.dist.commit_barrier import CommitRound
@@ -41,7 +40,7 @@ STAGES: dict[str, list[Stage]] = {
     "shards": [
         ("gather", 1, form, "gather"),
         ("name", 0, Catalog, "check_free"),
-        ("plan", 1, Planner, "create_local_plan"),
+        ("plan", 1, sharded_plan, "RankState"),
         ("claim", 0, ShardedDirectory, "begin"),
         ("snapshot", 1, StagingMemory, "take"),
         ("commit", 0, ShardedDirectory, "commit"),

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composerlite import dist
 from composerlite.checkpoint import load_state_dict, save_state_dict
 from composerlite.checkpoint.save import sharded_plan
-from composerlite.checkpoint.save.sharded_plan import Planner
 
 SHAPES = ((64, 6), (7, 5), (3,), (1, 9), (16, 4, 3), (2, 2))
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -53,7 +51,7 @@ def _state(layout: str, count: int, *, zeros: bool = False) -> dict[str, Any]:
 def _a_rule_for_few_parts() -> Generator[None]:
     """Until the block ends; other tests run in the same processes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_plan, "_MOST_LISTED", 0)
+        patch.setattr(sharded_plan, "MOST_LISTED", 0)
         yield
 
 
@@ -62,16 +60,6 @@ def save(folder: Path) -> None:
     with _a_rule_for_few_parts():
         for layout in LAYOUTS:
             save_state_dict(folder / layout, _state(layout, dist.get_world_size()))
-
-
-def plan_as_dcp() -> None:
-    """Plan what DCP plans, with parameters among the tensors, in every layout."""
-    for layout in LAYOUTS:
-        state = _state(layout, dist.get_world_size())
-        state["w0"] = torch.nn.Parameter(state["w0"])
-        planner = Planner(of_run=False)
-        planner.set_up_planner(state)
-        assert planner.create_local_plan().items == create_default_local_save_plan(state, False).items
 
 
 def save_and_load_many(folder: Path, count: int) -> None:

@@ -23,7 +23,6 @@ from composerlite import Trainer, dist
 from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.resume import RunPlace, choose
-from composerlite.checkpoint.load.sharing import ReadRequests
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
@@ -126,8 +125,8 @@ def _parts(state: State) -> list[torch.Tensor]:
     return [dist.local_shard(tensor).local for tensor in (*weights, *moments)]
 
 
-def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int, bool]]:
-    """By each way of loading: whether all is there that was saved, how much this rank has read, and who sent names."""
+def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int]]:
+    """By each way of loading: whether all is there that was saved, and how much this rank has read."""
     state = _copies_of_shards()
     (optimizer,), saved = state.optimizers, [tensor.clone() for tensor in _parts(state)]
     save_model_and_optim_state(folder / "one" / "c", state.model, optimizer)
@@ -147,19 +146,14 @@ def load_copies_of_shards(folder: Path) -> dict[str, tuple[bool, int, bool]]:
     def function_loads(store: CountingStore) -> None:
         load_model_and_optim_state(ShardedDirectory.in_store(store, "c"), state.model, optimizer)
 
-    named: list[object] = []
-    by_names = ReadRequests._groups_by_names  # pyright: ignore[reportPrivateUsage] - to see whether it is called
-    pytest.MonkeyPatch().setattr(
-        ReadRequests, "_groups_by_names", lambda self, group: named.append(self) or by_names(self, group)
-    )
-    found: dict[str, tuple[bool, int, bool]] = {}
+    found: dict[str, tuple[bool, int]] = {}
     for load in (trainer_loads, function_loads, apart):
         for tensor in _parts(state)[: 6 if load is apart else None]:
             tensor.zero_()
         store = CountingStore(folder / "one")
         load(store)
-        found[load.__name__] = all(map(torch.equal, saved, _parts(state))), store.read_bytes, bool(named)
-    found["needed"] = True, sum(tensor.nbytes for tensor in saved), True
+        found[load.__name__] = all(map(torch.equal, saved, _parts(state))), store.read_bytes
+    found["needed"] = True, sum(tensor.nbytes for tensor in saved)
     return found
 
 

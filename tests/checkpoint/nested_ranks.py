@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from composerlite import Callback, Logger, State, Trainer, dist
 from composerlite.algorithms import EMA, SWA
 from composerlite.checkpoint import load_state_dict, save_state_dict
-from composerlite.errors import RankError
+from composerlite.errors import SaveError
 
 TP = {"tensor_parallel_degree": 2, "layer_plan": {"body": "colwise", "head": "rowwise"}}
 SPREADS: dict[str, dict[str, Any]] = {
@@ -204,7 +204,7 @@ def save_nested(folder: Path) -> Any:
     for value in ({distributed(7, 0)}, Hidden(distributed(7, 0))):
         try:
             save_state_dict(folder / "refused", {"value": value})
-        except RankError as e:
+        except SaveError as e:
             refused.append(str(e))
     assert not (folder / "refused").exists()
     return whole(state), whole(loaded), refused

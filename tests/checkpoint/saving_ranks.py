@@ -24,7 +24,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.commit_barrier import CommitRound
-from composerlite.errors import ConfigError, RankError
+from composerlite.errors import RankError
 
 
 def ready(folder: Path, state: State, **arguments: Any) -> tuple[CheckpointSaver, Logger]:
@@ -150,27 +150,6 @@ def saves_before_a_write(folder: Path, rank: int) -> dict[str, Any]:
     saver.fit_end(state, logger)
     saver.close(state, logger)
     return {Path(path).name: expected[Path(path).name] for path in saver.saved_checkpoints}
-
-
-def bounded_saves(folder: Path, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """Saves of a state of over 64 MiB on each rank, with so many files for the node; or why that is refused."""
-    state = sharded_state(width=3400)
-    told: dict[str, Any] = {}
-    for bound in bounds:
-        try:
-            saver, logger = ready(
-                folder / str(bound), state, filename="ba{batch}.pt", save_interval="1ba", files_per_node=bound
-            )
-        except ConfigError as e:
-            told[str(bound)] = str(e)
-            continue
-        step(state)
-        saver.batch_checkpoint(state, logger)
-        saver.fit_end(state, logger)
-        saver.close(state, logger)
-        told[str(bound)] = saver.saved_checkpoints
-    held = whole(state)
-    return {**told, "whole": held if dist.get_global_rank() == 0 else None}
 
 
 def full_saves(folder: Path) -> list[dict[str, Any]]:

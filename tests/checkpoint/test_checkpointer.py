@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -440,46 +439,6 @@ def test_a_uri_is_as_good_as_a_folder(s3_server: S3Server, monkeypatch: pytest.M
         checkpointer.write_file(f"{run}/step10", "config.json", "{}")
     Checkpointer(save_overwrite=True).save(f"{run}/step10", other, {"step": 11})
     assert checkpointer.load(f"{run}/step10", other) == {"step": 11}
-
-
-def _locked_file(folder: Path) -> None:
-    """As the file is called that versions before had."""
-    path = folder.with_name(f"{folder.name}.turn")
-    path.touch()
-    fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX)
-
-
-def _link_elsewhere(folder: Path) -> None:
-    folder.with_name("target").mkdir()
-    folder.symlink_to("target")
-
-
-def _writable(folder: Path) -> None:
-    folder.mkdir()
-    (folder / ".turn").symlink_to("../target")
-    folder.chmod(0o777)
-
-
-@pytest.mark.parametrize("plant", [_locked_file, _link_elsewhere, _writable, Path.touch, lambda folder: None])
-def test_what_others_put_in_the_temporary_folder_delays_no_throttled_save(
-    plant: Callable[[Path], None],
-    s3_server: S3Server,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Turns have a predictable place: what another user makes there is neither waited for nor written."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"composerlite-{os.getuid()}"
-    plant(folder)
-    is_planted = os.path.lexists(folder)
-    run = f"s3://{s3_server.new_bucket()}/run"
-    Checkpointer(throttle_uploads=True).save_async(f"{run}/step1", small_model(), {"step": 1}).result(60)
-    assert ("throttle_uploads" in caplog.text) is is_planted
-    assert not list((tmp_path / "target").rglob("*") if (tmp_path / "target").is_dir() else [])
-    assert is_planted or folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_an_error_after_the_marker_leaves_the_step_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from composerlite.checkpoint import Catalog, load_state_dict, rng
+from composerlite.checkpoint import Catalog, rng
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.testing import run_ranks, run_ranks_to_the_end
@@ -85,26 +85,6 @@ def test_no_directory_of_two_moments_is_committed(tmp_path: Path, rank: int) -> 
         torn = [key for key, value in expected.items() if not torch.equal(tensors[key], torch.from_numpy(value))]
         assert not torn, (name, torn)
     assert [manifest.name for manifest in Catalog(tmp_path).manifests()] == [*told]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_ranks_of_a_node_share_the_files_that_it_may_write(tmp_path: Path) -> None:
-    """``save_files_per_node`` bounds the data files of a node, whatever their size; torch reads them as before. Fewer
-    than ranks are refused before training."""
-    told, other = run_ranks(saving_ranks.bounded_saves, 2, tmp_path, (1, 5, 2))
-    assert told["1"] == other["1"]
-    assert told["1"].startswith("save_files_per_node=1: a node has 2 ranks, and each writes its part")
-    assert not (tmp_path / "1").exists()
-    for bound, files in ((5, 4), (2, 2)):
-        (path,) = told[str(bound)]
-        assert len(list(Path(path).glob("*.distcp"))) == files
-        (manifest,) = Catalog(tmp_path / str(bound)).manifests()
-        Catalog(tmp_path / str(bound)).verify(manifest)
-    tensors, ours = _as_dcp_reads_it(Path(path)), {key: torch.zeros_like(t) for key, t in told["whole"].items()}
-    load_state_dict(path, ours)
-    for key, expected in told["whole"].items():
-        assert torch.equal(tensors[key], expected), key
-        assert torch.equal(ours[key], expected), key
 
 
 def test_what_is_spread_over_ranks_is_gathered_in_one_file(tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def listed() -> Any:
 
 def by_rule() -> Any:
     """One that is distributed, over the only rank that there is, and of which the index has a rule."""
-    sharded_plan._MOST_LISTED = 0
+    sharded_plan.MOST_LISTED = 0
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     return distribute_tensor(listed(), init_device_mesh("cpu", (1,)), [Shard(0)])
 

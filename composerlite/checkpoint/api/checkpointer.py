@@ -51,7 +51,7 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
-from composerlite.dist import Group, get_local_world_size, group_of
+from composerlite.dist import Group, group_of
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -59,7 +59,7 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     ObjectStoreError,
 )
-from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for
+from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for, is_uri
 from composerlite.types import StateDict
 
 __all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
@@ -119,7 +119,7 @@ class Checkpointer:
         process_group: the ranks that save and load together. ``None``: all, apart from the group of training.
         save_thread_count: files that a rank writes at the same time.
         load_thread_count: threads that read at the same time.
-        throttle_uploads: to a URI, one rank of each node uploads at a time.
+        throttle_uploads: to a URI, each rank uploads one file after the other.
     """
 
     METADATA_FNAME: ClassVar[str] = MARKER
@@ -217,20 +217,17 @@ class Checkpointer:
                 folder.model(),
                 group=group,
                 overwrite=True,  # of what a killed save of a step has left; a step was deleted
-                threads=self.save_thread_count,
-                throttle=self.throttle_uploads,
-                reuse_plan=True,
+                threads=1 if self.throttle_uploads and is_uri(folder.uri) else self.save_thread_count,
             )
             resources.callback(shards.close, may_be_committed=False)
             # What the save replaces goes now that nothing but a disk can fail: the names of its files are fixed.
             group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
             resources.pop_all()
-        patience = get_local_world_size() if self.throttle_uploads else 1
         return SaveTask(
             manifest=record_of_directory(MODEL, group.size),
             path=folder.uri,
             writer=_StepWriter(folder, shards, images[0], group=group, ephemeral=ephemeral),
-            votes=[group.vote(f"saving {folder.uri}", patience=patience)],
+            votes=[group.vote(f"saving {folder.uri}")],
             group=group,
             staging=shared_staging,
         )

@@ -46,7 +46,7 @@ from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, 
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
-from composerlite.dist import SingleProcess, get_local_world_size, group_of, is_initialized
+from composerlite.dist import SingleProcess, group_of, is_initialized
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import number_of
 from composerlite.types import StateDict, Stateful
@@ -95,9 +95,9 @@ def save_state_dict(
         save_overwrite: replace the checkpoint in the directory.
         thread_count: files that a rank writes at the same time.
         process_count: accepted for OLMo-core, and ignored: threads write.
-        throttle_uploads: where ``dir`` is a URI, one rank of each node uploads at a time, one file after the other.
-        enable_plan_caching: reuse the plan of an earlier save if no key, shape, type or placement has changed on any
-            rank.
+        throttle_uploads: if ``dir`` is a URI, each rank uploads one file after the other.
+        enable_plan_caching: accepted for OLMo-core, and ignored: the plan of an earlier save is always reused if no
+            key, shape, type or placement has changed on any rank.
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
@@ -107,9 +107,7 @@ def save_state_dict(
         RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is that rank's error.
         OSError, ObjectStoreError: the files cannot be written.
     """
-    options = _SaveOptions(
-        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
-    )
+    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     _save(dir, lambda: _plain(state_dict), options, background=False)
 
 
@@ -137,9 +135,7 @@ def async_save_state_dict(
     Raises:
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
-    options = _SaveOptions(
-        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
-    )
+    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     return _save(dir, lambda: _plain(state_dict), options, background=True)
 
 
@@ -173,9 +169,7 @@ def save_model_and_optim_state(
         ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
             in its state, that are not parameters of the model.
     """
-    options = _SaveOptions(
-        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
-    )
+    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
     _save(dir, state, options, background=False)
 
@@ -202,9 +196,7 @@ def async_save_model_and_optim_state(
     Returns:
         A future that is done when the checkpoint is durable, or has the error of the save.
     """
-    options = _SaveOptions(
-        process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching
-    )
+    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
     return _save(dir, state, options, background=True)
 
@@ -217,7 +209,6 @@ class _SaveOptions(NamedTuple):
     threads: int | None
     processes: int | None
     throttle: bool
-    reuse_plan: bool
 
 
 def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOptions, *, background: bool) -> Future[None]:
@@ -240,15 +231,13 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOption
             folder,
             group=group,
             overwrite=options.overwrite,
-            threads=options.threads,
-            throttle=options.throttle,
-            reuse_plan=options.reuse_plan,
+            threads=1 if options.throttle and folder.path is None else options.threads,
         )
         job = SaveTask(
             manifest=record_of_directory(folder.name, group.size),
             path=folder.uri,
             writer=writer,
-            votes=[group.vote(f"saving {folder.uri}", patience=get_local_world_size() if options.throttle else 1)],
+            votes=[group.vote(f"saving {folder.uri}")],
             group=group,
             staging=shared_staging,
         )
@@ -543,7 +532,6 @@ def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
             safe.
     """
     with _reader(dir, False, None, None) as reader:
-        reader.warns = False
         return reader.read_metadata()
 
 

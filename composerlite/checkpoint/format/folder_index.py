@@ -1,44 +1,48 @@
-"""The index of a folder with weights: what its files say of their tensors, as a sharded directory has it.
+"""The index of a checkpoint, of every form: of DCP, of a rule, or of the files in a folder with weights.
 
-Every number in a header is checked.
+A folder with weights gets the index that a sharded directory with the same tensors has. All numbers in headers are
+checked.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from composerlite.checkpoint.format.safetensors_file import DTYPES
-from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
-from composerlite.checkpoint.format.sharded_layout import is_layout, read_layout
-from composerlite.checkpoint.format.weight_files import MOST_HEADER_BYTES, is_folder_index
-from composerlite.errors import CorruptCheckpointError
+from composerlite.checkpoint.format.sharded_index import read_index
+from composerlite.checkpoint.format.sharded_layout import dtype_name, is_layout, listed_in, read_layout
+from composerlite.checkpoint.format.torch_reader import TorchFile
+from composerlite.checkpoint.format.weight_files import (
+    MOST_HEADER_BYTES,
+    VALUES,
+    Read,
+    are_safetensors,
+    weight_files,
+)
+from composerlite.checkpoint.trust.trusted import RefusedError
+from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 
-__all__ = ["index_of"]
+__all__ = ["folder_index", "index_of", "is_folder_index"]
 
 _MOST_DIMENSIONS = 64
+_MARK = b'{"folder": '
 _OFFSETS = "DCP_SHARDING_INFO"
 """Where HuggingFaceStorageWriter of torch notes which part of a tensor a file has."""
 
 
 @final
 class _Stored(NamedTuple):
-    """A tensor, or a part of one, in a file."""
+    """A tensor, or a part of a tensor, in a file."""
 
     file: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     start: int
@@ -46,47 +50,79 @@ class _Stored(NamedTuple):
 
 
 def index_of(data: bytes, uri: str) -> Metadata:
-    """Read the index of a checkpoint: ``.metadata``, a list of DCP or a rule; or what :mod:`.weight_files` has made.
+    """Read the index of a checkpoint: a list of DCP, a rule, or the result of :func:`folder_index`.
 
     Raises:
-        CorruptCheckpointError: it is damaged.
-        UntrustedCheckpointError: it names what is not known to be safe.
+        CorruptCheckpointError: the index is damaged.
+        UntrustedCheckpointError: the index names a type that is not known to be safe.
     """
     if is_layout(data):
         return read_layout(data, uri)
     if not is_folder_index(data):
         return read_index(data, uri)
+    try:
+        return listed_in(json.loads(data))
+    except (ValueError, TypeError, KeyError) as e:
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: a file of weights is damaged: {e}") from e
+
+
+def is_folder_index(data: bytes) -> bool:
+    """Return true for a result of :func:`folder_index`."""
+    return data.startswith(_MARK)
+
+
+def folder_index(
+    names: Collection[str], size: Callable[[str], int], read: Read, *, only: str | None = None
+) -> bytes | None:
+    """Make an index of the files of weights in a folder, from their headers, and of the values beside the weights.
+
+    Args:
+        names: of all files in the folder.
+        size: gives the size of a file in bytes.
+        read: reads bytes of a file.
+        only: take this file alone.
+
+    Returns:
+        An index for :func:`index_of`; ``None`` if there are no weights.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, or is listed and missing.
+        UntrustedCheckpointError: a file of torch holds a type that is not known to be safe.
+    """
+    files = [only] if only is not None else weight_files(names, size, read)
+    if not files:
+        return None
+    of_torch = only is None and not are_safetensors(names)
+    parts: dict[str, list[_Stored]] = {}
     file = ""
     try:
-        told = json.loads(data)
-        parts: dict[str, list[_Stored]] = {}
-        for file, (size, header) in told["files"].items():
-            for name, stored in _tensors(file, size, header).items():
+        for file in files:
+            tensors = _tensors_of_torch(file, size(file), read) if of_torch else _tensors(file, size(file), read)
+            for name, stored in tensors.items():
                 parts.setdefault(name, []).append(stored)
-        for file, tensors in told.get("torch", {}).items():
-            for name, dtype, shape, start in tensors:
-                parts.setdefault(name, []).append(_of_torch(file, name, dtype, shape, start))
-        return _metadata(parts, told["values"])
+        values = {} if only is not None else {name: size(name) for name in names if VALUES.fullmatch(name)}
+        rows = _rows(parts, values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: {file!r} is no file of weights, or damaged: {e}") from e
+        raise CorruptCheckpointError(f"{file!r} is no file of weights, or damaged: {e}") from e
+    return json.dumps({"folder": sorted((name, size(name)) for name in files), "rows": rows, "keys": {}}).encode()
 
 
-def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
-    """Return the tensors of one file."""
-    length = len(header.encode())
-    if length > MOST_HEADER_BYTES:
-        raise ValueError(f"a header of {length} bytes")
-    entries = json.loads(header, object_pairs_hook=_each_once)
+def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
+    """Return the tensors of a file of safetensors."""
+    (length,) = struct.unpack("<Q", read(file, 0, 8)) if size_bytes >= 8 else (size_bytes,)
+    if length > min(MOST_HEADER_BYTES, size_bytes - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
+    entries = json.loads(read(file, 8, length).decode(), object_pairs_hook=_each_once)
     if not isinstance(entries, dict):
         raise ValueError("its header is no dict")
-    told = cast("dict[str, Any]", entries)
-    notes = told.pop("__metadata__", None) or {}
+    header = cast("dict[str, Any]", entries)
+    notes = header.pop("__metadata__", None) or {}
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in cast("Any", notes).values()):
         raise ValueError("its __metadata__ is not all text")
     offsets: Any = json.loads(cast("dict[str, str]", notes).get(_OFFSETS, "{}"))
     begin = 8 + length
     found: dict[str, _Stored] = {}
-    for name, entry in told.items():
+    for name, entry in header.items():
         shape, (first, last) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} has numbers of the type {entry['dtype']!r}, which are not known")
@@ -97,7 +133,7 @@ def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
             raise ValueError(f"{name!r} has a shape or a place that is none")
         if len(shape) > _MOST_DIMENSIONS or math.prod(shape) * dtype.itemsize != last - first:
             raise ValueError(f"{name!r} of the shape {shape[:8]} in {last - first} bytes")
-        found[name] = _Stored(file, dtype, tuple(shape), tuple(place), begin + first, last - first)
+        found[name] = _Stored(file, dtype_name(dtype), tuple(shape), tuple(place), begin + first, last - first)
     end = begin
     for stored in sorted(found.values(), key=lambda stored: (stored.start, stored.size_bytes)):
         if stored.start != end:
@@ -108,13 +144,6 @@ def _tensors(file: str, size_bytes: int, header: str) -> dict[str, _Stored]:
     return found
 
 
-def _of_torch(file: str, name: str, dtype: Any, shape: Any, start: Any) -> _Stored:
-    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(kind, torch.dtype) or not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, start)):
-        raise ValueError(f"{name!r} has a type or a shape that is none")
-    return _Stored(file, kind, tuple(shape), (0,) * len(shape), start, math.prod(shape) * kind.itemsize)
-
-
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -122,29 +151,63 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _metadata(parts: Mapping[str, list[_Stored]], values: Mapping[str, int]) -> Metadata:
-    """Return the index: weights, below ``model`` if there are files of values, and each of these under its name."""
-    stored: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    paths: dict[str, Any] = {}
+@final
+class _Bytes(NamedTuple):
+    """A file of the folder, for the reader of torch files, which reads no tensors here."""
+
+    name: str
+    read_of: Read
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read exactly ``size`` bytes."""
+        return self.read_of(self.name, offset, size)
+
+    def read_into(self, targets: object, progress: object = None) -> None:
+        """Fail: no tensor is read for an index."""
+        raise AssertionError("no tensor is read for an index")
+
+
+def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
+    """Return the tensors of a state dict that torch has saved, read by the restricted unpickler."""
+    source = _Bytes(file, read)
+    try:
+        opened = TorchFile(source, size_bytes, peek=source.read, map_location="meta", check_sums=True)
+    except RefusedError as e:
+        raise UntrustedCheckpointError(
+            f"{file!r} holds {e.name}, which is not known to be safe to load: a folder of weights is tensors by name."
+        ) from e
+    except CorruptCheckpointError as e:
+        raise CorruptCheckpointError(f"{file!r} is no file of torch, or damaged: {e}") from e
+    contents, records = opened.contents, opened.unread()
+    if not isinstance(contents, dict):
+        raise CorruptCheckpointError(f"{file!r} holds {type(contents).__name__} and no state dict.")
+    found: dict[str, _Stored] = {}
+    for key, tensor in cast("dict[Any, Any]", contents).items():
+        if type(key) is not str:
+            raise CorruptCheckpointError(f"{file!r} has a key that is {type(key).__name__}, and no name of a tensor.")
+        record = records.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
+        if record is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise CorruptCheckpointError(
+                f"{file!r}: {key!r} is not numbers row by row. If the file is yours, save it anew: "
+                "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
+            )
+        start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
+        shape = tuple(tensor.shape)
+        found[key] = _Stored(file, dtype_name(tensor.dtype), shape, (0,) * len(shape), start, tensor.nbytes)
+    return found
+
+
+def _rows(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> list[list[Any]]:
+    """Return rows for :func:`listed_in`: weights, below ``model`` if there are files of values, and these files."""
+    rows: list[list[Any]] = []
     for name, chunks in parts.items():
-        shape = [max(sizes) for sizes in zip(*(_ends(chunk) for chunk in chunks), strict=True)]
+        ends = [[o + n for o, n in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in chunks]
+        shape = [max(sizes) for sizes in zip(*ends, strict=True)]
         if len({chunk.offsets for chunk in chunks}) < len(chunks) or len({chunk.dtype for chunk in chunks}) > 1:
             raise ValueError(f"{name!r} is in two files")
         if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"{name!r} of the shape {shape} is not whole")
-        key = f"model.{name}"
-        paths[key] = ("model", name) if values else (name,)
-        listed = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in chunks]
-        stored[key] = TensorStorageMetadata(TensorProperties(dtype=chunks[0].dtype), torch.Size(shape), listed)
-        for number, chunk in enumerate(chunks):
-            index = MetadataIndex(key, torch.Size(chunk.offsets), number)
-            places[index] = StorageInfo(chunk.file, chunk.start, chunk.size_bytes)
-    for file, size in values.items():
-        stored[file], paths[file] = BytesStorageMetadata(), (file,)
-        places[MetadataIndex(file)] = StorageInfo(file, 0, size)
-    return Metadata(stored, paths, places)
-
-
-def _ends(chunk: _Stored) -> tuple[int, ...]:
-    return tuple(offset + size for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
+        pieces = [[chunk.offsets, chunk.shape, chunk.file, chunk.start, chunk.size_bytes] for chunk in chunks]
+        rows.append([["model", name] if values else [name], shape, chunks[0].dtype, pieces, f"model.{name}"])
+    rows += [[[file], None, None, [[[], [], file, 0, size]]] for file, size in values.items()]
+    return rows

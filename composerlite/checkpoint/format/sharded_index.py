@@ -1,6 +1,6 @@
-"""The index of a sharded checkpoint, ``.metadata``, and which parts of a nested state have keys of their own in it.
+"""The index of a sharded checkpoint, ``.metadata``, and the keys that parts of a nested state have in the index.
 
-It is read without running what it names, and checked.
+An index is read without running code in the file, and is checked.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -37,7 +38,6 @@ __all__ = [
     "Leaves",
     "Path",
     "StorageInfo",
-    "Whole",
     "check_index",
     "filled",
     "image_of",
@@ -74,26 +74,19 @@ _INDEX_TYPES: dict[str, type] = {
 }
 
 
-@final
-class _NoStorages:
-    """An index has no tensors."""
-
-    def storage(self, identity: Any) -> Any:
-        raise ValueError("an index with a tensor in it")
-
-    def read_now(self) -> None:
-        """Do nothing: there are no storages to read."""
+_no_tensors: Any = SimpleNamespace(read_now=lambda: None)
+"""Storages for the unpickler: an index with a tensor is damaged."""
 
 
 def read_index(data: bytes, uri: str) -> Metadata:
-    """Read ``.metadata``, made of known types only, every number of which can be.
+    """Read ``.metadata``: a pickle of known types only. All numbers are checked.
 
     Raises:
-        UntrustedCheckpointError: it names something else.
-        CorruptCheckpointError: it is no index.
+        UntrustedCheckpointError: the index names another type.
+        CorruptCheckpointError: the data are no index.
     """
     try:
-        found = RestrictedUnpickler(data, _NoStorages(), _INDEX_TYPES).load()
+        found = RestrictedUnpickler(data, _no_tensors, _INDEX_TYPES).load()
         check_index(found)
     except RefusedError as e:
         raise untrusted(uri, INDEX, e) from e
@@ -131,7 +124,7 @@ def check_index(found: Any) -> None:
 
 
 def _is_path(key: Any, path: Any) -> bool:
-    """Return true for the steps to a leaf, and for the keys of a dict: see ``KEYS``."""
+    """Return true for a path to a leaf, and for the keys of a dict: see ``KEYS``."""
     if type(key) is not str or type(path) is not tuple:
         return False
     if key.startswith(KEYS):
@@ -144,7 +137,7 @@ def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
     properties, shape = stored.properties, stored.size
     if type(properties) is not TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
         raise ValueError(f"{key!r} has no type of numbers")
-    if type(shape) is not torch.Size or type(stored.chunks) is not list:
+    if type(shape) is not torch.Size or min(shape, default=0) < 0 or type(stored.chunks) is not list:
         raise ValueError(f"{key!r} has no shape")
     for chunk in stored.chunks:
         if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
@@ -154,12 +147,12 @@ def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
 
 
 def key_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
-    """Path of ``key`` of the index in the nested state dict."""
+    """Return the path of ``key`` of the index in the nested state dict."""
     return (metadata.planner_data or {}).get(key, (key,))
 
 
 def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:
-    """Make the error where ``key`` of the checkpoint at ``uri`` names what is not known to be safe."""
+    """Return the error for ``key`` of the checkpoint at ``uri``, which names a type that is not known to be safe."""
     kind = refused.name.rsplit(".", 1)[-1]
     hint = (
         f" If it is yours, allow it with torch.serialization.add_safe_globals([{kind}])." if refused.allowable else ""
@@ -173,18 +166,17 @@ def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointE
 Path = tuple[str | int, ...]
 _INSIDE = ".*"
 KEYS = "\0"
-"""What the key begins with under which the paths have the keys of a dict that are no text, all of them, where the rest
-is the key of the dict."""
+"""Before the key of a dict, in the paths of the index: all keys of the dict that are no text."""
 
 
 @final
 class Leaves(NamedTuple):
-    """A nested state without dicts in it, by the keys that DCP gives.
+    """A nested state as one flat dict, with the keys that DCP gives.
 
     Attributes:
-        values: of the leaves.
-        paths: where each belongs, as the index has it: with text for all keys of dicts.
-        places: where each is in the state.
+        values: tensors and values, by key.
+        paths: of the keys in the nested state, as the index has them: with text for all keys of dicts.
+        places: keys and numbers that lead to each value in the nested state.
     """
 
     values: dict[str, Any]
@@ -192,32 +184,24 @@ class Leaves(NamedTuple):
     places: dict[str, tuple[Any, ...]]
 
 
-@final
-class Whole(NamedTuple):
-    """A tensor that is saved as a value: it is no numbers of which a part could be read."""
-
-    tensor: Tensor
-
-
 def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> Leaves:
-    """``state`` in leaves: tensors, and what holds none that is to have a key of its own.
+    """Return the tensors and values of ``state`` by their keys in an index.
 
-    That stays together and is loaded as it was: in pieces, empty dicts would be lost. So does what DCP does not look
-    into: tuples, deques, and all above them up to a dict or a list that has a tensor of its own; and dicts with keys
-    that are no text.
+    A value without tensors stays whole, since empty dicts would be lost in pieces. So do tuples, deques and other
+    containers that DCP does not take apart, and all above them up to a dict or a list with a tensor of its own, and
+    dicts with keys that are no text.
 
-    If there are tensors in such a leaf that are distributed over ranks, all its tensors get keys of their own, and
-    tensors without numbers (``meta``) stand for them in the leaf. The path of such a tensor begins with the key of the
-    leaf and ``.*``, which is no path of anything else, for DCP too: :func:`filled` puts them back.
+    If such a whole value has distributed tensors, all its tensors get keys of their own, and tensors without numbers
+    (``meta``) take their places in the value. The path of such a tensor begins with the key of the value and ``.*``.
+    :func:`filled` puts the tensors back.
 
     Args:
         state: nested dicts.
-        as_dcp: take all dicts apart, whatever they hold, and lists with dicts in them, as DCP does.
-        to_save: give the tensors that are distributed keys of their own also where they are in a leaf, and make those
-            that are saved as values :class:`Whole`.
+        as_dcp: take all dicts apart, also those without tensors, and lists with dicts, as DCP does.
+        to_save: take distributed tensors out of whole values.
 
     Raises:
-        SaveError: two leaves have the same key, or two keys of a dict are the same as text.
+        SaveError: two parts of the state have the same key, or two keys of a dict are the same as text.
     """
     found = Leaves({}, {}, {})
 
@@ -238,9 +222,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> L
                 visit(inner, (*path, number), (*place, number))
             return
         name = ".".join(map(str, path))
-        if to_save and isinstance(value, Tensor) and not is_dense(value):
-            value = Whole(value)
-        elif to_save and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
+        if to_save and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
             value, tensors = _emptied(value, path)
             for steps, tensor in tensors.items():
                 inner = (name + _INSIDE, *steps)
@@ -255,10 +237,10 @@ def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> L
 
 
 def _keys_without_text(value: Mapping[Any, Any], path: Path) -> tuple[Any, ...]:
-    """The keys of ``value`` that are no text.
+    """Return the keys of ``value`` that are no text.
 
     Raises:
-        SaveError: two are the same as text.
+        SaveError: two keys are the same as text.
     """
     other = [key for key in value if type(key) is not str]
     if other and len({str(key) for key in value}) < len(value):
@@ -282,7 +264,7 @@ def _is_split(value: Mapping[Any, Any]) -> bool:
 
 
 def _holds(value: Any, kind: type) -> bool:
-    """Check that ``value`` is of that kind, or has such a one in its dicts and lists."""
+    """Return true if ``value`` is of that kind, or holds such a value in its dicts and lists."""
     if isinstance(value, Mapping):
         return any(_holds(inner, kind) for inner in cast("Mapping[Any, Any]", value).values())
     if type(value) is list:
@@ -291,20 +273,20 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _holds_deep(value: Any, kind: type) -> bool:
-    """The same of all containers."""
+    """Return true if ``value`` is of that kind, or holds such a value in any container."""
     return isinstance(value, kind) or any(_holds_deep(inner, kind) for _, inner in items_of(value))
 
 
 def _is_split_by_dcp(value: Any) -> bool:
-    """Check that DCP takes the list apart."""
+    """Return true if DCP takes the list apart."""
     if type(value) is not list:
         return isinstance(value, Tensor | Mapping)
     return any(map(_is_split_by_dcp, cast("list[Any]", value)))
 
 
-# ── tensors in a leaf ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tensors in a value that stays whole ──────────────────────────────────────────────────────────────────────────────
 def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]]:
-    """``value`` with tensors without numbers for its tensors, and these, by the keys that lead there, as text."""
+    """Return ``value`` with tensors without numbers, and its tensors by the keys that lead there, as text."""
     found: dict[tuple[str, ...], Tensor] = {}
 
     def visit(node: Any, steps: tuple[str, ...]) -> Any:
@@ -319,7 +301,7 @@ def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]
 
 
 def owner_of(metadata: Metadata, key: str) -> str | None:
-    """The key of the leaf that the tensor ``key`` belongs into; ``None`` for a leaf."""
+    """Return the key of the value that the tensor ``key`` belongs into, if there is one."""
     path: Any = (metadata.planner_data or {}).get(key, ())
     if len(path) < 2 or not str(path[0]).endswith(_INSIDE):
         return None
@@ -328,7 +310,7 @@ def owner_of(metadata: Metadata, key: str) -> str | None:
 
 
 def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(key of the leaf, key, keys that lead there) of each tensor that is in one of the leaves ``keys``."""
+    """Yield each tensor of the values ``keys``: key of the value, key of the tensor, keys that lead there, as text."""
     wanted = set(keys)
     for key in metadata.state_dict_metadata:
         owner = owner_of(metadata, key)
@@ -337,7 +319,7 @@ def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str
 
 
 def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
-    """``value``, a leaf, with ``tensors`` by the keys that lead there, as text."""
+    """Return ``value`` with ``tensors`` put in, by the keys that lead there, as text."""
 
     def visit(node: Any, steps: tuple[str, ...]) -> Any:
         if steps in tensors:
@@ -348,29 +330,29 @@ def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
 
 
 def tensor_at(value: Any, steps: Sequence[str]) -> Tensor | None:
-    """The tensor in ``value`` that the keys ``steps``, as text, lead to."""
+    """Return the tensor in ``value`` that the keys ``steps``, as text, lead to."""
     for step in steps:
         value = next((inner for key, inner in items_of(value) if str(key) == step), None)
     return value if isinstance(value, Tensor) else None
 
 
 def value_bytes(value: Any, name: str, *, must_load: bool = False) -> bytes:
-    """The ``.pt`` file of the leaf ``name``, as an item of the checkpoint.
+    """Return a ``.pt`` file of the value ``name``.
 
     Raises:
-        SaveError: it cannot be pickled, or cannot be loaded back: not without ``trust_checkpoint`` if it ``must_load``.
+        SaveError: the value cannot be pickled; or, with ``must_load``, cannot be loaded without ``trust_checkpoint``.
     """
     try:
-        return file_bytes(value.tensor if type(value) is Whole else value, must_load=must_load)
+        return file_bytes(value, must_load=must_load)
     except _UNPICKLED as e:
         raise _cannot_save(name, e) from e
 
 
 def image_of(value: Any, name: str) -> TorchImage:
-    """The file of a ``value`` that is to be loaded again without ``trust_checkpoint``.
+    """Return a file of ``value`` that loads without ``trust_checkpoint``.
 
     Raises:
-        SaveError: it cannot be pickled, or would be refused; names the place in it, below ``name``.
+        SaveError: the value cannot be pickled, or would be refused; names the place in the value, below ``name``.
     """
     try:
         return TorchImage(value, must_load=True)
@@ -380,7 +362,7 @@ def image_of(value: Any, name: str) -> TorchImage:
 
 
 _UNPICKLED = (SaveError, pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError)
-"""What is raised for what cannot be pickled, or not be loaded."""
+"""Errors of values that cannot be pickled, or cannot be loaded."""
 _DEEPEST = 8
 
 
@@ -389,7 +371,7 @@ def _cannot_save(name: str, error: Exception) -> SaveError:
 
 
 def _failing(value: Any, path: str, error: Exception, depth: int = 0) -> tuple[str, Exception]:
-    """The innermost place of what ``value`` fails with, not in a depth in which it may hold itself."""
+    """Return the innermost place in ``value`` with the error, at most ``_DEEPEST`` containers deep."""
     for key, inner in items_of(value) if depth < _DEEPEST else ():
         try:
             Pickled(inner, must_load=True)
@@ -398,63 +380,46 @@ def _failing(value: Any, path: str, error: Exception, depth: int = 0) -> tuple[s
     return path, error
 
 
-# ── leaves as a nested state ─────────────────────────────────────────────────────────────────────────────────────────
+# ── a nested state from its keys ─────────────────────────────────────────────────────────────────────────────────────
 def leaves_of(metadata: Metadata, key: str) -> list[str]:
-    """The keys of the index that ``key`` stands for."""
+    """Return the keys of the index that ``key`` stands for: the key itself, or all keys below."""
     if key in metadata.state_dict_metadata:
         return [key, *(inner for _, inner, _ in inner_tensors(metadata, [key]))]
     return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
 
 
 def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
-    """The dict that ``leaves`` make up, below ``prefix``."""
-    tree = _Tree()
+    """Return the dict, or list, below ``prefix`` that has the ``values`` of the keys ``leaves``."""
     values = with_inner(metadata, leaves, values)
+    items: list[tuple[Path, Any]] = []
     for leaf in leaves:
-        if owner_of(metadata, leaf) in values:
-            continue
-        path = key_path(metadata, leaf)
-        depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
-        node = tree
-        for number, part in enumerate(path[depth:-1], depth):
-            node = node.setdefault(_true_key(metadata, path[:number], part), _Tree())
-        node[_true_key(metadata, path[:-1], path[-1])] = values[leaf]
-    return _with_lists(tree)
+        if owner_of(metadata, leaf) not in values:
+            path = key_path(metadata, leaf)
+            depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
+            items.append((path[depth:], values[leaf]))
+    return _built(metadata, prefix, items)
 
 
-def _true_key(metadata: Metadata, path: Sequence[Any], part: Any) -> Any:
-    """The key of the dict at ``path`` that ``part`` of the index means; a :class:`_ListIndex` for one of a list."""
-    if type(part) is int:
-        return _ListIndex(part)
-    others: Sequence[Any] = (metadata.planner_data or {}).get(KEYS + ".".join(map(str, path)), ())
-    return next((key for key in others if str(key) == part), part)
-
-
-@final
-class _ListIndex(int):
-    """A number of a list, as opposed to a key of a dict."""
+def _built(metadata: Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -> Any:
+    """Return the container below ``prefix`` with the ``items``: the rest of the path, and the value, of each."""
+    children: dict[str | int, list[tuple[Path, Any]]] = {}
+    for path, value in items:
+        children.setdefault(path[0], []).append((path[1:], value))
+    others: Sequence[Any] = (metadata.planner_data or {}).get(KEYS + prefix, ())
+    made: dict[Any, Any] = {}
+    for step, inner in children.items():
+        last_path, last = inner[-1]
+        key = step if type(step) is int else next((other for other in others if str(other) == step), step)
+        made[key] = last if not last_path else _built(metadata, f"{prefix}.{step}" if prefix else str(step), inner)
+    if made and all(type(step) is int for step in children) and sorted(made) == list(range(len(made))):
+        return [made[number] for number in range(len(made))]
+    return made
 
 
 def with_inner(metadata: Metadata, leaves: Sequence[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` of ``leaves``, those that tensors with keys of their own belong into with these."""
+    """Return ``values`` with the tensors that have keys of their own put into the values that they belong to."""
     inner: dict[str, dict[tuple[str, ...], Any]] = {}
     for owner, key, steps in inner_tensors(metadata, leaves):
         if key in values:
             inner.setdefault(owner, {})[steps] = values[key]
-    return (
-        {**values, **{owner: filled(values[owner], tensors) for owner, tensors in inner.items()}} if inner else values
-    )
-
-
-class _Tree(dict[Any, Any]):
-    """A dict that is being put together, as opposed to one that was saved as a value."""
-
-
-def _with_lists(tree: Any) -> Any:
-    """``tree`` with lists where the keys are 0, 1, 2 …; values are left as they are."""
-    if not isinstance(tree, _Tree):
-        return tree
-    made = {key: _with_lists(value) for key, value in tree.items()}
-    if made and all(type(key) is _ListIndex for key in made) and sorted(made) == list(range(len(made))):
-        return [made[number] for number in range(len(made))]
-    return {int(key) if type(key) is _ListIndex else key: value for key, value in made.items()}
+    return {**values, **{owner: filled(values[owner], tensors) for owner, tensors in inner.items()}}

@@ -1,27 +1,27 @@
-"""The index of a sharded checkpoint of many parts as a rule: how each tensor is split, and not a list of its parts.
+"""The index of a sharded checkpoint of many pieces as a rule: how each tensor is split, and not a list of its parts.
 
-Offsets, sizes, writers, files and places of all parts follow from shapes, meshes and splits. What does not, values and
-tensors that are not distributed, is listed: in the form of DCP, whose classes the rule is read as, too.
+Offsets, sizes, writers, files and places of all parts follow from shapes, meshes and splits. Values, and tensors that
+are not distributed, are listed beside the rule. A rule is read as the index classes of DCP, whose parts are computed
+when they are needed.
 """
 
 from __future__ import annotations
 
+import ast
 import bisect
-import dataclasses
 import functools
 import heapq
 import itertools
 import json
 import math
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast, final, overload
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import xxhash
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -31,28 +31,41 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.format import SUFFIX
-from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, check_index, read_index
+from composerlite.checkpoint.format.sharded_index import KEYS, Path, StorageInfo, check_index
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.dist import shard_box
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = [
-    "Part",
     "ShardLayout",
     "SplitTensor",
     "Splits",
+    "StatePiece",
     "balanced",
     "chunks_at",
+    "dtype_name",
     "file_name",
     "is_layout",
-    "narrowed",
+    "item_bytes",
+    "listed_in",
     "read_layout",
+    "rows_of",
     "split_of",
 ]
 
-_MAGIC = b"composerlite sharded layout 1: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
+_MAGIC = b"composerlite sharded layout 2: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
-"""So much an index is unpacked, and so many times its size."""
+"""An index is unpacked to at most this size, plus this multiple of its own size."""
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    zlib.error,
+)
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
 _MOST_RANKS = 1 << 17
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -64,9 +77,9 @@ class Splits(NamedTuple):
     """Splits of tensors over ranks.
 
     Attributes:
-        mesh: its shape; the ranks are in it in row-major order, each once.
+        mesh: its shape; each rank is in the mesh once, in row-major order.
         dims: for each dimension of the tensor the dimensions of the mesh that split it, the outermost first. Each cuts
-            what it is given into pieces of equal size, rounded up; the last ones may be smaller, or empty.
+            a range into pieces of equal size, rounded up; the last pieces may be smaller, or empty.
     """
 
     mesh: tuple[int, ...]
@@ -74,12 +87,12 @@ class Splits(NamedTuple):
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which all have the same."""
+        """The dimensions of the mesh along which all ranks have the same part."""
         used = set(itertools.chain(*self.dims))
         return tuple(dim for dim in range(len(self.mesh)) if dim not in used)
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """The part of ``rank`` of a tensor of that shape."""
+        """Return the part of ``rank`` of a tensor of this shape: offsets and sizes."""
         return _box(self, tuple(shape), rank)
 
 
@@ -92,7 +105,7 @@ def _coordinate(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
 
 
 def _span(length: int, mesh: Sequence[int], dims: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Start and length of a part along one dimension of a tensor."""
+    """Return start and length of a part along one dimension of a tensor."""
     start = 0
     for dim in dims:
         piece = -(-length // mesh[dim])
@@ -101,16 +114,16 @@ def _span(length: int, mesh: Sequence[int], dims: Sequence[int], coordinate: Seq
     return start, length
 
 
-@functools.lru_cache(4096)  # of thousands of tensors few have a form of their own
+@functools.lru_cache(4096)  # thousands of tensors have few different shapes
 def _box(splits: Splits, shape: tuple[int, ...], rank: int) -> Box:
     coordinate = _coordinate(rank, splits.mesh)
     spans = [_span(n, splits.mesh, dims, coordinate) for n, dims in zip(shape, splits.dims, strict=True)]
     return tuple(start for start, _ in spans), tuple(size for _, size in spans)
 
 
-@functools.lru_cache(64)  # a model has a dozen; of an index that somebody made up they fill no memory
+@functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
 def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
-    """Start, length and coordinate of all parts along one dimension that are not empty, in order."""
+    """Return start, length and coordinate of all parts along one dimension that are not empty, in order."""
     dims = range(len(sizes))
     found = [(*_span(length, sizes, dims, at), at) for at in itertools.product(*map(range, sizes))]
     found = [one for one in found if one[1]]
@@ -118,7 +131,7 @@ def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], li
 
 
 def _lengths(length: int, sizes: Sequence[int]) -> list[int]:
-    """The different lengths of parts along one dimension that are not empty, in order, without the parts."""
+    """Return the different lengths of parts along one dimension that are not empty, in order."""
     found = {length}
     for size in sizes:
         found = {one for whole in found for one in (-(-whole // size), whole % -(-whole // size)) if one}
@@ -130,10 +143,10 @@ class SplitTensor(NamedTuple):
     """A tensor that is distributed over all ranks.
 
     Attributes:
-        path: of it in the nested state; its key is that with dots.
-        shape: of the whole.
-        dtype: of its numbers.
-        splits: how it is.
+        path: in the nested state; the key is the path with dots.
+        shape: of the whole tensor.
+        dtype: of the tensor.
+        splits: how the tensor is split.
     """
 
     path: Path
@@ -148,7 +161,7 @@ class SplitTensor(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, wanted: Box | None = None) -> Iterator[tuple[Box, int]]:
@@ -192,27 +205,36 @@ def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
 
 
 @final
-class Part(NamedTuple):
-    """A part of a tensor, as its rank writes it."""
+class StatePiece(NamedTuple):
+    """A tensor, a part of a tensor or a value that a rank can write.
+
+    Attributes:
+        key: in the index.
+        shape: of the whole tensor; ``None`` for a value.
+        dtype: of the tensor.
+        offsets: where the part begins in the tensor, by dimension.
+        sizes: of the part, by dimension.
+    """
 
     key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its numbers."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+        """Bytes of the numbers; 1 for a value, since a rank knows only the size of its own value."""
+        return 1 if self.dtype is None else math.prod(self.sizes) * self.dtype.itemsize
 
     @property
     def metadata_index(self) -> MetadataIndex:
-        """Key of it, as DCP has it."""
-        return MetadataIndex(self.key, torch.Size(self.offsets))
+        """Key and offsets, as DCP identifies the piece."""
+        return MetadataIndex(self.key, None if self.shape is None else torch.Size(self.offsets))
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide numbered things of these sizes into ``count`` groups of about the same size: the larger ones first."""
+    """Divide things of these sizes, by number, into ``count`` groups of about the same size: the largest first."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for number in sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True):
@@ -223,21 +245,21 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 @functools.lru_cache(4096)
-def _item_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor as an item of a file."""
+def item_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor as an item of a data file, as this version writes the item."""
     return TorchImage(cast("Any", torch.empty(sizes, dtype=dtype))).size_bytes
 
 
 @final
 class ShardLayout:
-    """The rule of one state on some ranks.
+    """The rule of a state on some ranks.
 
     Args:
-        ranks: number of them.
-        tensors: all that are distributed, in the order of their keys.
+        ranks: number of ranks.
+        tensors: all distributed tensors, in the order of their keys.
         files: most files of a rank.
-        least_bytes: of a file, where a rank has several.
-        item_bytes: bytes that parts take in a file, by sizes and dtype; ``None``: as this version writes them.
+        least_bytes: of a file, if a rank has several.
+        item_bytes: bytes of parts in a file, by sizes and dtype; ``None``: as this version writes them.
     """
 
     def __init__(
@@ -255,10 +277,10 @@ class ShardLayout:
         self._least_bytes = least_bytes
         self._item_bytes = item_bytes
         self._replicas = self._writers()
-        self._kept: dict[int, list[list[Part]]] = {}
+        self._kept: dict[int, list[list[StatePiece]]] = {}
 
     def _writers(self) -> dict[str, int]:
-        """Choose the replica that writes each tensor: what is added to the lowest rank that has a part of it."""
+        """Choose the replica that writes each tensor: the number to add to the lowest rank with a part."""
         by_splits: dict[Splits, list[SplitTensor]] = {}
         for tensor in self.tensors.values():
             by_splits.setdefault(tensor.splits, []).append(tensor)
@@ -275,15 +297,15 @@ class ShardLayout:
 
     @property
     def digest(self) -> str:
-        """The same on ranks that have the same rule."""
-        return xxhash.xxh3_128_hexdigest(self._text())
+        """Equal on ranks with the same rule."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self._rule()).encode())
 
     @property
     def most_chunks(self) -> int:
-        """Most parts in which a file is verified: the digests of all are in one manifest."""
+        """Most chunks in which a file is verified: the digests of all chunks are in one record."""
         return max(1, _MOST_CHUNKS // (self.ranks * self._files))
 
-    def parts(self, rank: int) -> Iterator[Part]:
+    def parts(self, rank: int) -> Iterator[StatePiece]:
         """Yield the parts that ``rank`` writes, in the order of keys."""
         for key, tensor in self.tensors.items():
             coordinate = _coordinate(rank, tensor.splits.mesh)
@@ -291,10 +313,10 @@ class ShardLayout:
             if replica == [_coordinate(self._replicas[key], tensor.splits.mesh)[dim] for dim in tensor.splits.replicas]:
                 offsets, sizes = tensor.splits.box(tensor.shape, rank)
                 if math.prod(sizes):
-                    yield Part(key, offsets, sizes, tensor.dtype)
+                    yield StatePiece(key, tensor.shape, tensor.dtype, offsets, sizes)
 
-    def files(self, rank: int) -> list[list[Part]]:
-        """The parts in each file of ``rank``, in order. What is listed comes after those of the last file."""
+    def files(self, rank: int) -> list[list[StatePiece]]:
+        """Return the parts in each file of ``rank``, in order. Listed pieces come at the end of the last file."""
         if rank not in self._kept:
             parts = list(self.parts(rank))
             total = sum(part.size_bytes for part in parts)
@@ -303,86 +325,93 @@ class ShardLayout:
             self._kept[rank] = [[parts[number] for number in group] for group in groups]
         return self._kept[rank]
 
-    def places(self, rank: int, suffix: str) -> Iterator[tuple[Part, Any]]:
-        """Yield the parts of ``rank`` and where each is."""
+    def places(self, rank: int, suffix: str) -> Iterator[tuple[StatePiece, Any]]:
+        """Yield the parts of ``rank`` and the place of each; ``suffix`` is that of the names of files."""
         for number, parts in enumerate(self.files(rank)):
             name, at = file_name(rank, number, suffix), 0
             for part in parts:
-                size = self.item_bytes(part)
+                size = self._size_of(part.sizes, part.dtype)
                 yield part, StorageInfo(name, at, size)
                 at += size
 
-    def item_bytes(self, part: Part) -> int:
-        """Bytes that a part takes in its file."""
-        if self._item_bytes is None:
-            return _item_bytes(part.sizes, part.dtype)
-        return self._item_bytes[part.sizes, part.dtype]
+    def _size_of(self, sizes: tuple[int, ...], dtype: Any) -> int:
+        return item_bytes(sizes, dtype) if self._item_bytes is None else self._item_bytes[sizes, dtype]
 
-    def kinds(self) -> list[Part]:
-        """One part of each form that there is."""
-        found: dict[Any, Part] = {}
-        forms = dict.fromkeys((tensor.shape, tensor.dtype, tensor.splits) for tensor in self.tensors.values())
-        for shape, dtype, (mesh, dims) in forms:
+    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Return sizes and dtype of all different parts."""
+        found: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
+        for shape, dtype, (mesh, dims) in dict.fromkeys((t.shape, t.dtype, t.splits) for t in self.tensors.values()):
             lengths = [_lengths(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
-            for sizes in itertools.product(*lengths):
-                found[sizes, dtype] = Part("", (), sizes, dtype)
-        return list(found.values())
+            found.update(dict.fromkeys((sizes, dtype) for sizes in itertools.product(*lengths)))
+        return list(found)
 
     def writer(self, tensor: SplitTensor, lowest: int) -> int:
-        """The rank that writes the part of ``tensor`` that ``lowest`` is the lowest rank to have."""
+        """Return the rank that writes a part of ``tensor``; ``lowest`` is the lowest rank with that part."""
         return lowest + self._replicas[tensor.key]
 
-    # ── as bytes ─────────────────────────────────────────────────────────────────────────────────────────────────
-    def _text(self) -> bytes:
+    def _rule(self) -> dict[str, Any]:
         splits = {one: number for number, one in enumerate(dict.fromkeys(t.splits for t in self.tensors.values()))}
-        told = {
+        return {
             "ranks": self.ranks,
             "files": self._files,
             "least_bytes": self._least_bytes,
             "splits": list(splits),
-            "tensors": [[t.path, t.shape, _dtype_name(t.dtype), splits[t.splits]] for t in self.tensors.values()],
+            "tensors": [[t.path, t.shape, dtype_name(t.dtype), splits[t.splits]] for t in self.tensors.values()],
         }
-        return json.dumps(told, separators=(",", ":")).encode()
 
     def pack(self, listed: Metadata, suffix: str) -> bytes:
-        """The index: this rule, and ``listed``, what does not follow from it."""
-        items = [[part.sizes, _dtype_name(part.dtype), self.item_bytes(part)] for part in self.kinds()]
-        rows, listed = _whole_tensors(listed)
-        head = json.dumps({"suffix": suffix, "items": items, "whole": rows}, separators=(",", ":")).encode()
-        texts = [self._text(), head, pickle.dumps(listed)]
-        lengths = b"".join(len(text).to_bytes(8, "big") for text in texts)
-        return _MAGIC + zlib.compress(lengths + b"".join(texts), 1)
+        """Return the index as bytes: this rule, and the ``listed`` pieces, which do not follow from the rule."""
+        items = [[sizes, dtype_name(dtype), self._size_of(sizes, dtype)] for sizes, dtype in self.forms()]
+        index = {"rule": self._rule(), "suffix": suffix, "items": items, **rows_of(listed)}
+        return _MAGIC + zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 1)
 
 
-def _whole_tensors(listed: Metadata) -> tuple[list[list[Any]], Metadata]:
-    """Rows of the tensors that are stored whole, as the generators of each rank are, and the rest of what is listed.
+def rows_of(listed: Metadata) -> dict[str, Any]:
+    """Return an index as JSON: a row for each key, and the keys of dicts that are no text.
 
-    Of thousands of ranks rows are read much faster than objects in a pickle.
+    A row has path, shape and dtype of the key; offsets, sizes, file, offset and bytes of each of its pieces; and the
+    key, if that is not the path with dots. JSON is read much faster than a pickle of the objects of thousands of ranks.
     """
+    paths: dict[str, Any] = listed.planner_data or {}
     rows: list[list[Any]] = []
-    known = functools.cache(_whole_tensor)
-    entries, places, paths = (
-        dict(listed.state_dict_metadata),
-        dict(listed.storage_data),
-        dict(listed.planner_data or {}),
-    )
     for key, stored in listed.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            shape, dtype = tuple(stored.size), stored.properties.dtype
-            index, path = MetadataIndex(key, torch.Size([0] * len(shape))), paths.get(key, ())
-            place: Any = places.get(index)
-            if ".".join(map(str, path)) == key and place is not None and stored == known(shape, dtype):
-                row = [path, shape, _dtype_name(dtype), place.relative_path, place.offset, place.length]
-                if place == StorageInfo(*row[3:]):
-                    rows.append(row)
-                    del entries[key], places[index], paths[key]
-    return rows, dataclasses.replace(listed, state_dict_metadata=entries, storage_data=places, planner_data=paths)
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        parts = [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks] if is_tensor else [None]
+        pieces: list[list[Any]] = []
+        for part in parts:
+            place = listed.storage_data[MetadataIndex(key, None if part is None else torch.Size(part[0]))]
+            pieces.append([*(part or ((), ())), place.relative_path, place.offset, place.length])
+        shape, dtype = (tuple(stored.size), dtype_name(stored.properties.dtype)) if is_tensor else (None, None)
+        rows.append([paths.get(key, (key,)), shape, dtype, pieces])
+    return {"rows": rows, "keys": {key: repr(path) for key, path in paths.items() if key.startswith(KEYS)}}
 
 
-def _whole_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> TensorStorageMetadata:
-    size = torch.Size(shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+def listed_in(index: Any) -> Metadata:
+    """Return the index that :func:`rows_of` has made JSON of, checked.
+
+    Raises:
+        ValueError: a row is damaged, or names a file outside of the directory.
+    """
+    found, known = Metadata({}, {}, {}), functools.cache(_properties)
+    entries, places, paths = found.state_dict_metadata, cast("dict[Any, Any]", found.storage_data), {}
+    for path, shape, dtype, pieces, *other in index["rows"]:
+        key = other[0] if other else ".".join(map(str, _path_of(path)))
+        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in pieces]
+        is_value = shape is None
+        entries[key] = (
+            BytesStorageMetadata() if is_value else TensorStorageMetadata(known(dtype), torch.Size(shape), chunks)
+        )
+        for chunk, (_, _, file, offset, length) in zip(chunks, pieces, strict=True):
+            places[MetadataIndex(key, None if is_value else chunk.offsets)] = StorageInfo(file, offset, length)
+        paths[key] = tuple(path)
+    paths.update({key: ast.literal_eval(keys) for key, keys in index["keys"].items()})
+    found.planner_data = paths
+    check_index(found)
+    return found
+
+
+def _properties(name: Any) -> TensorProperties:
+    return TensorProperties(dtype=_dtype_of(name))
 
 
 def file_name(rank: int, number: int, suffix: str) -> str:
@@ -397,62 +426,55 @@ def is_layout(data: bytes) -> bool:
 
 
 def read_layout(data: bytes, uri: str) -> Metadata:
-    """Read an index that is a rule; its parts and places are worked out when they are asked for.
+    """Read an index that is a rule.
 
     Raises:
-        CorruptCheckpointError: it is damaged.
-        UntrustedCheckpointError: it names what is not known to be safe.
+        CorruptCheckpointError: the index is damaged.
     """
     try:
         stream = zlib.decompressobj()
         text = stream.decompress(data[len(_MAGIC) :], _MOST_BYTES + _MOST_TIMES * len(data))
         if not stream.eof or stream.unused_data:
             raise ValueError("it ends before its end, or after it")
-        lengths = [int.from_bytes(text[at : at + 8], "big") for at in (0, 8, 16)]
-        if sum(lengths) + 24 != len(text):
-            raise ValueError(f"{len(text)} bytes with parts of {lengths}")
-        texts = [text[24 + sum(lengths[:n]) : 24 + sum(lengths[: n + 1])] for n in range(3)]
-        head = json.loads(texts[1])
-        layout, suffix = _layout_of(json.loads(texts[0]), head)
-        whole = _whole_of(head.get("whole", []))
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, zlib.error) as e:
+        index = json.loads(text)
+        suffix = index["suffix"]
+        if type(suffix) is not str or set(suffix) & {"/", "\0"}:
+            raise ValueError(f"files named {suffix!r}")
+        layout, listed = _layout_of(index["rule"], index["items"]), listed_in(index)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+        zlib.error,
+    ) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: its index is damaged: {e}") from e
-    listed = read_index(texts[2], uri)
     split = {
         key: TensorStorageMetadata(TensorProperties(dtype=t.dtype), torch.Size(t.shape), cast("Any", _Chunks(t)))
         for key, t in layout.tensors.items()
     }
-    paths = {
-        **(listed.planner_data or {}),
-        **whole.planner_data,
-        **{key: t.path for key, t in layout.tensors.items()},
-    }
-    places: Any = _Places(layout, suffix, {**listed.storage_data, **whole.storage_data})
-    entries = {**split, **whole.state_dict_metadata, **listed.state_dict_metadata}
-    return Metadata(entries, paths, places, listed.storage_meta)
+    paths = {**(listed.planner_data or {}), **{key: t.path for key, t in layout.tensors.items()}}
+    places: Any = _Places(layout, suffix, listed.storage_data)
+    return Metadata({**split, **listed.state_dict_metadata}, paths, places)
 
 
-def _whole_of(rows: Any) -> Metadata:
-    """Parse the rows of a list."""
-    found, known = Metadata({}, {}, {}), functools.cache(_whole_tensor)
-    for path, shape, name, file, offset, length in rows:
-        key = ".".join(map(str, _path_of(path)))
-        stored = known(tuple(_whole(size, 0) for size in shape), _dtype_of(name))
-        found.state_dict_metadata[key] = stored
-        found.storage_data[MetadataIndex(key, stored.chunks[0].offsets)] = StorageInfo(file, offset, length)
-        found.planner_data[key] = tuple(path)
-    check_index(found)
-    return found
-
-
-def _layout_of(told: Any, head: Any) -> tuple[ShardLayout, str]:
-    """The rule of what was read, every number of which can be."""
-    ranks, suffix = _whole(told["ranks"], 1, _MOST_RANKS), head["suffix"]
-    if type(suffix) is not str or set(suffix) & {"/", "\0"}:
-        raise ValueError(f"files named {suffix!r}")
-    splits = [_splits_of(mesh, dims, ranks) for mesh, dims in told["splits"]]
+def _layout_of(rule: Any, items: Any) -> ShardLayout:
+    """Return the rule in an index, checked."""
+    ranks = _whole(rule["ranks"], 1, _MOST_RANKS)
+    splits: list[Splits] = []
+    for mesh, dims in rule["splits"]:
+        found = Splits(tuple(_whole(size, 1) for size in mesh), tuple(tuple(map(int, of)) for of in dims))
+        used = list(itertools.chain(*found.dims))
+        is_split = len(set(used)) == len(used) and set(used) <= set(range(len(found.mesh)))
+        if math.prod(found.mesh) != ranks or not is_split:
+            raise ValueError(f"splits {dims} over {mesh} of {ranks} ranks")
+        splits.append(found)
     tensors: list[SplitTensor] = []
-    for path, shape, name, number in told["tensors"]:
+    for path, shape, name, number in rule["tensors"]:
         sizes = tuple(_whole(size, 1) for size in shape)
         how = splits[_whole(number, 0, len(splits) - 1)]
         if len(how.dims) != len(sizes):
@@ -460,15 +482,12 @@ def _layout_of(told: Any, head: Any) -> tuple[ShardLayout, str]:
         tensors.append(SplitTensor(_path_of(path), sizes, _dtype_of(name), how))
     if len({tensor.key for tensor in tensors}) != len(tensors):
         raise ValueError("two tensors with one key")
-    items = {
-        (tuple(_whole(size, 1) for size in sizes), _dtype_of(name)): _whole(size, 1)
-        for sizes, name, size in head["items"]
-    }
-    files, least_bytes = _whole(told["files"], 1), _whole(told["least_bytes"], 1)
-    layout = ShardLayout(ranks, tensors, files=files, least_bytes=least_bytes, item_bytes=items)
-    if strange := [part for part in layout.kinds() if (part.sizes, part.dtype) not in items]:
-        raise ValueError(f"no size of parts of {strange[0].sizes} of {strange[0].dtype}")
-    return layout, suffix
+    known = {(tuple(_whole(n, 1) for n in sizes), _dtype_of(name)): _whole(size, 1) for sizes, name, size in items}
+    files, least_bytes = _whole(rule["files"], 1), _whole(rule["least_bytes"], 1)
+    layout = ShardLayout(ranks, tensors, files=files, least_bytes=least_bytes, item_bytes=known)
+    if strange := [form for form in layout.forms() if form not in known]:
+        raise ValueError(f"no size of parts of {strange[0]}")
+    return layout
 
 
 def _path_of(path: Any) -> Path:
@@ -477,15 +496,8 @@ def _path_of(path: Any) -> Path:
     return tuple(path)
 
 
-def _splits_of(mesh: Any, dims: Any, ranks: int) -> Splits:
-    found = Splits(tuple(_whole(size, 1) for size in mesh), tuple(tuple(map(int, of)) for of in dims))
-    used = list(itertools.chain(*found.dims))
-    if math.prod(found.mesh) != ranks or len(set(used)) != len(used) or not set(used) <= set(range(len(found.mesh))):
-        raise ValueError(f"splits {dims} over {mesh} of {ranks} ranks")
-    return found
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -504,7 +516,7 @@ def _whole(number: Any, least: int, most: int = 1 << 62) -> int:
 
 @final
 class _Chunks(Sequence[ChunkStorageMetadata]):
-    """The parts of a tensor, as DCP lists them."""
+    """The parts of a tensor, as DCP lists the parts."""
 
     def __init__(self, tensor: SplitTensor) -> None:
         self.tensor = tensor
@@ -520,17 +532,8 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
     def __len__(self) -> int:
         return len(self._all)
 
-    @overload
-    def __getitem__(self, number: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[ChunkStorageMetadata]: ...
-    def __getitem__(self, number: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+    def __getitem__(self, number: Any) -> Any:
         return self._all[number]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(cast("Sequence[Any]", other))
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -539,7 +542,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 @final
 class _Places(Mapping[MetadataIndex, Any]):
-    """Places of parts: what is listed, and what follows from the rule."""
+    """Places of pieces: those that are listed, and those that follow from the rule."""
 
     def __init__(self, layout: ShardLayout, suffix: str, listed: Mapping[MetadataIndex, Any]) -> None:
         self.layout = layout
@@ -570,18 +573,6 @@ class _Places(Mapping[MetadataIndex, Any]):
 
 
 def chunks_at(stored: TensorStorageMetadata, wanted: Box) -> Sequence[ChunkStorageMetadata]:
-    """The parts of a tensor, where they follow from a rule only those that overlap with ``wanted``."""
+    """Return the parts of a tensor; if they follow from a rule, only the parts that overlap with ``wanted``."""
     chunks: Any = stored.chunks
     return chunks.overlapping(wanted) if isinstance(chunks, _Chunks) else chunks
-
-
-def narrowed(metadata: Metadata, wanted: Mapping[str, Any]) -> Metadata:
-    """``metadata`` with only those parts, where they follow from a rule, that this rank needs to fill ``wanted``."""
-    found: dict[str, Any] = dict(metadata.state_dict_metadata)
-    for key, value in wanted.items():
-        stored = found.get(key)
-        if isinstance(stored, TensorStorageMetadata) and isinstance(value, Tensor) and value.shape == stored.size:
-            box = shard_box(value) if isinstance(value, DTensor) else ((0,) * value.dim(), tuple(value.shape))
-            chunks = chunks_at(stored, box) if math.prod(box[1]) else []
-            found[key] = TensorStorageMetadata(stored.properties, stored.size, list(chunks))
-    return Metadata(found, metadata.planner_data, metadata.storage_data, metadata.storage_meta)

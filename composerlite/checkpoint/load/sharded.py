@@ -1,7 +1,7 @@
 """Loading sharded checkpoints: directories that plain ``torch.distributed.checkpoint`` (DCP) reads and writes.
 
-Of each tensor a rank reads what it needs, and where it belongs. What ranks tell each other goes through
-:class:`composerlite.dist.Group`, and nowhere else.
+A rank reads the parts of tensors that it needs, straight to where they belong. Ranks communicate through
+:class:`composerlite.dist.Group` only.
 """
 
 from __future__ import annotations
@@ -12,19 +12,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,10 +29,9 @@ from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
-from composerlite.checkpoint.format.sharded_layout import narrowed
 from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
-from composerlite.checkpoint.load.sharing import ReadRequests, RemoteShardFetcher, Report, all_alike
+from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
@@ -103,28 +94,28 @@ def _train_states(step: StepFolder) -> list[Any]:
 def _read_state(
     reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan, beside: StateDict
 ) -> Any:
-    """Read the state to restore, with what is ``beside`` it; tensors go into the live ones where possible."""
-    with dist.get_group().all_or_none(f"reading the index of {plan.source}"):
-        metadata = reader.read_metadata()
+    """Read the state to restore, with the values ``beside`` it; tensors are read into the live ones where possible."""
+    group = dist.get_group()
+    with group.all_or_none(f"reading the index of {plan.source}"):
+        stored = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
     values = _plain_values(reader, fetcher, plan.source)
-    tensors = _unread_tensors(metadata)
-    with dist.get_group().all_or_none("comparing the checkpoint with the run"):
-        held = nested(metadata, "", list(metadata.state_dict_metadata), {**values, **tensors})
+    tensors = {
+        key: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
+        for key, one in stored.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    with group.all_or_none("comparing the checkpoint with the run"):
+        held = nested(metadata, "", list(stored), {**values, **tensors})
         held = {**held, **beside} if isinstance(held, dict) else held
         wanted = plan.wanted(as_in_a_file(cast("StateDict", held)) if isinstance(held, dict) else held)
         live = plan.places(wanted)
-    key_of = {id(tensor): key for key, tensor in tensors.items()}
     targets: dict[str, Tensor] = {}
-    wanted = _with_targets(wanted, live, key_of, targets, set())
-    _read(reader, fetcher, targets)
-    return wanted
-
-
-def _read(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, targets: dict[str, Tensor]) -> None:
-    """Fill ``targets``, on every rank. What several ranks want of the files that they see one of them reads."""
-    fetcher.bring_tensors(targets)
+    wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
+    fetcher.fetch(targets)
     with half_loaded(bool(targets)):
-        load_leaves(reader, targets, group=dist.get_group())
+        load_leaves(reader, targets, group=group)
+    return wanted
 
 
 def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, source: str) -> dict[str, Any]:
@@ -133,7 +124,7 @@ def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, s
     keys = [key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata)]
     if dist.get_world_size() == 1:
         return load_flat(reader, keys)
-    fetcher.bring_values(keys)
+    fetcher.fetch(dict.fromkeys(keys) if dist.get_global_rank() == 0 else {})
 
     def packed() -> bytes:
         buffer = io.BytesIO()
@@ -141,15 +132,6 @@ def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, s
         return buffer.getvalue()
 
     return item_contents(dist.get_group().from_first(f"reading the small parts of {source}", packed))
-
-
-def _unread_tensors(metadata: Metadata) -> dict[str, Tensor]:
-    """A tensor without memory for each that is stored."""
-    return {
-        key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-        for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    }
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
@@ -303,29 +285,15 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
         state: tensors to be filled, and values to be replaced, by the keys of the index.
         group: the ranks that load together.
     """
-    planner = _LoadPlanner(reader.uri)
+    requests, transfers = plan_load(reader, state, group)
 
-    def plan() -> LoadPlan:
-        planner.set_up_planner(state, narrowed(reader.read_metadata(), state), group.is_first)
-        return planner.create_local_plan()
+    def read() -> None:
+        for key, data in reader.read(requests).items():
+            state[key] = safe_contents(data, key, reader.uri)
 
-    def read(plan: LoadPlan) -> None:
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-    if not group.exchanges:
-        own = group.agree("planning a load", plan)
-        group.agree("reading a sharded checkpoint", lambda: read(own))
-        return
-    requests: list[ReadRequests] = []
-
-    def report() -> Report:
-        requests.append(ReadRequests(plan(), planner, reader.place))
-        return requests[0].told
-
-    are_alike = group.all_reduce("planning a load", report, all_alike)
-    own, transfers = requests[0].divided(group, are_alike=are_alike)
-    group.agree("reading a sharded checkpoint", lambda: read(own))
-    exchange(f"checkpoint {reader.uri!r}", transfers)
+    group.agree("reading a sharded checkpoint", read)
+    if group.exchanges:
+        exchange(f"checkpoint {reader.uri!r}", transfers)
 
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
@@ -343,33 +311,6 @@ def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
         for key, one in stored.items()
     }
-
-
-@final
-class _LoadPlanner(DefaultLoadPlanner):
-    """Plans as DCP does; values which are no tensors are read without running what they name."""
-
-    def __init__(self, uri: str) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._uri = uri
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        others: StateDict = {}
-        for key, value in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(key)
-            is_here = dist.is_distributed_tensor(value) and value.device_mesh.get_coordinate() is not None
-            if is_here and isinstance(stored, TensorStorageMetadata) and stored.size == value.shape:
-                own = ChunkStorageMetadata(*map(torch.Size, dist.shard_box(value)))
-                items += create_read_items_for_chunk_list(key, stored, [own])
-            else:
-                others[key] = value
-        return LoadPlan([*create_default_local_load_plan(others, self.metadata).items, *items])
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        contents = safe_contents(value.getvalue(), read_item.dest_index.fqn, self._uri)
-        self.original_state_dict[read_item.dest_index.fqn] = contents
 
 
 def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Self, cast, final
 import xxhash
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
-from composerlite.checkpoint.format.weight_files import folder_index, holds_weights
+from composerlite.checkpoint.format.weight_files import holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import record_in, with_node
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage, put_decider
@@ -216,6 +216,8 @@ class ShardedDirectory(Directory):
         names = self.place.names(self.name) if self._only is None else [self._only]
         if self._only is None and not holds_weights(names):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(self.at(INDEX)))
+        from composerlite.checkpoint.format.folder_index import folder_index  # imports torch
+
         record = self.record()
         digests = {file.path: file.digest for file in (() if record is None else record.files[1:])}
 

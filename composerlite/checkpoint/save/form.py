@@ -611,7 +611,6 @@ class _Directory(Form):
             overwrite=request.overwrite,
             disks=request.disks,
             of_run=True,
-            reuse_plan=True,
             watched=frozenset(_trained_storages(request.state)),
         )
 

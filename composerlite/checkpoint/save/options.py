@@ -106,7 +106,6 @@ class SaveOptions:
     failure_limit: int
     best_metric: str | None
     upload_timeout: float
-    files_per_node: int | None
 
 
 def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
@@ -116,11 +115,9 @@ def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOp
         ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
     """
     staging_bytes = arguments["staging_bytes"]
-    files_per_node, replication = arguments["files_per_node"], arguments["replication"]
+    replication = arguments["replication"]
     if staging_bytes is not None:
         _check_number(staging_bytes, argument="save_staging_bytes")
-    if files_per_node is not None:
-        _check_number(files_per_node, argument="save_files_per_node", least=1)
     if replication is not None and not 0 < replication < math.inf:
         raise ConfigError(
             f"save_memory_replication={replication!r}: expected more than zero gigabytes per second, or None."
@@ -148,7 +145,6 @@ def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOp
         failure_limit=arguments["failure_limit"],
         best_metric=arguments["best_metric"],
         upload_timeout=arguments["upload_timeout_in_seconds"],
-        files_per_node=files_per_node,
     )
 
 

@@ -110,7 +110,6 @@ class RunFolder:
         folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
         filename: of each checkpoint. latest_filename: of the link to the newest.
         disks: which ranks see the same folder, where all write to it and not all see the same.
-        files_per_rank: data files that a rank writes of each checkpoint at most; ``None``: as many as it likes.
         is_leader: this rank is the one that begins, commits and deletes checkpoints in the folder that it sees.
     """
 
@@ -122,7 +121,6 @@ class RunFolder:
             None if options.names.latest is None else PartialFilePath(options.names.latest, self.folder)
         )
         self.disks: Disks | None = None
-        self.files_per_rank: int | None = None
         self.is_leader = False
         self._run_name = ""
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
@@ -325,23 +323,6 @@ class RunFolder:
             make_folder(note.parent)
             with atomic_write(note) as file:
                 file.write(bucket.encode())
-
-    def share_files(self, form: Form) -> None:
-        """Divide the data files that a node may write by its ranks, those of the node that has the most.
-
-        Raises:
-            ConfigError: there are fewer files than such ranks, each of which writes its own part.
-        """
-        files = self._options.files_per_node
-        if files is not None and form.is_shared:
-            (ranks,) = dist.get_group().max([dist.get_local_world_size()])
-            if files < ranks:
-                raise ConfigError(
-                    f"save_files_per_node={files}: a node has {ranks} ranks, and each writes its part of a sharded "
-                    f"checkpoint to a file of its own. Give {ranks} or more; or set state_dict_type='full' in "
-                    "parallelism_config['fsdp'], and rank 0 writes one file."
-                )
-            self.files_per_rank = files // ranks
 
     def find_disks(self, form: Form) -> None:
         """Find out which ranks see the same folder, and prepare those that rank 0 does not see.

@@ -291,7 +291,6 @@ class Saver:
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        where.share_files(form)
         # 2. Is there a bucket?
         uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
         if self._store is not None or uploads:

@@ -71,7 +71,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     if of_run and isinstance(state.get("rng"), list):
         ranks = enumerate(cast("list[Any]", state["rng"]))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in ranks}}
-    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run, reuse_plan=of_run), record, path)
+    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run), record, path)
 
 
 def _save(writer: RankWriter, record: Manifest, path: Path) -> None:

@@ -270,7 +270,6 @@ def read_without_record(place: Place, found: Found) -> str:
         return told
     items: dict[tuple[str, int], tuple[str, int]] = {}
     with RemoteFileSystemReader(directory) as reader:
-        reader.warns = False
         for index, stored in reader.read_metadata().storage_data.items():
             path = directory.at(stored.relative_path)
             if path.endswith(TORCH_SUFFIX) and index.fqn != stored.relative_path:  # many weights in one torch file
