@@ -330,7 +330,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from composerlite import dist
     from composerlite.checkpoint import Catalog, SaveRequest
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.save.form import Then
+    from composerlite.checkpoint.save.form import AfterCommit
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
@@ -355,7 +355,9 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 publisher.submit(manifest, catalog, dist.SingleProcess().vote("publishing"))
 
             start = time.perf_counter()
-            request = SaveRequest(state=system.state, catalog=catalog, template=TEMPLATE, then=Then(publish))
+            request = SaveRequest(
+                state=system.state, catalog=catalog, template=TEMPLATE, after_commit=AfterCommit(publish)
+            )
             pending = system.pipeline.save(request)
             stall = time.perf_counter() - start
             pending.wait(TIMEOUT)

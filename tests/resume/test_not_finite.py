@@ -124,11 +124,11 @@ def test_weights_that_are_not_finite_mark_the_checkpoint_that_has_them(
     launch(tmp_path, 0, "6ba", model=SpoiltGradient(3), **arguments)
     loss = "loss/train/total"
     assert marks(tmp_path) == {2: [], 4: ["model/head.weight"], 6: [loss]}
-    (said,) = [record.getMessage() for record in caplog.records if "is marked" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "has NaN" in record.getMessage()]
     name = next(one.name for one in Catalog(tmp_path).manifests() if one.batch == 4)
     assert said == (
-        f"checkpoint {tmp_path / name}: model/head.weight is not finite, while the loss was: the checkpoint is marked. "
-        "autoresume and save_best_k skip it."
+        f"checkpoint {tmp_path / name}: model/head.weight has NaN or infinite values although the loss is finite. "
+        "autoresume and save_best_k skip this checkpoint."
     )
 
 

@@ -49,7 +49,7 @@ from composerlite.types import StateDict, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["FileWriter", "Form", "RankWriter", "SaveRequest", "Then", "first_name", "form_of", "names_of_ranks"]
+__all__ = ["AfterCommit", "FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "names_of_ranks"]
 
 _ALIGNMENT = 4096
 """Of what is one of several in memory."""
@@ -423,7 +423,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 # ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
 @final
-class Then(NamedTuple):
+class AfterCommit(NamedTuple):
     """Work that a run wants done after a commit.
 
     Attributes:
@@ -458,7 +458,7 @@ class SaveRequest:
         occasion: ``'regular'``; ``'ephemeral'``: given up as soon as a newer one is committed; ``'crash'``: the state
             is that in which an exception left it, and nobody resumes from it unasked.
         metrics: metric values to keep in the record, by name; those that are no finite numbers are left out.
-        then: work after the commit.
+        after_commit: work after the commit.
         how: ``'async'``: training continues when the state is copied; ``'lazy'``: before weights and optimizer state
             are copied, and the next step of an optimizer waits for that; ``'sync'``: when the checkpoint is committed.
         started: when gathering began, as ``time.perf_counter`` counts; ``None``: now.
@@ -475,7 +475,7 @@ class SaveRequest:
     disks: Disks | None = None
     occasion: str = "regular"
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    then: Then = field(default_factory=Then)
+    after_commit: AfterCommit = field(default_factory=AfterCommit)
     how: str = "async"
     started: float | None = None
 

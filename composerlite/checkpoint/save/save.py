@@ -2,7 +2,7 @@
 
 On the training thread: plan the save (:meth:`Pipeline.save`) and copy the state (:meth:`SaveTask.stage`). In a
 background thread (:meth:`SaveTask.run`): write, vote, commit, point ``latest``, publish, delete older checkpoints.
-A trainer, the functions and ``Checkpointer`` write different files to different places: their ``RankWriter`` does that.
+A ``RankWriter`` knows the files of this rank: a trainer, the functions and ``Checkpointer`` have different writers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.manifest import Manifest, new_id
 from composerlite.checkpoint.record.naming import check_template
-from composerlite.checkpoint.save.form import Form, RankWriter, SaveRequest, Then, first_name, form_of
+from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name, form_of
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
 from composerlite.storage import wait_at_exit, wait_no_more
@@ -59,19 +59,21 @@ class SaveReport:
 
     Attributes:
         path: the checkpoint.
-        batch: optimizer steps done when it was saved. moment: with the calls of ``fit``, as ``Manifest.moment`` counts.
-        size_bytes: of its data.
-        seconds: by name. ``stall``: the training thread was kept from training. ``snapshot``: copying, in part in the
-            background. ``waiting``: for the save before this one. ``hash``, ``write``, ``flush``: of the writing
-            threads. ``commit``: from durable data to a checkpoint that exists. ``total``: from the call until then.
-            With several ranks they are those of rank 0, but for the stall, which is this rank's own.
-            ``longest_stall``: the stall of the rank that was kept longest, until its data were durable.
-            ``straggler``: so much longer than the median of the others the slowest of the ranks that write took.
-        slowest_rank: that rank; ``None``: fewer than two ranks have written.
-        weights_crc: CRC-32 of each storage of the model, where rank 0 has all of it.
-        deleted: names of the checkpoints that were given up for it.
-        deletion_error: why this rank could not delete one of them.
-        not_finite: the marks of the checkpoint, see :class:`Manifest`.
+        batch: optimizer steps at the save. moment: (calls of ``fit``, batch), by which checkpoints are sorted.
+        size_bytes: size of the data.
+        seconds: durations by name, those of rank 0 except ``stall``.
+            ``stall``: training waited on this rank. ``longest_stall``: training waited on any rank.
+            ``snapshot``: copying the state, in part in the background.
+            ``waiting``: for the previous save.
+            ``hash``, ``write``, ``flush``: of the threads that write.
+            ``straggler``: of the slowest writing rank, less the median of the others.
+            ``commit``: from durable data to an existing checkpoint.
+            ``total``: from the call to an existing checkpoint.
+        slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
+        weights_crc: CRC-32 of each storage of the model, if rank 0 has the whole model.
+        deleted: names of the older checkpoints to delete by retention.
+        deletion_error: why this rank could not delete one of these.
+        not_finite: what was NaN or infinite, see :class:`Manifest`.
     """
 
     path: Path
@@ -87,9 +89,9 @@ class SaveReport:
 
 
 class _RankPart(NamedTuple):
-    """Part of a rank: ``what`` its writer says of it, the seconds until it was durable, and those of its stall."""
+    """Result of a rank: what its writer wrote, the seconds until that was durable, and the seconds of its stall."""
 
-    what: Any
+    written: Any
     seconds: float
     stall_seconds: float
 
@@ -99,13 +101,13 @@ class FollowUp(NamedTuple):
     """Work of a run after the commit of a checkpoint.
 
     Attributes:
-        then: what the run asks for.
-        catalog: the folder's checkpoints.
-        links: links that this rank points to the checkpoint, and the file that each leads to.
-        is_leader: this rank deletes checkpoints in the folder that it sees.
+        wanted: by the run.
+        catalog: the checkpoints in the folder.
+        links: links that this rank points to the checkpoint, each with its target.
+        is_leader: this rank moves links and deletes checkpoints on its disk. One rank for each disk does.
     """
 
-    then: Then
+    wanted: AfterCommit
     catalog: Catalog
     links: Mapping[str, str]
     is_leader: bool
@@ -117,19 +119,19 @@ class SaveTask:
     """A save that all ranks of ``group`` have planned. Create it on the training thread.
 
     Attributes:
-        manifest: what will be committed, but for its files.
-        path: of the checkpoint, or its URI.
-        writer: what this rank writes.
-        votes: of all ranks over the commit: one, when each has written; where nodes have disks of their own a second
-            one, when each disk has its deciding file.
-        follow_up: of a run's checkpoint.
+        manifest: record of the checkpoint, without its files.
+        path: path or URI of the checkpoint.
+        writer: writes the files of this rank.
+        votes: of all ranks. They vote once, when each has written; if nodes have disks of their own, a second time,
+            when each disk has the file that makes the checkpoint valid there.
+        follow_up: for the checkpoint of a run.
         staging: memory for the copy.
-        started: when the save was called for.
+        started: time of the call.
         blocking: training waits until the end.
-        stall_seconds: how long it has kept training besides the snapshot.
-        snapshot: the copy, in memory that does not change; ``None`` to read from the tensors themselves.
-        failure: why this rank cannot do its part: it votes against the checkpoint.
-        future: what comes of :meth:`start`; cancelled where the caller was interrupted before the work had begun.
+        stall_seconds: how long training waited, without ``snapshot.stall_seconds``, which grows until the next step.
+        snapshot: copy of the state; ``None``: the tensors themselves are written.
+        failure: error of this rank while training waited: this rank votes against the checkpoint.
+        future: result of :meth:`start`; cancelled if the caller was interrupted before the thread began.
     """
 
     manifest: Manifest
@@ -184,17 +186,14 @@ class SaveTask:
             pass
         return True
 
-    # ── what whoever saves waits for ─────────────────────────────────────────────────────────────────────────────
-    def stage(
-        self,
-        lazy: Sequence[Optimizer] = (),
-    ) -> None:
+    # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
+    def stage(self, lazy: Sequence[Optimizer] = ()) -> None:
         """Copy the state, or write the state itself now if no memory is ready for a copy.
 
         With several ranks an error is kept for the vote.
 
         Args:
-            lazy: see :meth:`StagingMemory.take`.
+            lazy: optimizers. What only they change may be copied from accelerators until one of them steps.
         """
         staging, writer = self.staging, self.writer
         assert staging is not None
@@ -209,7 +208,7 @@ class SaveTask:
                 self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
                 writer.staged_in(memory)
                 return
-            if memory is not None:  # rank 0 has none
+            if memory is not None:  # rank 0 has none, so that all ranks write directly
                 staging.give_back(memory)
             log.info("no memory is ready for a copy of %s: training waits while the state is written", self.path)
             self._write()
@@ -232,7 +231,7 @@ class SaveTask:
         self._written = True
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Do ``work``, which calls :meth:`run`, in a thread for which a program that ends waits; at once if blocking.
+        """Do ``work``, which calls :meth:`run`, in a thread; at once if blocking. The interpreter waits for it at exit.
 
         Its result, or its error, is the future's. Ctrl-C before the thread has begun cancels the save. Later the save
         continues, and whoever waits for it gets its result.
@@ -270,7 +269,7 @@ class SaveTask:
             wait_at_exit(self, lambda: [what], 0.0)
             return
         wait_no_more(self)
-        if self.follow_up is None and self.group.is_first:  # who asks its future is not known
+        if self.follow_up is None and self.group.is_first:  # the caller may never look at the future
             log.error("could not save %s", what)
 
     def cancel(self) -> None:
@@ -313,10 +312,9 @@ class SaveTask:
             self.snapshot.wait()
         if not self._written:
             self._write()
-        what = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
-        return _RankPart(
-            what, time.perf_counter() - self.started - self.manifest.timings.get("waiting", 0.0), self._stall_seconds()
-        )
+        written = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
+        seconds = time.perf_counter() - self.started - self.manifest.timings.get("waiting", 0.0)
+        return _RankPart(written, seconds, self._stall_seconds())
 
     def _own_seconds(self) -> dict[str, float]:
         """Seconds that this rank's training thread waited, and those of the snapshot."""
@@ -328,7 +326,7 @@ class SaveTask:
         before_commit = time.perf_counter()
         with self._pointing():
             manifest = self.writer.commit(
-                dataclasses.replace(self.manifest, timings=seconds), [part.what for part in parts]
+                dataclasses.replace(self.manifest, timings=seconds), [part.written for part in parts]
             )
         return self._after_commit(manifest, before_commit, slowest)
 
@@ -339,34 +337,33 @@ class SaveTask:
         return after.catalog.place.pointing(after.links)
 
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
-        """Commit where nodes have disks of their own: the checkpoint exists if every disk has its deciding file.
+        """Commit on nodes with disks of their own: the checkpoint exists if every disk has the file that decides.
 
-        Nothing is deleted, and no link is moved, before all disks have it.
+        Nothing is deleted, and no link is moved, before all disks have that file.
         """
-        written, committed = self.votes
+        all_wrote, all_committed = self.votes
 
         def finish() -> _RankPart:
             part = self._finish()
             stack.enter_context(self._pointing())
             return part
 
-        def seal(parts: Sequence[_RankPart]) -> SealedIndex:
-            nonlocal slowest
+        def seal(parts: Sequence[_RankPart]) -> tuple[SealedIndex, int | None]:
             timings, slowest = self._compare_ranks(parts)
-            return writer.seal(dataclasses.replace(self.manifest, timings=timings), [part.what for part in parts])
+            manifest = dataclasses.replace(self.manifest, timings=timings)
+            return writer.seal(manifest, [part.written for part in parts]), slowest
 
         def conclude(_: object) -> SaveReport:
             assert writer.committed is not None
             stack.close()  # now the links are moved
             return self._after_commit(writer.committed, before_commit, slowest)
 
-        slowest: int | None = None
         with contextlib.ExitStack() as stack:
-            sealed: SealedIndex = written.run(finish, seal)
+            sealed, slowest = all_wrote.run(finish, seal)
             before_commit = time.perf_counter()
-            report: SaveReport = committed.run(lambda: writer.commit_part(sealed), conclude)
-        if not self.group.is_first and self.follow_up is not None and self.follow_up.then.publish is not None:
-            self.follow_up.then.publish()  # what is on the disk of its node
+            report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
+        if not self.group.is_first and self.follow_up is not None and self.follow_up.wanted.publish is not None:
+            self.follow_up.wanted.publish()  # what is on the disk of its node
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
@@ -376,20 +373,20 @@ class SaveTask:
         deleted: Sequence[str] = ()
         if (after := self.follow_up) is not None:
             size = bytes_text(manifest.size_bytes)
-            level = logging.DEBUG if after.then.is_routine or after.then.publish is not None else logging.INFO
+            level = logging.DEBUG if after.wanted.is_routine or after.wanted.publish is not None else logging.INFO
             log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
             if manifest.not_finite != self.manifest.not_finite:
                 log.warning(
-                    "checkpoint %s: %s is not finite, while the loss was: the checkpoint is marked. autoresume and "
-                    "save_best_k skip it.",
+                    "checkpoint %s: %s has NaN or infinite values although the loss is finite. autoresume and "
+                    "save_best_k skip this checkpoint.",
                     self.path,
                     manifest.not_finite[0],
                 )
-            if after.then.publish is not None:
-                after.then.publish()
-            if after.then.retention is not None:
+            if after.wanted.publish is not None:
+                after.wanted.publish()
+            if after.wanted.retention is not None:
                 known = after.catalog.readable()
-                deleted = [old.name for old in after.then.retention.given_up(known, manifest.template)]
+                deleted = [old.name for old in after.wanted.retention.given_up(known, manifest.template)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -435,7 +432,7 @@ class SaveTask:
         """Return, on rank 0, the seconds of each phase until the data were durable, and the slowest rank."""
         compared: dict[str, float] = {}
         slowest_rank: int | None = None
-        writers = {rank: part.seconds for rank, part in enumerate(parts) if part.what}
+        writers = {rank: part.seconds for rank, part in enumerate(parts) if part.written}
         if len(writers) > 1:
             slowest_rank = max(writers, key=writers.__getitem__)
             slowest = writers.pop(slowest_rank)
@@ -451,8 +448,8 @@ def _fail_in_forked_process() -> None:
         pending.future.__init__()  # the thread may hold its lock
         pending.future.set_exception(
             SaveError(
-                f"checkpoint {str(pending.path)!r}: the process that this one was forked from saves it, and learns "
-                "alone how that ends. Wait for it there, or before the fork."
+                f"checkpoint {str(pending.path)!r}: the process that this one was forked from saves it. Wait for the "
+                "save there, or before the fork."
             )
         )
     _in_background.clear()
@@ -468,8 +465,8 @@ class Pipeline:
 
     Args:
         staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
-            needs if that is at most half of what is free. Where it does not suffice, the training thread waits while
-            the bytes go through a ring of that size.
+            needs if that is at most half of what is free. If a checkpoint needs more, training waits while the state
+            itself is written.
     """
 
     def __init__(self, staging_bytes: int | None = None) -> None:
@@ -539,7 +536,7 @@ class Pipeline:
             writer=writer,
             votes=votes,
             group=group,
-            follow_up=FollowUp(request.then, request.catalog, own_links, is_leader),
+            follow_up=FollowUp(request.after_commit, request.catalog, own_links, is_leader),
             staging=self._staging,
             started=started,
             blocking=request.how == "sync",
@@ -627,7 +624,7 @@ def _record_of(
         versions=versions(),
         not_finite=tuple(getattr(state, "not_finite", ())),
         lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
-        also=dict(request.then.also),
+        also=dict(request.after_commit.also),
         form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
         id=id_,
         timings=timings,

@@ -17,7 +17,7 @@ from composerlite.checkpoint.contents import check_kinds
 from composerlite.checkpoint.memory.replication import Replication
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import SaveRequest, Then
+from composerlite.checkpoint.save.form import AfterCommit, SaveRequest
 from composerlite.checkpoint.save.options import save_options
 from composerlite.checkpoint.save.publish import Publication, Publisher, Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, position_of
@@ -503,7 +503,7 @@ class Saver:
         publish = None if publishing is None else publishing.of(name, overwrite=is_own)
         also = {} if publishing is None else publishing.names_in_buckets(name, state)
         retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
-        then = Then(publish, also, retention, is_routine=options.in_memory)
+        after_commit = AfterCommit(publish, also, retention, is_routine=options.in_memory)
         if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
             self._warn_of_missing_metric(name)
         try:
@@ -519,7 +519,7 @@ class Saver:
                     overwrite=is_own or where.may_replace(state, name),
                     occasion="ephemeral" if ephemeral else "regular",
                     metrics=metrics,
-                    then=then,
+                    after_commit=after_commit,
                     how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                     started=started,
                 )
