@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.candidates import RunPlace, listed
+from composerlite.checkpoint.load.candidates import RunPlace, list_checkpoints, newest_first
 
 MEMORY = "/dev/shm"
 INTERVALS = (1, 2, 5, 10, 20, 50)
@@ -165,7 +165,7 @@ def _save(queue: Any, done: Any, folder: str, layers: int) -> None:
 def _resume(queue: Any, done: Any, folder: str, layers: int) -> None:
     started = time.perf_counter()
     places = [RunPlace(Catalog(folder), "ep{epoch}-ba{batch}-rank{rank}.pt")]
-    assert listed(places, "benchmark", {}).newest_first(())
+    assert newest_first(list_checkpoints(places, "benchmark", {}).known)
     discovery = time.perf_counter() - started
     started = time.perf_counter()
     with trainer(folder, layers=layers, width=1024, samples=2, batches=4) as run:

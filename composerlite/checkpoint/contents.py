@@ -25,7 +25,7 @@ from composerlite.devices import rng
 from composerlite.dist import is_dense
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import ObjectStore
-from composerlite.types import StateDict, items_of
+from composerlite.types import StateDict, items_of, with_items
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.foreign.taken import Run
@@ -69,7 +69,7 @@ class EngineFiles(Protocol):
 
 
 class TrainingState(Protocol):
-    """A training state, as far as the checkpoint engine needs it. It knows nothing of the trainer."""
+    """A training state, as far as the checkpoint engine uses a state. The trainer is unknown here."""
 
     run_name: str
 
@@ -90,7 +90,7 @@ class TrainingState(Protocol):
 
     @property
     def deepspeed(self) -> EngineFiles | None:
-        """DeepSpeed's engine, if it has the model and the optimizer."""
+        """DeepSpeed's engine, if the engine has the model and the optimizer."""
         ...
 
     @property
@@ -101,7 +101,7 @@ class TrainingState(Protocol):
 
     @property
     def dataloader_len(self) -> SupportsInt | None:
-        """Batches of an epoch, if they are known."""
+        """Batches of an epoch, if known."""
         ...
 
     def get_model_state_dict(self) -> StateDict:
@@ -125,22 +125,9 @@ class TrainingState(Protocol):
         exclude_algorithms: Sequence[str],
         source: str,
     ) -> StateDict:
-        """Return the live tensors to load ``state_dict`` into. Keys without a live tensor are absent.
+        """Return the live tensors to load ``state_dict`` into, by its keys. Keys without a live tensor are absent.
 
-        The caller fills these tensors and passes them to ``load_state_dict``.
-
-        Args:
-            state_dict: contents of a checkpoint, or a part of them.
-            weights_only: the model's tensors only.
-            strict: whether missing and unexpected weights are an error.
-            exclude_algorithms: names of algorithms whose state is ignored.
-            source: path or URI of the checkpoint, for errors.
-
-        Returns:
-            Live tensors by the keys of ``state_dict``.
-
-        Raises:
-            IncompatibleCheckpointError: ``state_dict`` does not fit; all that differs is in the message.
+        ``source`` names the checkpoint in errors. Raises IncompatibleCheckpointError if ``state_dict`` does not fit.
         """
         ...
 
@@ -157,7 +144,7 @@ def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
     """Check that every tensor in ``state_dict`` can be saved and loaded.
 
     Raises:
-        ConfigError: some cannot; lists every such tensor and the remedy.
+        ConfigError: some tensors cannot be saved; lists every such tensor and the remedy.
     """
     contents = {"state": state_dict}
     problems = list(_of_no_kind(contents, ""))
@@ -186,59 +173,56 @@ def gather(
     """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
 
     Args:
-        state_dict: of the training state, or of its weights. Its tensors, which are in use, are in what is returned:
-            they must be copied or written before training continues.
+        state_dict: state dict of the training state, or of the weights. The result has the same live tensors: copy or
+            write these before training continues.
         weights_only: ``state_dict`` has only the weights.
-        ignore_keys: leave out these keys.
-        generators: states of the random generators of all ranks, which then all call this. Default: this rank's.
+        ignore_keys: keys to leave out.
+        generators: states of the random generators of all ranks; then the call is collective. Default: the state of
+            this rank's generators.
     """
     if weights_only:
         return without({"state": state_dict}, ignore_keys)
     if generators is not None:
-        state_dict = _with_all_metrics(_with_all_positions(state_dict))
+        state_dict = _with_all_ranks(state_dict)
     return without({"state": state_dict, "rng": generators or [rng.of_training()]}, ignore_keys)
 
 
-def _with_all_positions(contents: StateDict) -> StateDict:
-    """Return ``contents`` with the positions in the data of all ranks, if the positions differ.
+def _with_all_ranks(contents: StateDict) -> StateDict:
+    """Return ``contents`` with the metric states of all ranks, and their positions in the data if these differ.
 
-    The ``per_rank`` list of each rank has its own entry. The entry names the share of the data of that rank.
+    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank.
     """
     dataset_state = contents.get("dataset_state") or {}
-    position = dataset_state.get("train")
-    if not isinstance(position, dict) or "per_rank" not in position:
+    position: Any = dataset_state.get("train")
+    positions: list[StateDict] = position.get("per_rank", []) if isinstance(position, dict) else []
+    train_metrics, eval_metrics = contents.get("train_metrics") or {}, contents.get("eval_metrics") or {}
+    if dist.get_world_size() == 1 or not (positions or train_metrics or eval_metrics):
         return contents
-    own: list[StateDict] = position["per_rank"]
-    every = {tuple(entry["share"]): entry for entries in _of_all_ranks(own) for entry in entries}
-    together: StateDict = {**position, "per_rank": [every[share] for share in sorted(every)]}
-    return {**contents, "dataset_state": {**dataset_state, "train": together}}
-
-
-def _with_all_metrics(contents: StateDict) -> StateDict:
-    """Return ``contents`` with the metric states of every rank, if it has metrics and several ranks run."""
-    own = {part: contents.get(part) or {} for part in ("train_metrics", "eval_metrics")}
-    if dist.get_world_size() == 1 or not any(own.values()):
-        return contents
-    every = _of_all_ranks({"train": {"": own["train_metrics"]}, "eval": own["eval_metrics"]})
-
-    def together(kind: str, label: str) -> StateDict:
-        return {
-            name: {**state, "per_rank": [of_rank[kind][label][name] for of_rank in every]}
-            for name, state in every[0][kind][label].items()
+    every = _of_all_ranks((positions, train_metrics, eval_metrics))
+    contents = dict(contents)
+    if positions:
+        by_share = {tuple(entry["share"]): entry for entries, *_ in every for entry in entries}
+        in_order = [by_share[share] for share in sorted(by_share)]
+        contents["dataset_state"] = {**dataset_state, "train": {**position, "per_rank": in_order}}
+    if train_metrics or eval_metrics:
+        contents["train_metrics"] = {
+            name: {**state, "per_rank": [train[name] for _, train, _ in every]} for name, state in every[0][1].items()
         }
-
-    return {
-        **contents,
-        "train_metrics": together("train", ""),
-        "eval_metrics": {label: together("eval", label) for label in own["eval_metrics"]},
-    }
+        contents["eval_metrics"] = {
+            label: {
+                name: {**state, "per_rank": [evals[label][name] for *_, evals in every]}
+                for name, state in metrics.items()
+            }
+            for label, metrics in every[0][2].items()
+        }
+    return contents
 
 
 def _of_all_ranks(own: Any) -> list[Any]:
-    """Gather ``own`` of every rank, on the CPU."""
+    """Gather ``own`` of every rank, with tensors on the CPU. Collective."""
     data = io.BytesIO()
     torch.save(own, data)  # tensors of some types cannot be pickled otherwise
-    # Not the restricted unpickler: this comes from ranks of this run, and a loader's state may be anything.
+    # Not the restricted unpickler: these bytes are from ranks of this run, and a loader may have any state.
     return [
         torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
         for of_rank in dist.get_group().gather(data.getvalue())
@@ -249,7 +233,7 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
     """Return ``ignore_keys``.
 
     Raises:
-        ConfigError: they are neither globs nor a function.
+        ConfigError: ``ignore_keys`` are neither globs nor a function.
     """
     if ignore_keys is None or callable(ignore_keys):
         return ignore_keys
@@ -264,13 +248,13 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
     """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared.
 
-    An entry of a dict is removed, too, if globs empty it. An item of a list stays, so that the next items keep their
-    numbers. A container that was empty before stays.
+    A dict loses entries that globs have emptied. A list keeps emptied items, so that the next items keep their numbers.
+    A container that was empty before stays.
     """
     if ignore_keys is None:
         return contents
     if callable(ignore_keys):
-        copy = _copy_containers(contents)
+        copy = _copied(contents)
         ignore_keys(copy)
         return copy
     used: set[str] = set()
@@ -282,7 +266,7 @@ def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
 
 
 def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
-    """Return a function that removes the keys that match from a dict, in place, to use as ``load_ignore_keys``."""
+    """Return a function for ``load_ignore_keys`` that removes all matching keys from a dict, in place."""
 
     def remove(contents: StateDict) -> None:
         kept = without(contents, list(exclude_globs))
@@ -292,39 +276,30 @@ def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
     return remove
 
 
-def _filtered(node: Any, globs: tuple[str, ...], used: set[str], path: str) -> Any:
-    def keep(key: object) -> bool:
+def _filtered(node: Any, globs: Sequence[str], used: set[str], path: str) -> Any:
+    """Return ``node`` without the paths that match ``globs``. Matching globs are added to ``used``."""
+    if type(node) not in (dict, list):
+        return node
+    kept: list[tuple[Any, Any]] = []
+    for key, value in items_of(node):
         child = f"{path}/{key}" if path else str(key)
-        hits = [glob for glob in globs if fnmatch.fnmatchcase(child, glob)]
-        used.update(hits)
-        return not hits
-
-    def inner(key: object, value: Any) -> Any:
-        return _filtered(value, globs, used, f"{path}/{key}" if path else str(key))
-
-    if type(node) is dict:
-        kept = {key: inner(key, value) for key, value in node.items() if keep(key)}
-        return {key: value for key, value in kept.items() if not _emptied(node[key], value)}
-    if type(node) is list:
-        return [inner(index, value) for index, value in enumerate(node) if keep(index)]
-    return node
+        if hits := [glob for glob in globs if fnmatch.fnmatchcase(child, glob)]:
+            used.update(hits)
+            continue
+        inner = _filtered(value, globs, used, child)
+        is_emptied = type(inner) in (dict, list) and not inner and bool(value)
+        if type(node) is list or not is_emptied:
+            kept.append((key, inner))
+    return dict(kept) if type(node) is dict else [value for _, value in kept]
 
 
-def _emptied(before: Any, after: Any) -> bool:
-    return type(after) in (dict, list) and not after and bool(before)
+def _copied(node: Any) -> Any:
+    return with_items(node, lambda _, value: _copied(value))
 
 
-def _copy_containers(node: Any) -> Any:
-    if type(node) is dict:
-        return {key: _copy_containers(value) for key, value in node.items()}
-    if type(node) is list:
-        return [_copy_containers(value) for value in node]
-    return node
-
-
-# ── what is wanted, and where it goes ────────────────────────────────────────────────────────────────────────────────
+# ── what a load restores ─────────────────────────────────────────────────────────────────────────────────────────────
 WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
-"""Keys of the state that a checkpoint of weights alone may have."""
+"""Keys of the state in a checkpoint of weights alone."""
 
 
 @final
@@ -333,13 +308,13 @@ class RestorePlan:
     """One load of a checkpoint into a state: first :meth:`wanted`, then :meth:`places`, then :meth:`load`.
 
     Attributes:
-        state: what to restore.
-        source: the checkpoint, for messages.
+        state: the state to restore.
+        source: name of the checkpoint, for messages.
         weights_only: restore the model alone.
         strict: parameter names must agree exactly.
-        ignore_keys: what to leave as it is in ``state``.
+        ignore_keys: keys that are not restored.
         exclude_algorithms: names of algorithms that are not restored.
-        key_map: where the parts are in a checkpoint of another program.
+        key_map: paths of the parts in a checkpoint of another program.
         is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
     """
 
@@ -358,13 +333,18 @@ class RestorePlan:
         ``weights_only`` is set if ``contents`` has nothing but weights.
 
         Raises:
-            IncompatibleCheckpointError: ``contents`` are not those of a checkpoint.
-            ConfigError: ``key_map`` names a key that is missing.
+            IncompatibleCheckpointError: ``contents`` are no checkpoint.
+            ConfigError: ``key_map`` names a missing key.
         """
+        metadata = contents["state"].get("metadata") if is_of_a_run(contents) else None
+        # Readers of other formats are rarely needed.
         if self.key_map is not None or not is_of_a_run(contents):
-            contents = self._of_another_system(contents)
-        elif not _is_ours(contents["state"].get("metadata")):
-            from composerlite.checkpoint.foreign.composer import in_current_form  # rarely needed
+            from composerlite.checkpoint.foreign.systems import as_of_a_run
+
+            self.is_foreign = True
+            contents = as_of_a_run(contents, self._run, key_map=self.key_map, source=self.source)
+        elif not isinstance(metadata, Mapping) or "composerlite_version" not in metadata:
+            from composerlite.checkpoint.foreign.composer import in_current_form
 
             contents = in_current_form(contents, source=self.source, weights_only=self.weights_only)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
@@ -374,21 +354,15 @@ class RestorePlan:
             return {"state": {key: value for key, value in state.items() if key in WEIGHTS_ONLY}}
         return {"state": state, "rng": contents.get("rng")}
 
-    def _of_another_system(self, contents: Any) -> StateDict:
-        from composerlite.checkpoint.foreign.systems import as_of_a_run  # rarely needed
-
-        self.is_foreign = True
-        return as_of_a_run(contents, self._run, key_map=self.key_map, source=self.source)
-
     def _run(self) -> Run:
+        """Return what the readers of other formats need to know of the run."""
         from composerlite.checkpoint.foreign.taken import Run
 
-        state = self.state
         globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
-        left = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
-        optimizers = {} if left else state.get_optim_state_dict()
-        schedulers = {type(one).__qualname__: one.state_dict() for one in state.schedulers}
-        return Run(state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
+        left_out = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
+        optimizers = {} if left_out else self.state.get_optim_state_dict()
+        schedulers = {type(one).__qualname__: one.state_dict() for one in self.state.schedulers}
+        return Run(self.state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
 
     def places(self, wanted: StateDict) -> StateDict:
         """Return the live tensors to load ``wanted`` into. Raises IncompatibleCheckpointError if ``wanted`` misfits."""
@@ -402,7 +376,7 @@ class RestorePlan:
         return {"state": live}
 
     def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
-        """Restore the state from ``wanted``, whose tensors are read. Return the states of the random generators."""
+        """Restore the state from ``wanted``, after all tensors are read. Return the states of the random generators."""
         if self.weights_only:
             self.state.load_model_state(
                 wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
@@ -424,10 +398,10 @@ class RestorePlan:
 @final
 @dataclass(frozen=True)
 class Loaded:
-    """Contents of a checkpoint that was read. Values of tensors are in the state; nothing else is restored yet.
+    """Contents of a checkpoint, read. The values of tensors are in the state; nothing else is restored yet.
 
     Attributes:
-        plan: of the load.
+        plan: plan of the load.
         wanted: the contents to restore.
         verified: indices of the chunks that this rank has read and verified, by the name of the file.
     """
@@ -437,7 +411,7 @@ class Loaded:
     verified: Mapping[str, Collection[int]]
 
     def restore(self) -> list[dict[str, Any]] | None:
-        """Restore everything that is no tensor read in place; return the states of the random generators, if any."""
+        """Restore everything else; return the states of the random generators, if any. Collective."""
         with dist.get_group().all_or_none("restoring the run"):
             return self.plan.load(self.wanted)
 
@@ -454,13 +428,9 @@ def half_loaded(in_place: bool) -> Generator[None]:
             f"{e} This load has partly overwritten the training state, which must not be used: build it anew, or load "
             "another checkpoint into it."
         )
-        for note in getattr(e, "__notes__", ()):  # which rank has seen it
+        for note in getattr(e, "__notes__", ()):  # the rank with the error
             damaged.add_note(note)
         raise damaged from e
-
-
-def _is_ours(metadata: Any) -> bool:
-    return isinstance(metadata, Mapping) and "composerlite_version" in metadata
 
 
 def is_of_a_run(contents: Any) -> bool:
@@ -471,10 +441,10 @@ def is_of_a_run(contents: Any) -> bool:
 
 
 def check_kind(contents: Any, source: str) -> None:
-    """Check that ``contents`` are those of a checkpoint of ours or Composer's.
+    """Check that ``contents`` are a checkpoint of ours or Composer's.
 
     Raises:
-        IncompatibleCheckpointError: they are not.
+        IncompatibleCheckpointError: ``contents`` are something else.
     """
     if is_of_a_run(contents):
         return
@@ -488,7 +458,7 @@ def check_kind(contents: Any, source: str) -> None:
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Return the versions of composerlite, torch and python, which are saved in each checkpoint."""
+    """Return the versions of composerlite, torch and python, for the record of a checkpoint."""
     return {
         "composerlite": VERSION,
         "torch": str(torch.__version__),

@@ -42,7 +42,7 @@ class FSDPConfig:
         state_dict_type: how checkpoints are laid out: ``'sharded'``, a directory that every rank writes a part of; or
             ``'full'``, one file, gathered on rank 0.
         sharded_ckpt_prefix_dir: name of that directory in the save folder.
-        load_monolith_rank0_only: of a checkpoint in one file only global rank 0 reads; else one rank per node.
+        load_monolith_rank0_only: accepted, without effect: only rank 0 reads a checkpoint that is one file.
 
     Raises:
         ConfigError: a value that does not exist, or two that contradict each other.

@@ -15,7 +15,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.contents import Loaded, RestorePlan, check_ignore_keys
 from composerlite.checkpoint.load.resolve import source_of
-from composerlite.checkpoint.load.restore import FileOptions, read_in_place
+from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
@@ -118,26 +118,18 @@ def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any
     store = settings.load_object_store
     if store is not None and not isinstance(store, ObjectStore):
         name, store = store.object_name(name, state.run_name), store.object_store
-    options = _file_options(state, settings)
     return load_checkpoint(
         name,
         state,
         object_store=store,
         load_weights_only=settings.load_weights_only,
         strict_model_weights=settings.load_strict_model_weights,
-        progress_bar=options.progress_bar,
+        progress_bar=settings.load_progress_bar,
         ignore_keys=settings.load_ignore_keys,
         exclude_algorithms=settings.load_exclude_algorithms,
-        trust_checkpoint=options.trust,
-        monolith_rank0_only=options.rank0_only,
+        trust_checkpoint=settings.trust_checkpoint,
         key_map=settings.load_key_map,
     )
-
-
-def _file_options(state: State, settings: LoadSettings) -> FileOptions:
-    fsdp = None if state.parallelism is None else state.parallelism.fsdp
-    rank0_only = fsdp is not None and fsdp.load_monolith_rank0_only
-    return FileOptions(settings.load_progress_bar, settings.trust_checkpoint, rank0_only)
 
 
 def _read(
@@ -161,7 +153,10 @@ def _read(
         )
     name, store = _in_a_store(str(path), loggers)
     with _advising(path):
-        return read_in_place(name, RestorePlan(state, source_of(name)), store, _file_options(state, settings))
+        plan = RestorePlan(state, source_of(name))
+        return read_in_place(
+            name, plan, store, progress_bar=settings.load_progress_bar, trust=settings.trust_checkpoint
+        )
 
 
 def _restored(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -107,26 +106,6 @@ def _local(value: Any) -> Any:
 
 
 # ── on several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
-def on_node(nodes: Path) -> None:
-    """Make this rank the only one of its node, which has a disk of its own."""
-    rank = dist.get_global_rank()
-    os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
-    dist.initialize_dist("cpu", 30)
-    os.chdir(nodes / f"node{rank}")
-
-
-def save_on_nodes(nodes: Path) -> None:
-    """Save files on the disk of the first node."""
-    on_node(nodes)
-    save("run")
-
-
-def resume_on_nodes(nodes: Path) -> dict[str, Any]:
-    """Resume where each node has a copy of the files."""
-    on_node(nodes)
-    return resume("run")
-
-
 def save_shards(folder: Path) -> None:
     """Save directories, of which each rank writes a part."""
     save(folder, parallelism_config={"fsdp": {}}, save_filename="ba{batch}", algorithms=[])

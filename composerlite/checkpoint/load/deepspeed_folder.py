@@ -1,6 +1,6 @@
-"""Folders of DeepSpeed as its engine saves them: found by the names of their files, and read as one checkpoint.
+"""Folders saved by DeepSpeed's engine, recognized by the names of files, and read as one checkpoint.
 
-A folder has one below it for each save, and a file ``latest`` with the name of the newest. Either is accepted.
+Such a folder has a folder for each save, and a file ``latest`` with the name of the newest save.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def merged_file(place: Place, folder: str, target: Path, *, trust: bool = False)
 
 
 def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> StateDict:
-    """Contents of the checkpoint in ``folder``, which has the files of one save: weights and optimizer are whole.
+    """Return the contents of one save in ``folder``, with weights and optimizer merged from all ranks.
 
-    All is in memory at once, twice for a moment.
+    All contents are in memory at once, twice for a moment.
 
     Args:
-        place: has the folder.
-        folder: in it.
-        trust: load any type, **running whatever code the files hold**.
+        place: the place with the folder.
+        folder: path of the folder in that place.
+        trust: load any type, **running any code in the files**.
 
     Raises:
-        CorruptCheckpointError: a file is missing or damaged, or they do not fit together.
+        CorruptCheckpointError: a file is missing or damaged, or the files do not fit together.
         IncompatibleCheckpointError: layers or experts are split over ranks.
         UntrustedCheckpointError: a file holds a type that is not known to be safe.
     """
@@ -83,7 +83,7 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
 
 
 def _by_rank(names: Collection[str], pattern: re.Pattern[str], uri: str) -> dict[int, str]:
-    """Names by data-parallel rank."""
+    """Return names of files by data-parallel rank."""
     found: dict[int, str] = {}
     for name in names:
         if (match := pattern.fullmatch(name)) is None:

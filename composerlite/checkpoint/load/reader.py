@@ -1,33 +1,28 @@
 """Opening a checkpoint file: its required contents, its manifest, and access to its bytes.
 
-On several ranks one rank of each node reads it, at most, and the others get what it reads.
+Of several ranks, rank 0 reads the file and sends the other ranks what they need.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import logging
 import os
+import pkgutil
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, final
-
-import xxhash
+from typing import Any, NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import progress_of, what_is_there
+from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
@@ -49,20 +44,17 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-_ATTEMPTS = 20
-
 
 class RawFile(NamedTuple):
     """The bytes of a torch file.
 
     Attributes:
-        source: of all bytes; verified where there is something to compare them with.
-        size_bytes: how many there are.
+        source: reads bytes, verified where a record has digests of them.
+        size_bytes: size of the torch file.
         peek: reads bytes that are verified later, or not at all.
-        check_sums: whether nothing but the sums in the file verifies them.
-        comment_bytes: size of the zip comment behind them.
-        expect: is called with the bytes that ``peek`` will be asked for.
+        check_sums: only the checksums in the file verify the bytes.
+        expect: is called with the ranges that ``peek`` will read next.
+        comment_bytes: size of the zip comment behind the torch file.
         verified: numbers of the chunks of the file that were read and verified so far.
     """
 
@@ -94,7 +86,7 @@ class OpenCheckpoint(NamedTuple):
 
     Attributes:
         file: its contents.
-        progress: to be called with each number of bytes read.
+        progress: call with each number of bytes read.
         verified: numbers of the chunks of this rank's file that were read and verified so far.
     """
 
@@ -109,29 +101,25 @@ def opened(
 ) -> Generator[OpenCheckpoint]:
     """Open the checkpoint file ``path``.
 
-    A file with a record is verified: by chunks as they are read, or before that if it is compressed. One without is
-    compared with its own checksums, and a warning says that this is all. The function that the environment variable
-    ``CHECKPOINT_VALIDATION_FUNCTION`` names is asked first.
+    A file with a record is verified: by chunks during reads, or first as a whole if compressed. A file without a record
+    is only compared with its own checksums, with a warning. The function in the environment variable
+    ``CHECKPOINT_VALIDATION_FUNCTION`` is called first.
 
     Raises:
-        CheckpointNotFoundError: there is no such file; the message lists what the folder has.
-        CorruptCheckpointError: the bytes are not those that were saved, or the function says so.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
+        CorruptCheckpointError: the bytes are not those that were saved.
+        UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
         ConfigError: the function cannot be imported.
     """
-
-    def torch_file(raw: RawFile) -> tuple[TorchFile, Collection[int]]:
-        return raw.torch_file(map_location=map_location, trust=trust), raw.verified
-
-    with opened_as(torch_file, path, progress_bar=progress_bar) as ((file, verified), progress):
-        yield OpenCheckpoint(file, progress, verified)
+    with _opened_bytes(path, progress_bar=progress_bar) as (raw, progress):
+        yield OpenCheckpoint(raw.torch_file(map_location=map_location, trust=trust), progress, raw.verified)
 
 
 @contextlib.contextmanager
-def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = False) -> Generator[tuple[T, OnBytes]]:
-    """:func:`opened`, but what ``make`` makes of the file's bytes. It may be called several times."""
+def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile, OnBytes]]:
+    """Open ``path`` as :func:`opened` does, without reading contents."""
     if not path.is_file():
-        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
+        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{_checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
     with (
@@ -139,73 +127,55 @@ def opened_as(make: Callable[[RawFile], T], path: Path, *, progress_bar: bool = 
         readable(path),
         contextlib.ExitStack() as stack,
     ):
-        yield _opened_whole(stack, path, make), progress
+        place, name = home_of(Folder(path.parent), path.name)
+        catalog = Catalog(place)
+        manifest = catalog.manifest_of(name)
+        if manifest is None:
+            log.warning("checkpoint %s has no record: loading it unverified", path)
+        if is_packed(path):
+            verified: Collection[int] = ()
+            if manifest is not None:
+                catalog.verify(manifest)
+                verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
+            size_bytes = None if manifest is None else manifest.unpacked_bytes or None
+            file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
+            beside, size_bytes = UnverifiedFile(file), file.seek(0, os.SEEK_END)
+            raw = RawFile(beside, size_bytes, beside.read, manifest is None, beside.expect, verified=verified)
+        else:
+            beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
+            source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
+            size_bytes, tail_bytes, verified = source.size_bytes, source.tail_bytes, source.verified
+            raw = RawFile(source, size_bytes, beside.read, manifest is None, beside.expect, tail_bytes, verified)
+        yield raw, progress
 
 
-def _opened_whole(stack: contextlib.ExitStack, path: Path, make: Callable[[RawFile], T]) -> T:
-    """Call ``make`` on one version of the file, the old or the new one, if it is replaced meanwhile."""
-    for left in reversed(range(_ATTEMPTS)):
-        before = _version(path)
-        with contextlib.ExitStack() as opening:
-            try:
-                made = make(_raw_file(opening, path))
-            except (CorruptCheckpointError, FileNotFoundError):
-                if not left or _version(path) == before:
-                    raise
-            else:
-                if not left or _version(path) == before:
-                    stack.enter_context(opening.pop_all())
-                    return made
-        log.info("%s was replaced while it was opened: opening it again", path)
-    raise AssertionError("unreachable")
-
-
-def _version(path: Path) -> tuple[int, int, int, int] | None:
-    """Device, inode, size and time of a file: they change when it is replaced."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _raw_file(stack: contextlib.ExitStack, path: Path) -> RawFile:
-    """The bytes of the torch file: compared with its record as they are read, or all before if it is packed."""
-    place, name = home_of(Folder(path.parent), path.name)
-    catalog = Catalog(place)
-    manifest = catalog.manifest_of(name)
-    if manifest is None:
-        log.warning("checkpoint %s has no record: loading it unverified", path)
-    if is_packed(path):
-        verified: Collection[int] = ()
-        if manifest is not None:
-            catalog.verify(manifest)
-            verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
-        size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-        file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-        beside, size_bytes = UnverifiedFile(file), file.seek(0, os.SEEK_END)
-        return RawFile(beside, size_bytes, beside.read, manifest is None, beside.expect, verified=verified)
-    beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
-    source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-    tail_bytes, verified = source.tail_bytes, source.verified
-    return RawFile(source, source.size_bytes, beside.read, manifest is None, beside.expect, tail_bytes, verified)
+def _checkpoints_near(path: Path) -> str:
+    """Return a hint for a missing ``path``: a space, and a sentence with the checkpoints in the folder."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f" The folder {str(folder)!r} does not exist either."
+    names = [manifest.name for manifest in Catalog(folder).readable()]
+    if not names:
+        return f" The folder {str(folder)!r} holds no checkpoint."
+    kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
+    return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
-    """The contents of the torch file ``path``, checkpoint or not, compared with nothing but its own checksums.
+    """Return the contents of the torch file ``path``, checkpoint or not, compared only with the checksums in the file.
 
     Args:
         path: a local file.
         map_location: where tensors go, as ``torch.load`` takes it.
-        trust_checkpoint: load any type, **running whatever code the file holds**. Only for files you made yourself.
+        trust_checkpoint: load any type, **running any code in the file**. Only for files you made yourself.
 
     Returns:
         The object that was saved.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
-        CorruptCheckpointError: it is damaged, or no torch file at all.
+        UntrustedCheckpointError: the file holds a type that is not known to be safe.
+        CorruptCheckpointError: the file is damaged, or no torch file.
     """
     path = Path(path)
     if not path.is_file():
@@ -220,13 +190,20 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
 
 @contextlib.contextmanager
 def readable(path: Path) -> Generator[None]:
-    """Within it, whatever damaged bytes make the reader raise says that ``path`` is damaged, or what it refuses."""
+    """Add ``path`` to errors about damaged bytes and refused types within the block, and how to load these types."""
     try:
         yield
     except RefusedError as e:
+        way_out = "which is not known to be safe to load in that form. Only if the file is yours "
+        if e.allowable:
+            kind = e.name.rsplit(".", 1)[-1]
+            way_out = (
+                "which is not known to be safe to load. If it is yours, allow the type with "
+                f"torch.serialization.add_safe_globals([{kind}]), or "
+            )
         raise UntrustedCheckpointError(
-            f"checkpoint {str(path)!r} holds {e.name}, {_way_out(e)}load with trust_checkpoint=True, which runs "
-            "whatever code the file holds."
+            f"checkpoint {str(path)!r} holds {e.name}, {way_out}load with trust_checkpoint=True, which runs whatever "
+            "code the file holds."
         ) from e
     except CorruptCheckpointError as e:
         if str(path) in str(e):
@@ -234,182 +211,122 @@ def readable(path: Path) -> Generator[None]:
         raise CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}") from e
 
 
-def _way_out(refused: RefusedError) -> str:
-    """Advice on a refused type, up to the word "or", for an error message."""
-    if refused.allowable:
-        kind = refused.name.rsplit(".", 1)[-1]
-        return (
-            "which is not known to be safe to load. If it is yours, allow the type with "
-            f"torch.serialization.add_safe_globals([{kind}]), or "
-        )
-    return "which is not known to be safe to load in that form. Only if the file is yours "
-
-
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────
-Known = dict[tuple[int, int], bytes]
-
-
 @contextlib.contextmanager
 def opened_together(
-    path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False, rank0_only: bool = False
+    path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False
 ) -> Generator[OpenCheckpoint]:
-    """The file of rank 0, on every rank: all call the same methods of it in the same order.
+    """Open the file of rank 0 on every rank. All ranks call the same methods of the file in the same order.
 
-    Rank 0 reads it, and so does the first rank of each other node that has the very same file under that path; what a
-    rank reads the others of its node get from it, and those of nodes that have no such file from rank 0. Tensors come
-    in pieces, straight to where they belong.
+    Rank 0 reads the file once and broadcasts each piece. Tensors arrive in pieces, directly in their destination.
 
     Args:
-        path: on this machine; ``None``: only rank 0 has it.
-        name: of the checkpoint, for messages.
-        trust: load any type, **running whatever code the file holds**.
-        progress_bar: show one on a terminal, on rank 0.
-        rank0_only: no other rank reads.
+        path: path on this machine; used on rank 0.
+        name: name of the checkpoint, for messages.
+        trust: load any type, **running any code in the file**.
+        progress_bar: show a progress bar on a terminal, on rank 0.
 
     Raises:
         CheckpointError: as :func:`~composerlite.checkpoint.load.reader.opened`, on every rank.
     """
     group = dist.get_group()
-    rank = group.rank
     with contextlib.ExitStack() as stack:
-        mine: _Primed | None = None
-        progress: OnBytes | None = None
+        raw: RawFile | None = None
+        progress: OnBytes = int
         with group.all_or_none(f"opening {name}"):
-            if rank == 0:
+            if group.is_first:
                 assert path is not None
-                mine, progress = stack.enter_context(
-                    opened_as(lambda raw: _Primed(raw, trust=trust), path, progress_bar=progress_bar)
-                )
-        if rank != 0 and dist.get_local_rank() == 0 and path is not None and not rank0_only:
-            mine = _opened_here(stack, path, trust=trust)
-        if progress is None:
-            progress = stack.enter_context(progress_of(name, 0, False))
-        sources = _sources_of(None if mine is None else mine.digest)
-        spread = stack.enter_context(dist.node_broadcast(f"reading {name}", sources))
-        raw = _shared(spread, mine)
+                raw, progress = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
+        file = stack.enter_context(_shared(raw, name, trust=trust))
         with group.all_or_none(f"reading {name}"):
-            yield OpenCheckpoint(raw.torch_file(trust=trust), progress, () if mine is None else mine.raw.verified)
+            yield OpenCheckpoint(file, progress, () if raw is None else raw.verified)
 
 
 def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
-    """Read a torch file that rank 0 has; what it holds, on every rank.
+    """Read a torch file that rank 0 has, and return its contents on every rank.
 
     Args:
-        raw: the file, on rank 0. what: it is, for messages.
-        trust: load any type, **running whatever code the file holds**.
+        raw: the file, on rank 0.
+        what: name of the file, for messages.
+        trust: load any type, **running any code in the file**.
 
     Raises:
-        CheckpointError: it cannot be read, on every rank.
+        CheckpointError: the file cannot be read; on every rank.
     """
-    mine: _Primed | None = None
-    with dist.get_group().all_or_none(f"opening {what}"):
-        if raw is not None:
-            mine = _Primed(raw, trust=trust)
-    with dist.node_broadcast(f"reading {what}", [0] * dist.get_world_size()) as spread:
-        file = _shared(spread, mine).torch_file(trust=trust)
+    with _shared(raw, what, trust=trust) as file:
         file.read()
         return file.contents
 
 
-def _opened_here(stack: contextlib.ExitStack, path: Path, *, trust: bool) -> _Primed | None:
-    """The file of this node, if it can be read."""
-    if not path.is_file():
-        return None
-    try:
-        return stack.enter_context(opened_as(lambda raw: _Primed(raw, trust=trust), path))[0]
-    except (CheckpointError, OSError) as e:
-        log.warning("using rank 0's file, not this node's: %s", e)
-        return None
-
-
-def _sources_of(digest: str | None) -> list[int]:
-    """Map each rank to the one that reads for it: the first of its node that sees rank 0's file, else rank 0.
-
-    Args:
-        digest: of what this rank could read; ``None``: nothing.
-    """
-    if dist.get_local_world_size() == dist.get_world_size():
-        return [0] * dist.get_world_size()
-    told = dist.get_group().gather((dist.get_node_rank(), digest))
-    readers: dict[int, int] = {}
-    for rank, (node, theirs) in enumerate(told):
-        if theirs is not None and theirs == told[0][1]:
-            readers.setdefault(node, rank)
-    return [readers.get(node, 0) for node, _ in told]
+@contextlib.contextmanager
+def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFile]:
+    """Yield the torch file ``raw`` of rank 0 on every rank. Collective."""
+    group = dist.get_group()
+    source = _SharedBytes(raw)
+    with group.all_or_none(f"opening {what}"):
+        if raw is not None:
+            source.read_headers(raw, trust=trust)
+    with dist.node_broadcast(f"reading {what}", [0] * group.size) as spread:
+        size_bytes, check_sums, comment_bytes = source.share(spread)
+        # The other ranks get bytes that rank 0 has compared with the sums.
+        check_sums = check_sums and group.is_first
+        yield RawFile(source, size_bytes, source.read, check_sums, comment_bytes=comment_bytes).torch_file(trust=trust)
 
 
 @final
-class _Primed:
-    """A file, and what was read of it to see what it holds: all that lies beside the tensors."""
+class _SharedBytes:
+    """The bytes of a file that rank 0 reads for all ranks.
 
-    def __init__(self, raw: RawFile, *, trust: bool) -> None:
-        self.raw = raw
-        self.known: Known = {}
-        if trust:  # its code would run here, and again on every rank
+    Rank 0 first reads the headers, everything that is no tensor, and broadcasts them at once: otherwise each small
+    read of a header would be a broadcast of its own.
+
+    Args:
+        raw: the file, on rank 0; ``None`` on the other ranks.
+    """
+
+    def __init__(self, raw: RawFile | None) -> None:
+        self._raw = raw
+        self._headers: dict[tuple[int, int], bytes] = {}
+        self._spread: dist.NodeBroadcast | None = None
+
+    def read_headers(self, raw: RawFile, *, trust: bool) -> None:
+        """Read the headers, on rank 0."""
+        if trust:  # the code in the file would run here, and again on every rank
             entries(raw.size_bytes, self.read, self._peek, comment_bytes=raw.comment_bytes)
         else:
             TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", comment_bytes=raw.comment_bytes)
 
-    @property
-    def digest(self) -> str:
-        """Digest of what two files have in common that are the same: names, sizes and sums of records."""
-        digest = xxhash.xxh3_128(str(self.raw.size_bytes).encode())
-        for place in sorted(self.known):
-            digest.update(self.known[place])
-        return digest.hexdigest()
+    def share(self, spread: dist.NodeBroadcast) -> tuple[int, bool, int]:
+        """Broadcast the headers; return size, ``check_sums`` and size of the comment of the file on every rank."""
+        raw = self._raw
+        fields = None if raw is None else (raw.size_bytes, raw.check_sums, raw.comment_bytes)
+        self._headers, shared = spread.object(lambda: (self._headers, fields))
+        self._spread = spread
+        assert shared is not None
+        return shared
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes and keep them."""
-        self.known[offset, size] = data = self.raw.source.read(offset, size)
-        return data
+        """Read exactly ``size`` bytes. Collective after :meth:`share`, unless they belong to a header."""
+        if self._spread is None:
+            data = self._headers[offset, size] = self._source.read(offset, size)
+            return data
+        data = self._headers.get((offset, size))
+        return self._spread.object(lambda: self._source.read(offset, size)) if data is None else data
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        """Fill memory on every rank. Collective."""
+        assert self._spread is not None
+        self._spread.fill(targets, lambda pieces: self._source.read_into(pieces, progress))
+
+    @property
+    def _source(self) -> ByteSource:
+        assert self._raw is not None
+        return self._raw.source
 
     def _peek(self, offset: int, size: int) -> bytes:
-        self.known[offset, size] = data = self.raw.peek(offset, size)
-        return data
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Tensors are not read here."""
-        raise AssertionError("read before it is known where to")
-
-
-def _shared(spread: dist.NodeBroadcast, mine: _Primed | None) -> RawFile:
-    """The file on every rank, of which the sources of ``spread`` have it as ``mine``."""
-
-    def told() -> tuple[int, bool, Known, int]:
-        assert mine is not None
-        return mine.raw.size_bytes, mine.raw.check_sums, mine.known, mine.raw.comment_bytes
-
-    size_bytes, check_sums, known, comment_bytes = spread.object(told)
-    source = _SpreadSource(spread, mine.raw.source if mine is not None and spread.is_source else None, known)
-    return RawFile(source, size_bytes, source.read, check_sums and spread.is_source, comment_bytes=comment_bytes)
-
-
-@final
-@dataclass(frozen=True)
-class _SpreadSource:
-    """The bytes of a file that one rank reads, from its ``source``; ``known`` ones all ranks have."""
-
-    spread: dist.NodeBroadcast
-    source: ByteSource | None
-    known: Known
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes."""
-        data = self.known.get((offset, size))
-        return self.spread.object(lambda: self._read(offset, size)) if data is None else data
-
-    def _read(self, offset: int, size: int) -> bytes:
-        assert self.source is not None
-        return self.source.read(offset, size)
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory on every rank."""
-
-        def read(pieces: Sequence[Piece]) -> None:
-            assert self.source is not None
-            self.source.read_into(pieces, progress)
-
-        self.spread.fill(targets, read)
+        assert self._raw is not None
+        data = self._raw.peek(offset, size)
+        return self._headers.setdefault((offset, size), data)
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -424,20 +341,16 @@ def validate(path: Path) -> None:
         ConfigError: the function cannot be imported.
     """
     name = os.environ.get(_VALIDATION)
-    if name and not _function(name)(path, None):  # None: the file as a whole, as Composer calls it
-        raise UntrustedCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")
-
-
-@functools.cache
-def _function(name: str) -> Callable[[Path, None], bool]:
-    module, _, attribute = name.rpartition(".")
+    if not name:
+        return
     try:
-        found: Any = getattr(importlib.import_module(module), attribute)
+        function: Any = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError(
             f"{_VALIDATION}={name!r} cannot be imported: {e}. Expected 'package.module.function', a function of "
             "(path, specs) that returns whether the file may be read."
         ) from e
-    if not callable(found):
-        raise ConfigError(f"{_VALIDATION}={name!r} is {type(found).__name__} and no function.")
-    return cast("Callable[[Path, None], bool]", found)
+    if not callable(function):
+        raise ConfigError(f"{_VALIDATION}={name!r} is {type(function).__name__} and no function.")
+    if not function(path, None):  # None: the file as a whole, as Composer calls it
+        raise UntrustedCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")

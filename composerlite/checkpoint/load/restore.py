@@ -1,4 +1,4 @@
-"""Loading: find the file, see what it holds, see that it fits, read its tensors to where they belong."""
+"""Loading: find the checkpoint, compare its contents with the state, and read its tensors into the live tensors."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from composerlite.checkpoint.contents import (
     half_loaded,
     without,
 )
-from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve, TorchFile
+from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
 from composerlite.checkpoint.format.zip_file import ZipRecord
 from composerlite.checkpoint.load.reader import opened, opened_together, readable
-from composerlite.checkpoint.load.resolve import Located, located, source_of
-from composerlite.checkpoint.place.place import OnBytes, Place
+from composerlite.checkpoint.load.resolve import located, source_of
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["FileOptions", "load_checkpoint", "read_checkpoint", "read_in_place"]
+__all__ = ["load_checkpoint", "read_checkpoint", "read_in_place"]
 
 log = logging.getLogger(__name__)
 
@@ -47,14 +46,14 @@ def read_checkpoint(
     map_location: MapLocation = "cpu",
     ignore_keys: IgnoreKeys = None,
 ) -> StateDict:
-    """The contents of the checkpoint file ``path``, verified by its record if it has one.
+    """Return the contents of the checkpoint file ``path``, verified by its record if there is a record.
 
     Args:
-        path: a file; compressed or in an archive, too.
-        trust_checkpoint: load any type, **running whatever code the file holds**.
-        progress_bar: show one on a terminal while a large file is read.
+        path: a file, also compressed or in an archive.
+        trust_checkpoint: load any type, **running any code in the file**.
+        progress_bar: show a progress bar on a terminal while a large file is read.
         map_location: where tensors go, as ``torch.load`` takes it.
-        ignore_keys: leave these out; the bytes of their tensors are not read.
+        ignore_keys: keys to leave out; the bytes of their tensors are not read.
 
     Returns:
         ``{'state': …, 'rng': …}`` as saved, without the ignored keys.
@@ -62,8 +61,8 @@ def read_checkpoint(
     Raises:
         CheckpointNotFoundError: there is no such file; the message lists what the folder has.
         CorruptCheckpointError: the bytes are not those that were saved.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
-        IncompatibleCheckpointError: a torch file, but not a checkpoint.
+        UntrustedCheckpointError: the file holds a type that is not known to be safe.
+        IncompatibleCheckpointError: the file is a torch file, and no checkpoint.
     """
     path = Path(path)
     ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
@@ -93,37 +92,37 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Restore ``state`` from the checkpoint ``path`` and return the states of the random generators, one per rank.
 
-    Every rank of a run calls it; what counts is what rank 0 finds under ``path``. A checkpoint that is one file is read
-    by one rank of each node at most. Of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, each
-    rank reads what it needs, whatever ranks had saved it. If it cannot be loaded on one rank, all raise that error.
+    Every rank of a run calls this. Rank 0 finds ``path``, and alone reads a checkpoint that is one file. Each rank
+    reads its part of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, with any number of
+    ranks. If the checkpoint cannot be loaded on one rank, all ranks raise that error.
 
     The generators are not touched: apply them with ``composerlite.checkpoint.rng.restore`` when training starts.
 
-    What does not fit is said, whole, before anything in ``state`` is changed. Tensors that have the
-    form of the saved ones are then read in place, and verified as they are: a file whose damage shows only there leaves
-    ``state`` unusable, and the error says so. Autoresume then restores an older checkpoint.
+    All differences between checkpoint and state are raised in one error, before ``state`` changes. Then live tensors of
+    the saved form are filled in place, and verified meanwhile. If damage shows at this point, the error says that
+    ``state`` is unusable. Autoresume then restores an older checkpoint.
 
     Args:
         path: a file or directory, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``,
-            ``{rank}``) are filled in, links are followed. A file that is elsewhere is downloaded first.
+            ``{rank}``) are filled in, links are followed. A file in a store is downloaded first.
         state: what to restore.
         logger: not used; accepted because Composer's function has it.
         object_store: the store that ``path`` is a name in.
         load_weights_only: restore the model alone.
         strict_model_weights: parameter names must agree exactly; shapes must agree in any case.
-        progress_bar: show one on a terminal while a large file is downloaded or read.
+        progress_bar: show a progress bar on a terminal while a large file is downloaded or read.
         ignore_keys: leave these keys as they are in ``state``; the bytes of their tensors are not read.
         exclude_algorithms: names of algorithms whose state is not restored and which are not rebuilt.
         algorithm_passes: not used; accepted because Composer's function has it.
-        trust_checkpoint: load any type, **running whatever code the file holds**. Directories have only known types.
-        monolith_rank0_only: no rank but the first reads a checkpoint that is one file.
-        key_map: where the parts are in a checkpoint of another program, as the trainer's ``load_key_map``.
+        trust_checkpoint: load any type, **running any code in the file**. Directories have only known types.
+        monolith_rank0_only: not used: only rank 0 reads a checkpoint that is one file, and broadcasts it.
+        key_map: paths of the parts in a checkpoint of another program, as the trainer's ``load_key_map``.
 
     Returns:
-        The generator states, or ``None`` where weights only were loaded or saved.
+        The generator states, or ``None`` if only weights were loaded or saved.
 
     Raises:
-        CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all that differs.
+        CheckpointError: see :func:`read_checkpoint`; or the checkpoint does not fit, with all differences.
     """
     ignore_keys = check_ignore_keys(ignore_keys, argument="load_ignore_keys")
     group = dist.get_group()
@@ -139,83 +138,56 @@ def load_checkpoint(
     )
     if state.deepspeed is not None:
         return state.deepspeed.load_checkpoint(str(path), plan, object_store, trust=trust_checkpoint)
-    options = FileOptions(progress_bar, trust_checkpoint, monolith_rank0_only)
-    return read_in_place(name, plan, object_store, options).restore()
+    return read_in_place(name, plan, object_store, progress_bar=progress_bar, trust=trust_checkpoint).restore()
 
 
-@final
-class FileOptions(NamedTuple):
-    """The way in which a checkpoint that is one file is read.
-
-    Attributes:
-        progress_bar: show one on a terminal while a large file is downloaded or read.
-        trust: load any type, **running whatever code the file holds**.
-        rank0_only: no rank but the first reads it.
-    """
-
-    progress_bar: bool
-    trust: bool
-    rank0_only: bool
-
-
-def read_in_place(name: str, plan: RestorePlan, object_store: ObjectStore | None, options: FileOptions) -> Loaded:
+def read_in_place(
+    name: str, plan: RestorePlan, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
+) -> Loaded:
     """Read the tensors of a checkpoint into the state of ``plan``. Nothing else changes until :meth:`Loaded.restore`.
 
     If damage shows on one rank, all raise it: then another checkpoint must be read into the state.
 
     Args:
-        name: the same on every rank, without format variables.
+        name: path, URI or name in ``object_store``, the same on every rank, without format variables.
         plan: what to restore.
         object_store: the store that ``name`` is a name in.
-        options: of a file.
+        progress_bar: show a progress bar on a terminal while a large file is downloaded or read.
+        trust: load any type, **running any code in the file**. Directories have only known types.
 
     Raises:
         CheckpointError: as :func:`load_checkpoint`.
     """
-
-    def merge(place: Place, folder: str, target: Path) -> Path:
-        from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
-
-        return merged_file(place, folder, target, trust=options.trust)
-
-    with located(name, object_store, progress_bar=options.progress_bar, merge=merge) as place:
-        if place.is_directory:
+    with located(name, object_store, progress_bar=progress_bar, trust=trust) as place:
+        if place.kind != "file":
             from composerlite.checkpoint.load.sharded import load_directory
 
-            step = place.step_folder(object_store) if place.step else None
+            step = place.step_folder(object_store) if place.kind == "step" else None
             return load_directory(place.folder(object_store), plan, step)
-        return _read_file(place, plan, options)
-
-
-def _read_file(place: Located, plan: RestorePlan, options: FileOptions) -> Loaded:
-    if dist.get_world_size() == 1:
-        assert place.path is not None
-        opening = opened(place.path, trust=options.trust, progress_bar=options.progress_bar)
-    else:
-        opening = opened_together(place.path, place.name, **options._asdict())
-    with opening as (file, progress, verified):
-        with dist.get_group().all_or_none("comparing the checkpoint with the run"):
-            file.contents = plan.wanted(file.contents)
-            live = plan.places(file.contents)
-        _read_tensors(file, live, progress, place.path)
-        return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
-
-
-def _read_tensors(file: TorchFile, live: StateDict, progress: OnBytes, path: Path | None) -> None:
-    """Read the tensors of ``file``, those that can into ``live`` ones, which then are in the contents instead."""
-    file.contents, targets = placed(file.contents, live, file.unread(), file.ring)
-    with contextlib.nullcontext() if path is None else readable(path.resolve()), half_loaded(bool(targets)):
-        file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
+        if dist.get_world_size() == 1:
+            assert place.path is not None
+            opening = opened(place.path, trust=trust, progress_bar=progress_bar)
+        else:
+            opening = opened_together(place.path, place.name, trust=trust, progress_bar=progress_bar)
+        with opening as (file, progress, verified):
+            with dist.get_group().all_or_none("comparing the checkpoint with the run"):
+                wanted = plan.wanted(file.contents)
+                live = plan.places(wanted)
+            file.contents, targets = placed(wanted, live, file.unread(), file.ring)
+            naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
+            with naming, half_loaded(bool(targets)):
+                file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
+            return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
 
 
 # ── tensors that are read in place ───────────────────────────────────────────────────────────────────────────────────
 @final
 class LoadTargets(NamedTuple):
-    """Places to read records to.
+    """Destinations of the records in a file.
 
     Attributes:
-        addresses: of the memory of live tensors, by record.
-        sieves: that fill this rank's part of distributed ones, and tensors on devices, by record.
+        addresses: addresses of live tensors in host memory, by record.
+        sieves: writers to this rank's part of distributed tensors, and to tensors on devices, by record.
     """
 
     addresses: dict[str, int]
@@ -226,7 +198,7 @@ class LoadTargets(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A tensor of the checkpoint and the live one that it is to become, if there is one."""
+    """A tensor of the checkpoint, and the live tensor to fill from the file, if there is any."""
 
     saved: Tensor
     live: Tensor | None
@@ -235,17 +207,21 @@ class _Pair(NamedTuple):
 def placed(
     contents: Any, live: Any, unread: Mapping[int, ZipRecord], ring: DeviceRing = shared_ring
 ) -> tuple[Any, LoadTargets]:
-    """``contents`` with live tensors in the place of those that can be read into them, and where to read which record.
+    """Choose the saved tensors to read directly into live tensors.
 
-    A tensor of the checkpoint is read in place where it is all of its storage, in the same order as the live one; and
-    where no two live tensors share memory unless those of the checkpoint do just the same. Of one that is to become a
-    distributed tensor a rank keeps its part. Neither that nor what goes to a device is whole in this machine's memory.
+    A saved tensor is read in place if its elements are its whole storage, in the same order as in the live tensor. Live
+    tensors that share memory are filled in place only if the saved tensors share storage in the same way. Each rank
+    keeps its part of a distributed tensor. Distributed tensors and tensors on devices pass through host memory in
+    pieces.
 
     Args:
-        contents: what the checkpoint holds, unread.
+        contents: contents of the checkpoint, unread.
         live: the live tensors, by the same path of keys.
         unread: the record of each storage, by the ``id`` of the storage.
-        ring: knows the devices.
+        ring: staging memory for copies to devices.
+
+    Returns:
+        ``contents`` with the chosen saved tensors replaced by live tensors, and the destinations of records.
     """
     groups: dict[int, list[_Pair]] = {}
     for pair in _pairs(contents, live):
@@ -274,9 +250,9 @@ def placed(
 
 
 def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
-    """The distributed tensors that the record is to be read to; ``None`` if it cannot be read a few rows at a time.
+    """Return the distributed tensors to fill from a record; ``None`` if the record cannot be read in rows.
 
-    They are the live ones, or new ones where numbers have to be converted afterwards, which is then said.
+    A live tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the numbers.
     """
     targets: list[Tensor] = []
     for saved, live in pairs:
@@ -289,14 +265,14 @@ def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[i
         targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
     memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
     if memory & taken:
-        return None  # tied here and not in the checkpoint: what is loaded last counts
+        return None  # tied here and not in the checkpoint: the tensor loaded last counts
     taken |= memory
     return targets
 
 
 @final
 class _OnDevice:
-    """Takes a tensor in pieces and copies each to where it belongs on a device."""
+    """Copies the pieces of a tensor to a live tensor on a device."""
 
     step_bytes = 1
 
@@ -311,7 +287,7 @@ class _OnDevice:
 
 @final
 class _Rows:
-    """Takes a tensor row by row and keeps what belongs to distributed ones."""
+    """Copies rows of a saved tensor to this rank's part of distributed tensors."""
 
     device: torch.device | None = None
 
@@ -325,7 +301,7 @@ class _Rows:
         first = start // self.step_bytes
         rows = part.view(self._dtype).view(-1, *self._row)
         for offsets, lengths, local in self._parts:
-            if not offsets:  # it has no dimensions
+            if not offsets:  # a tensor without dimensions
                 local.copy_(rows[0])
                 continue
             begin = max(offsets[0], first)
@@ -340,9 +316,7 @@ class _Rows:
 
 def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     if isinstance(saved, Tensor):
-        if (
-            type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided
-        ):  # others have no storage to speak of
+        if type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided:  # others have no storage of numbers
             yield _Pair(saved, live if isinstance(live, Tensor) else None)
         return
     lives = dict(items_of(live))
@@ -377,12 +351,12 @@ def _same_order(*tensors: Tensor) -> bool:
 
 
 def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of each dimension whose stride matters."""
+    """Return (size, stride) of each dimension with more than one element."""
     return [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Check that its elements are next to each other in memory, in any order of dimensions."""
+    """Check that the elements of ``tensor`` are contiguous in memory, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -394,7 +368,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
-    """The ranges of addresses of live tensors that are to get the bytes of more than one storage."""
+    """Return the address ranges of live tensors that overlap and belong to different saved storages."""
     owners: dict[tuple[int, int], set[int]] = {}
     for storage, pairs in groups.items():
         for _, live in pairs:

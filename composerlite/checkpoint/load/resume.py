@@ -1,4 +1,4 @@
-"""Resuming a run: list its checkpoints, sort them, restore the first that verifies."""
+"""Resuming a run: list its checkpoints, sort them, restore the first one that verifies."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 from composerlite import dist
 from composerlite.checkpoint.contents import Loaded
-from composerlite.checkpoint.load.candidates import Candidate, Listing, RunBucket, RunPlace, UnusableFile, listed
-from composerlite.checkpoint.load.resolve import progress_of
+from composerlite.checkpoint.load.candidates import (
+    IN_FOLDER,
+    IN_MEMORY,
+    IN_REPLICAS,
+    Candidate,
+    Listing,
+    RunBucket,
+    RunPlace,
+    list_checkpoints,
+    newest_first,
+)
+from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint, quarantine_checkpoint, quarantine_file
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
@@ -28,7 +37,9 @@ from composerlite.types import Lineage
 __all__ = ["Choice", "RunBucket", "RunPlace", "choose"]
 
 log = logging.getLogger(__name__)
-_LOOKING = "looking for checkpoints"
+_STEP = "choosing the checkpoint to resume from"
+Rejected: TypeAlias = tuple[Candidate, CheckpointError | OSError]
+"""A skipped candidate, and the reason."""
 
 
 @final
@@ -36,9 +47,9 @@ class Choice(NamedTuple):
     """The checkpoint that a run resumes from.
 
     Attributes:
-        place: the path, or the URI of a directory in a bucket; ``None``: the run has no checkpoint.
-        lineage: of what the run saves from now on.
-        loaded: what was read of it.
+        place: path of the checkpoint, or URI of a directory in a bucket; ``None``: the run has no checkpoint.
+        lineage: attempt of the run, for all checkpoints saved from now on.
+        loaded: the contents, read into the state.
     """
 
     place: Path | str | None
@@ -46,23 +57,12 @@ class Choice(NamedTuple):
     loaded: Loaded | None = None
 
 
-@final
-class _Rejected(NamedTuple):
-    """A candidate that the run does not resume from.
-
-    Attributes:
-        candidate: the checkpoint.
-        error: the reason.
-        is_lost: the memory that had it is gone; nothing of it was read.
-    """
-
-    candidate: Candidate
-    error: CheckpointError | OSError
-    is_lost: bool
-
-
 class _NotFiniteError(CheckpointError):
     """The checkpoint was saved while a loss, gradient norm or weight was not finite."""
+
+
+class _IncompleteError(OSError):
+    """A rank does not see the checkpoint, or no rank has some of its files. No tensor was changed."""
 
 
 def choose(
@@ -74,302 +74,234 @@ def choose(
 ) -> Choice:
     """Restore the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
 
-    Only checkpoints of the newest attempt and its ancestors are candidates: those of abandoned attempts are never
-    restored. A file in a bucket is downloaded to its folder first. A candidate is verified while ``read`` reads it;
-    bytes in a folder that ``read`` leaves out are verified afterwards.
+    Candidates are the checkpoints of the newest attempt and its ancestors; checkpoints of abandoned attempts are never
+    restored. A file in a bucket is first downloaded to the folder. ``read`` verifies the bytes of a candidate while
+    reading; all other bytes in a folder are verified afterwards.
 
-    A candidate is skipped if it is damaged, marked as ``not_finite``, or in a folder that a rank cannot read. Once an
-    older one is found to be good, damaged ones in folders are quarantined. Damaged ones in a bucket stay: this machine
-    may read wrongly. Weights alone are no candidate. A checkpoint that was saved without some of its keys is tried
-    after all others: the missing state would start afresh in the middle of the run. A file without a record, of
-    another program, is no candidate. If only unusable checkpoints exist, the run does not start over: CheckpointError.
+    A candidate is skipped if damaged, marked as ``not_finite``, or in a folder unreadable for a rank. Once an older
+    candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket stay: this machine
+    may read wrongly. Weights alone are no candidate. Candidates saved without some of their keys are tried last: the
+    missing state would start afresh in the middle of the run. Files of other programs, without a record, are no
+    candidates. If only unusable checkpoints exist, the run does not start over: CheckpointError.
 
     Every rank of a run calls this and gets the same result. Rank 0 lists the checkpoints.
 
     Args:
-        places: of each of its savers.
-        run_name: of the run.
-        read: reads a candidate into the state of the run, together on all ranks. After CorruptCheckpointError, or an
-            OSError for a candidate in a folder, it is called with the next one. ``None``: candidates are only verified.
-        progress_bar: show one on a terminal while a large file is downloaded.
+        places: the places of each saver of the run.
+        run_name: name of the run.
+        read: function that reads a candidate into the state of the run, on all ranks. If ``read`` raises
+            CorruptCheckpointError, or an OSError for a candidate in a folder, the next candidate is read. ``None``:
+            candidates are only verified.
+        progress_bar: show a progress bar on a terminal while a large file is downloaded.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them is good, or all are marked.
+        CheckpointError: there are checkpoints, and none of them is good.
         IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
-        OSError: a folder cannot be read for any other reason than that it does not exist; or there are checkpoints, and
-            none that every rank can read.
-        ObjectStoreError: a bucket does not answer. PermissionError: a bucket denies access. Neither means that there is
-            no checkpoint.
+        OSError: a folder exists and cannot be read; or there are checkpoints, and none is readable for every rank.
+        ObjectStoreError: a bucket does not answer.
+        PermissionError: a bucket denies access.
     """
     group = dist.get_group()
-    scattered = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
-    rejected: list[_Rejected] = []
-    listing, left = Listing(), list[Candidate]()  # filled on rank 0 only
-    with group.all_or_none(_LOOKING):
+    replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
+    listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
+    rejected: list[Rejected] = []
+    with group.all_or_none(_STEP):
         if group.is_first:
-            listing = listed(places, run_name, scattered)
-            left = listing.untried(())
-    while (candidate := group.broadcast(left.pop(0) if left else None)) is not None:
-        loaded, failure = _tried(candidate, places, read, progress_bar=progress_bar)
-        lineage = Lineage()
-        with group.all_or_none(_LOOKING):
-            if failure is None:
-                if group.is_first:
-                    lineage = _lineage_after(candidate, listing)
-                _clean_up(candidate, rejected, listing.faults, places, run_name)
-            else:
-                rejected.append(failure)
-            if failure is not None and group.is_first:
-                log.warning("skipped %s: %s", candidate.source, failure.error)
+            listing = list_checkpoints(places, run_name, replicas)
+            queue = newest_first(listing.known)
+    while (candidate := group.broadcast(queue.pop(0) if queue else None)) is not None:
+        try:
+            loaded = _read_and_verify(candidate, places[candidate.place], read, progress_bar=progress_bar)
+        except RankError:
+            raise  # the ranks can no longer reach each other
+        except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
+            if isinstance(e, OSError) and candidate.bucket is not None:
+                raise
+            rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
+        else:
+            return Choice(candidate.path, _accept(candidate, listing, rejected, places, run_name), loaded)
+        gc.collect()  # there may not be memory for two checkpoints
+        with group.all_or_none(_STEP):
+            if group.is_first:
+                log.warning("skipped %s: %s", candidate.source, rejected[-1][1])
                 if candidate.bucket is not None and not listing.is_complete:
-                    listing = listed(places, run_name, scattered, whole_buckets=True)
-                    left = listing.untried({(one.candidate.source, one.candidate.manifest.id) for one in rejected})
-        if failure is None:
-            return Choice(candidate.path, group.broadcast(lineage), loaded)
+                    listing = list_checkpoints(places, run_name, replicas, whole_buckets=True)
+                    tried = {(one.source, one.manifest.id) for one, _ in rejected}
+                    queue = [one for one in newest_first(listing.known) if (one.source, one.manifest.id) not in tried]
     lineage = Lineage()
-    with group.all_or_none(_LOOKING):
+    with group.all_or_none(_STEP):
         if group.is_first:
-            _check_that_there_is_none(rejected, listing.faults, run_name)
+            _check_that_there_is_none(listing, rejected, places, run_name)
             for place in places:
-                _mend_links(place, None, run_name)
+                _repair_links(place, None, run_name)
             lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
     return Choice(None, group.broadcast(lineage))
 
 
-# ── one candidate, on every rank ─────────────────────────────────────────────────────────────────────────────────────
-def _tried(
-    candidate: Candidate,
-    places: Sequence[RunPlace],
-    read: Callable[[Path | str], Loaded] | None,
-    *,
-    progress_bar: bool,
-) -> tuple[Loaded | None, _Rejected | None]:
-    """Read a candidate and verify all of it that is in a folder; or return why it is not taken. The same on every rank.
+def _read_and_verify(
+    candidate: Candidate, place: RunPlace, read: Callable[[Path | str], Loaded] | None, *, progress_bar: bool
+) -> Loaded | None:
+    """Read a candidate, and verify all bytes in a folder. Collective.
 
     Raises:
-        Exception: the error does not concern the checkpoint.
+        _NotFiniteError, CorruptCheckpointError, OSError: the candidate cannot be used; on every rank.
     """
-    place, loaded, was_read = places[candidate.place], None, False
-    try:
-        share = _checked(candidate, place, progress_bar=progress_bar)
-        if read is not None:
-            was_read = True
-            loaded = read(candidate.path)
-        _verify_rest(candidate.manifest, share, place.catalog, loaded)
-        return loaded, None
-    except RankError:
-        raise  # the ranks cannot meet any more
-    except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
-        if isinstance(e, OSError) and candidate.bucket is not None:
-            raise
-        error = copy.copy(e)  # without the frames, which hold what was read
-    gc.collect()  # there may not be memory for two checkpoints
-    return None, _Rejected(candidate, error, isinstance(error, OSError) and place.in_memory and not was_read)
-
-
-def _checked(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Manifest | None:
-    """See that the files of a candidate are there, with their sizes, and fetch a file from a bucket.
-
-    Returns:
-        The record, with those files that this rank verifies; ``None``: none.
-    """
-    group, manifest = dist.get_group(), candidate.manifest
+    group, manifest, catalog = dist.get_group(), candidate.manifest, place.catalog
+    what = f"reading checkpoint {manifest.name!r}"
     if manifest.not_finite:
         raise _NotFiniteError(f"{', '.join(manifest.not_finite)} was not finite when it was saved.")
-    if candidate.is_scattered and place.memory is not None:
+    if candidate.nearness == IN_REPLICAS and place.memory is not None:
         place.memory.bring(manifest)
-    share = manifest if group.is_first and not isinstance(candidate.path, str) else None
+    share = manifest if group.is_first and isinstance(candidate.path, Path) else None
     if candidate.bucket is None and manifest.form != "file":
-        share = _share(manifest, place.catalog)
-    with group.all_or_none(f"looking at checkpoint {manifest.name!r}"):
+        share = _share_of_files(manifest, catalog)
+    with group.all_or_none(what):
         if candidate.bucket is None:
             if share is not None:
-                place.catalog.check_sizes(share)
+                catalog.check_sizes(share)
+        elif group.is_first and manifest.is_directory:
+            place.buckets[candidate.bucket].remote.check_sizes(manifest)  # bytes are verified while they are read
         elif group.is_first:
-            remote = place.buckets[candidate.bucket].remote
-            if manifest.is_directory:
-                remote.check_sizes(manifest)  # bytes are verified as they are read
-            else:
-                with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
-                    _fetch(remote, manifest, place.catalog, progress)
-    return share
+            remote = place.buckets[candidate.bucket].remote.place
+            with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
+                try:
+                    fetch_checkpoint(remote, manifest, catalog.place, progress)
+                except CorruptCheckpointError as e:
+                    log.warning("downloading the checkpoint once more: %s", e)
+                    fetch_checkpoint(remote, manifest, catalog.place, progress)
+    loaded = None if read is None else read(candidate.path)
+    own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
+    every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
+    with group.all_or_none(what):
+        for file in () if share is None else share.here:
+            name = file.path.removeprefix(manifest.home)
+            verified = set[int]().union(*(chunks.get(name, ()) for chunks in every))
+            verify_file(catalog.folder / file.path, file.digest, skip=verified)
+    return loaded
 
 
-def _fetch(remote: Catalog, manifest: Manifest, target: Catalog, progress: OnBytes) -> None:
-    try:
-        fetch_checkpoint(remote.place, manifest, target.place, progress)
-    except CorruptCheckpointError as e:
-        log.warning("downloading the checkpoint once more: %s", e)
-        fetch_checkpoint(remote.place, manifest, target.place, progress)
+def _share_of_files(manifest: Manifest, catalog: Catalog) -> Manifest:
+    """Check that the ranks together see all files; return the record with the files for this rank to verify.
 
-
-def _share(manifest: Manifest, catalog: Catalog) -> Manifest:
-    """Return the record of a checkpoint of several files, with the share of the files that this rank verifies.
+    All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk. Collective.
 
     Raises:
-        OSError: a rank does not see the checkpoint, or a file is on no disk of this run.
-        CorruptCheckpointError: the record is damaged, or a node of this run has lost the checkpoint.
+        _IncompleteError: a rank does not see the checkpoint, or a file is on no disk of this run.
+        CorruptCheckpointError: the record is damaged.
     """
     group = dist.get_group()
     mine: Manifest | None = None
-    with group.all_or_none(f"looking at checkpoint {manifest.name!r}"):
+    with group.all_or_none(f"reading the record of checkpoint {manifest.name!r}"):
         mine = catalog.manifest_of(manifest.name)
-        sees = mine is not None and mine.id == manifest.id
-        has_others = sees or any(other.run_name == manifest.run_name for other in catalog.readable())
         absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
-    told = group.gather((sees, has_others, None if mine is None else mine.node, absent))
-    if blind := [rank for rank, (its_sees, *_) in enumerate(told) if not its_sees]:
-        raise _not_everywhere(catalog, manifest, blind, is_lost=all(told[rank][1] for rank in blind))
-    nodes = [node for _, _, node, _ in told]
-    # What a node of this run lacks of its own is reported by check_sizes.
-    lost = set[int | None].intersection(*(its[3] for its in told)) - {*nodes}
-    if gone := [file for file in manifest.files if file.node in lost]:
-        raise FileNotFoundError(
+    is_seen = mine is not None and mine.id == manifest.id
+    every = group.gather((is_seen, None if mine is None else mine.node, absent))
+    nodes = [node for _, node, _ in every]
+    without = [rank for rank, (is_seen_there, *_) in enumerate(every) if not is_seen_there]
+    # check_sizes reports a missing file of a node of this run: that is damage.
+    lost = set[int | None].intersection(*(absent_there for *_, absent_there in every)) - {*nodes}
+    if mine is None or without or lost:
+        raise _IncompleteError(
             errno.ENOENT,
-            f"{gone[0].path!r} was saved to the disk of node {gone[0].node}, and no rank of this run has it. "
-            f"{ON_ALL_NODES} No such file in",
+            f"checkpoint {manifest.name!r} is visible to rank 0 and not to the ranks {without}, and no rank has the "
+            f"files from the disks of the nodes {sorted(node or 0 for node in lost)}. {ON_ALL_NODES}",
             str(catalog.folder),
         )
-    company = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-    assert mine is not None
-    return dataclasses.replace(mine, files=mine.here[company.index(group.rank) :: len(company)])
+    neighbours = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
+    return dataclasses.replace(mine, files=mine.here[neighbours.index(group.rank) :: len(neighbours)])
 
 
-def _not_everywhere(catalog: Catalog, manifest: Manifest, blind: list[int], *, is_lost: bool) -> Exception:
-    """Make the error of a checkpoint that ``blind`` ranks do not see. ``is_lost``: they see others of the run."""
-    if manifest.node is not None and is_lost:
-        return CorruptCheckpointError(
-            f"checkpoint {str(catalog.folder / manifest.name)!r} is not on the disks of the ranks {blind}, which have "
-            "others of this run."
-        )
-    return OSError(
-        errno.ENOENT,
-        f"checkpoint {manifest.name!r} is visible to rank 0 and not to the ranks {blind}: each rank reads its part "
-        "of a directory. Is the folder on a file system that all nodes share, or are these the nodes that saved it?",
-        str(catalog.folder),
-    )
+# ── after the last candidate ─────────────────────────────────────────────────────────────────────────────────────────
+def _accept(
+    chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
+) -> Lineage:
+    """Quarantine damaged files, since the run will save these names again, and repair links. Collective.
 
+    Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other node changes its disk.
+    The path of ``chosen`` is skipped: a download has replaced the damaged file.
 
-def _verify_rest(manifest: Manifest, share: Manifest | None, catalog: Catalog, loaded: Loaded | None) -> None:
-    """Verify the bytes of the files in ``share`` that no rank has verified while it read."""
-    group = dist.get_group()
-    own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
-    every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
-    with group.all_or_none(f"verifying checkpoint {manifest.name!r}"):
-        for file in () if share is None else share.here:
-            name = file.path.removeprefix(manifest.home)
-            verified = set[int]().union(*(one.get(name, ()) for one in every))
-            verify_file(catalog.folder / file.path, file.digest, skip=verified)
-
-
-# ── after the search ─────────────────────────────────────────────────────────────────────────────────────────────────
-def _check_that_there_is_none(rejected: Sequence[_Rejected], faults: Sequence[UnusableFile], run_name: str) -> None:
-    """Check that the run has no checkpoint at all, except those lost with the memory of a node.
-
-    Raises:
-        OSError: a checkpoint cannot be read.
-        CheckpointError: all checkpoints are damaged or marked.
+    Returns:
+        The attempt of the run that continues from ``chosen``.
     """
-    rejected = [one for one in rejected if not one.is_lost]
-    for error in (one.error for one in (*faults, *rejected)):
-        if isinstance(error, OSError):
-            raise error
-    damaged = [fault for fault in faults if isinstance(fault.error, CorruptCheckpointError)]
-    marked = [one.candidate for one in rejected if isinstance(one.error, _NotFiniteError)]
-    if marked and len(marked) == len(rejected) + len(damaged):
-        raise CheckpointError(
-            f"run {run_name!r} has checkpoints, and all of them were saved while "
-            f"{marked[0].manifest.not_finite[0]} was not finite, so it does not resume by itself. No "
-            "checkpoint was deleted or renamed. "
-            f"To resume from the newest all the same: load_path={marked[0].source!r} and autoresume=False. To start "
-            "over: another save_folder, or autoresume=False and save_overwrite=True."
-        )
-    found = [(one.candidate.source, one.error) for one in rejected]
-    found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in damaged]
-    if found:
-        tried = "; ".join(f"{source}: {error}" for source, error in found)
-        raise CheckpointError(
-            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by "
-            f"itself. Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
-            "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or start "
-            "over in another save_folder, or with autoresume=False and save_overwrite=True."
-        )
-
-
-def _lineage_after(chosen: Candidate, listing: Listing) -> Lineage:
-    """Return the lineage of what is saved after a resume from ``chosen``."""
-    resumable = listing.resumable
-    if not chosen.has_all_keys:
-        log.warning(
-            "resuming from %s, which was saved without %s: no checkpoint with all keys is usable",
-            chosen.source,
-            chosen.manifest.left_out,
-        )
-    elif any(not one.has_all_keys and one.manifest.order > chosen.manifest.order for one in resumable):
-        log.info("%s is not the newest: newer ones were saved without some of their keys", chosen.source)
-    known = [one.manifest for one in listing.known]
-    return continued(chosen.manifest, known, [one.manifest for one in resumable], damaged=listing.has_unread)
-
-
-def _clean_up(
-    chosen: Candidate,
-    rejected: Sequence[_Rejected],
-    faults: Sequence[UnusableFile],
-    places: Sequence[RunPlace],
-    run_name: str,
-) -> None:
-    """Quarantine damaged files in folders, since the run will save those names again, and repair links.
-
-    Rank 0 does so; where nodes have disks of their own, the first rank of each other node does so on its disk. The path
-    of ``chosen`` is skipped: a good checkpoint was copied over the damaged one.
-    """
-    quarantined: list[Manifest] = []
-    for one, error, _ in rejected:
-        in_folder = one.bucket is None and not one.is_scattered and one.path != chosen.path
-        if in_folder and isinstance(error, CorruptCheckpointError):
+    group, lineage = dist.get_group(), Lineage()
+    with group.all_or_none(_STEP):
+        for one, error in rejected:
+            in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
             catalog = places[one.place].catalog
-            if (own := _own_record(one, catalog)) is not None:
+            if in_folder and isinstance(error, CorruptCheckpointError) and (own := _own_record(one, catalog)):
                 quarantine_checkpoint(catalog.place, own)
-                quarantined.append(own)
-    for fault in faults:
-        if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
-            quarantine_file(fault.catalog.place, fault.name)
-    place = places[chosen.place]
-    own = _own_record(chosen, place.catalog)
-    if dist.get_group().is_first or own is not None:
-        _mend_links(place, own if isinstance(chosen.path, Path) else None, run_name, quarantined)
+        for fault in listing.unusable:  # on rank 0
+            if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
+                quarantine_file(fault.catalog.place, fault.name)
+        place = places[chosen.place]
+        if (own := _own_record(chosen, place.catalog)) is not None:
+            _repair_links(place, own if isinstance(chosen.path, Path) else None, run_name)
+        if group.is_first:
+            if chosen.manifest.left_out:
+                message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
+                log.warning(message, chosen.source, chosen.manifest.left_out)
+            lineage = continued(
+                chosen.manifest,
+                [one.manifest for one in listing.known],
+                [one.manifest for one in newest_first(listing.known)],
+                damaged=any(one.is_unread for one in listing.unusable),
+            )
+    return group.broadcast(lineage)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
-    """Return the record of a checkpoint on the disk that this rank cleans up; ``None``: this rank cleans up nothing."""
+    """Return the record of a checkpoint on this rank's disk; ``None``: another rank changes this disk."""
     manifest = candidate.manifest
     if dist.get_global_rank() == 0:
         return manifest
     if dist.get_local_rank() != 0 or manifest.node is None:
         return None
     own = catalog.readable([manifest.name])
-    return own[0] if own and (candidate.is_scattered or own[0].node != manifest.node) else None
+    return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
 
 
-def _mend_links(
-    place: RunPlace, manifest: Manifest | None, run_name: str, quarantined: Sequence[Manifest] = ()
-) -> None:
+def _repair_links(place: RunPlace, manifest: Manifest | None, run_name: str) -> None:
     """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete the links.
 
-    Links that have other names, or lead to anything but a checkpoint of the saver or one of ``quarantined``, stay.
+    Links with other names, and links to anything but a checkpoint of the saver, stay.
     """
     if place.link is None or place.template is None:
         return
     links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
-    gone = {path for one in quarantined for path in (one.name, *(file.path for file in one.files))}
-    catalog = place.catalog
-    for link, target in catalog.place.links().items():
-        path, match = catalog.folder / link, names.fullmatch(target)
-        if path.exists() or links.fullmatch(link) is None or (match is None and target not in gone):
+    for link, target in place.catalog.place.links().items():
+        path, match = place.catalog.folder / link, names.fullmatch(target)
+        if path.exists() or links.fullmatch(link) is None or match is None:
             continue
         if manifest is None:
             path.unlink(missing_ok=True)
             continue
-        rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+        rank = int(match.groupdict().get("rank", 0))
         is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
-        catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)
+        place.catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)
+
+
+def _check_that_there_is_none(
+    listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
+) -> None:
+    """Check that the run has no checkpoint at all, except in memory, with parts lost with a node.
+
+    Raises:
+        OSError: a checkpoint cannot be read.
+        CheckpointError: all checkpoints are damaged or marked as not finite.
+    """
+    found: list[tuple[str, CheckpointError | OSError]] = []
+    found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in listing.unusable]
+    for one, error in rejected:
+        if not (isinstance(error, _IncompleteError) and places[one.place].in_memory):
+            found.append((one.source, error))
+    for _, error in found:
+        if isinstance(error, OSError):
+            raise error
+    if found:
+        tried = "; ".join(f"{source}: {error}" for source, error in found)
+        raise CheckpointError(
+            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. Tried: "
+            f"{tried}. No checkpoint was deleted or renamed. If the files are good on another machine, this one reads "
+            "them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in another "
+            "save_folder, or with autoresume=False and save_overwrite=True."
+        )

@@ -1,9 +1,8 @@
-"""The folder in memory that a run keeps its newest checkpoint in: private, and of one save folder only."""
+"""The private folder in memory with the newest checkpoint of a run, for one save folder only."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import stat
@@ -12,9 +11,8 @@ from pathlib import Path
 import xxhash
 
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.errors import ConfigError
-from composerlite.storage import fsync_folder, make_folder
+from composerlite.storage import StagedFile, make_folder
 
 __all__ = [
     "folder_key",
@@ -23,25 +21,23 @@ __all__ = [
     "mark_of_bucket",
     "new_mark",
     "read_mark",
-    "warn_of_others",
     "write_mark",
 ]
 
-log = logging.getLogger(__name__)
-_MARK = Path(".memory-id")
+_MARK = ".memory-id"
 _MOST_BYTES = 64
 
 
 def folder_key(save_folder: Path, place: str, number: bytes | None = None) -> str:
-    """Key of ``save_folder``, unlike that of any other folder and of an earlier one at the same path.
+    """Return a key of ``save_folder``, unlike the key of any other folder and of an earlier folder at the same path.
 
-    It is made of where the folder is and of a random number in it: a folder that was emptied and made again, or copied,
-    has another key, and what is in memory of the one before it is not taken for its own.
+    The key is a hash of the path and of a random number in the folder. A folder that was emptied and made again, or
+    copied, has another key: the checkpoints in memory of the earlier folder are ignored.
 
     Args:
-        save_folder: on this machine.
-        place: what is published to, or the folder again.
-        number: that of the bucket, see :func:`mark_of_bucket`, where the folder has only what is staged for it.
+        save_folder: folder on this machine.
+        place: URIs of the buckets with the uploads, or the folder again.
+        number: random number of the bucket, see :func:`mark_of_bucket`, if the folder only stages uploads.
 
     Raises:
         OSError: the number can be neither read nor written.
@@ -54,16 +50,13 @@ def folder_key(save_folder: Path, place: str, number: bytes | None = None) -> st
 
 
 def mark_of_bucket(bucket: Bucket) -> bytes:
-    """Return the random number of ``bucket`` below its root, which gets one if it has none, as when it was emptied."""
-    name = bucket.name_of(_MARK.as_posix())
+    """Return the random number of ``bucket`` below its root. A bucket without a number gets a new number."""
+    name = bucket.name_of(_MARK)
     with contextlib.suppress(FileNotFoundError):
         return bucket.transfer.read_all(name, _MOST_BYTES)
-    number = new_mark()
-    try:
-        bucket.transfer.put_bytes(name, number, create_only=True)
-    except FileExistsError:  # another launch was first
-        return bucket.transfer.read_all(name, _MOST_BYTES)
-    return number
+    with contextlib.suppress(FileExistsError):  # another launch was first
+        bucket.transfer.put_bytes(name, new_mark(), create_only=True)
+    return bucket.transfer.read_all(name, _MOST_BYTES)
 
 
 def new_mark() -> bytes:
@@ -72,36 +65,28 @@ def new_mark() -> bytes:
 
 
 def write_mark(save_folder: Path, number: bytes) -> None:
-    """Write the random ``number`` of ``save_folder`` to it, unless it has one."""
-    mark = save_folder / _MARK
-    make_folder(mark.parent)
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(number)
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_folder(mark.parent)
+    """Write the random ``number`` of ``save_folder``, durable, unless the folder has a number."""
+    make_folder(save_folder)
+    with contextlib.suppress(FileExistsError), StagedFile(save_folder / _MARK) as staged:
+        staged.file.write(number)
+        staged.flush()
+        staged.publish(overwrite=False)
 
 
 def read_mark(save_folder: Path) -> bytes | None:
-    """Return the random number of ``save_folder``; ``None`` if it has none."""
+    """Return the random number of ``save_folder``; ``None`` if there is no number."""
     try:
-        descriptor = os.open(save_folder / _MARK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        return (save_folder / _MARK).read_bytes()[:_MOST_BYTES]
     except FileNotFoundError:
         return None
-    try:
-        return os.read(descriptor, _MOST_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def make_private(folder: Path, *, levels: int) -> None:
-    """Make ``folder`` and those above it, ``levels`` in all, so that no other user can read or write in them.
+    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone.
 
     Raises:
-        ConfigError: one is there that is a link, belongs to another user, or can be written to by others: a
-            checkpoint in it may have been planted.
+        ConfigError: an existing folder is a link, belongs to another user, or is writable by others: a checkpoint in
+            the folder may have been planted.
     """
     for path in [*reversed(folder.parents[: levels - 1]), folder]:
         if (reason := make_own(path)) is not None:
@@ -112,7 +97,7 @@ def make_private(folder: Path, *, levels: int) -> None:
 
 
 def make_own(folder: Path) -> str | None:
-    """Make ``folder`` so that no other user can read or write in it; return why what is there must not be used."""
+    """Make ``folder`` for this user alone; return the reason if an existing folder must not be used."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     try:
@@ -129,17 +114,3 @@ def make_own(folder: Path) -> str | None:
     finally:
         os.close(descriptor)
     return None
-
-
-def warn_of_others(folder: Path, run_name: str) -> None:
-    """Say in the log which folders beside ``folder`` hold checkpoints of a run of this name, and are ignored."""
-    with contextlib.suppress(OSError):
-        for other in sorted(folder.parent.iterdir()):
-            is_of_run = other != folder and other.name.rpartition("-")[0] in (run_name, "") and other.is_dir()
-            if is_of_run and Catalog(other).readable():
-                log.warning(
-                    "ignored: %s holds a checkpoint of a run named %r with another save_folder, or with this one "
-                    "before it was emptied. Remove it when nobody needs it.",
-                    other,
-                    run_name,
-                )

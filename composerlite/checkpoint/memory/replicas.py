@@ -1,19 +1,18 @@
-"""Replicas of checkpoints in memory: each node keeps those of the node before it, for a node that loses its memory.
+"""Replicas of checkpoints in memory: each node keeps the checkpoints of the previous node too, in case a node is lost.
 
-Nodes form a ring. Each node has a folder of replicas beside its folder of checkpoints in memory. The replicas are the
-files and the record that the node before it has written. A resumed run detects again which node has which part.
+Nodes form a ring. Each node has a folder of replicas beside the folder of checkpoints in memory. The replicas are the
+files and the record of the previous node. A resumed run detects the parts on each node again.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
@@ -29,48 +28,20 @@ log = logging.getLogger(__name__)
 
 
 def replica_folder(folder: Path) -> Path:
-    """Return the folder of the replicas that are beside the checkpoints in ``folder``."""
+    """Return the folder of replicas beside the folder of checkpoints ``folder``."""
     return folder.with_name(f"{folder.name}-replica")
 
 
 @final
-class _HeldPart(NamedTuple):
-    """A part of a checkpoint, in the memory of one node.
-
-    Attributes:
-        node: number of the node in the record; ``None``: the whole checkpoint.
-        is_replica: another node has written it.
-    """
-
-    node: int | None
-    is_replica: bool
-
-
-@final
-class _Delivery(NamedTuple):
-    """Files that a rank gets in its folder.
-
-    Attributes:
-        node: number of the node whose files are copied, and of the record unless ``is_addition``; ``None``: all files.
-        is_addition: the target adds the files of a missing node to its own.
-    """
-
-    source: int
-    target: int
-    node: int | None
-    is_addition: bool = False
-
-
-@final
 class NodeMemory:
-    """Checkpoints of a run in the memory of this node, and the replicas of those of the node before it.
+    """Checkpoints of a run in the memory of this node, and replicas of the checkpoints of the previous node.
 
     Args:
-        folder: of the checkpoints.
-        disks: which ranks see the same folder of replicas.
+        folder: folder of the checkpoints.
+        disks: for each rank, the leader of the ranks with the same folder of replicas.
 
     Attributes:
-        is_leader: this rank is the one that sends and receives for its node.
+        is_leader: this rank sends and receives for its node.
     """
 
     def __init__(self, folder: Path, disks: Disks) -> None:
@@ -81,7 +52,7 @@ class NodeMemory:
 
     # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> None:
-        """Remove incomplete replicas that a killed process has left; on leaders."""
+        """Remove incomplete replicas of killed processes; on leaders."""
         self._replicas.place.sweep(timedelta())
         known = {file.path for manifest in self._replicas.manifests() for file in manifest.files}
         self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
@@ -93,37 +64,40 @@ class NodeMemory:
                 delete_checkpoint(self._replicas.place, manifest)
 
     def records(self, name: str) -> list[Manifest | None]:
-        """Return the record of the checkpoint ``name`` of each leader, on all ranks.
+        """Return the record of the checkpoint ``name`` of each rank, on all ranks. Collective, in the main thread.
 
-        ``None``: the rank is no leader, or has no readable record. Every rank calls this, in the main thread.
+        ``None``: the rank is no leader, or has no readable record.
         """
         own: Manifest | None = None
         try:
             own = self._own.manifest_of(name) if self.is_leader else None
-        except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the others do not wait
+        except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
             log.warning("checkpoint %s in memory of this node cannot be replicated: %s", name, e)
         return dist.get_group().gather(own)
 
     def replicate(self, records: list[Manifest | None], bytes_per_second: float, hurry: threading.Event) -> None:
-        """Send this node's part of a checkpoint to the next node, and keep that of the node before it.
+        """Send this node's part of a checkpoint to the next node, and receive the part of the previous node.
 
-        On all leaders, in a thread of its own. Older replicas are deleted after the new one is verified and committed.
+        Called on all leaders, in a background thread. Older replicas are deleted after the new replica is verified and
+        committed.
 
         Args:
-            records: of the checkpoint, from :meth:`records`.
+            records: records of the checkpoint, from :meth:`records`.
             bytes_per_second: the highest rate.
             hurry: once set, there is no limit.
 
         Raises:
-            Exception: this node's part was not sent, or the other part not kept. Replicas with other names stay.
+            Exception: a part was not sent, or not received. Replicas with other names stay.
         """
         position = self._leaders.index(self._rank)
         source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
         own, incoming = records[self._rank], records[source]
-        limit = _BandwidthLimit(bytes_per_second, hurry)
+        started, sent_bytes = time.monotonic(), 0
 
         def read(path: str, offset: int, size: int) -> bytes:
-            limit.wait_for(size)
+            nonlocal sent_bytes
+            sent_bytes += size
+            hurry.wait(max(0.0, started + sent_bytes / bytes_per_second - time.monotonic()))
             return _read(self._own, path, offset, size)
 
         moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
@@ -132,7 +106,7 @@ class NodeMemory:
             moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in incoming.here]
             try:
                 _clear(self._replicas, incoming)
-            except OSError as e:  # raised after this node has sent, for which the next node waits
+            except OSError as e:  # raised after this node has sent: the next node is waiting
                 failure = e
         try:
             what = f"replicating {'nothing' if own is None else repr(own.name)}"
@@ -144,24 +118,24 @@ class NodeMemory:
                 _clear(self._replicas, incoming)
             raise failure
         if incoming is not None:
-            _commit(self._replicas, incoming)
+            _commit(self._replicas, incoming, incoming.here)
             for older in self._replicas.manifests():
                 if older.name != incoming.name:
                     delete_checkpoint(self._replicas.place, older)
-            log.debug(
-                "replicated %s (%s) from the node of rank %d", incoming.name, bytes_text(incoming.size_bytes), source
-            )
+            size = bytes_text(incoming.size_bytes)
+            log.debug("replicated %s (%s) from the node of rank %d", incoming.name, size, source)
 
     # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
     def find(self, run_name: str) -> list[Manifest]:
-        """Return the checkpoints of a run whose every part is on some node, its own or a replica; on all ranks.
+        """Return the checkpoints of a run with each part on some node, as an own part or a replica. Collective.
 
-        Every rank calls this.
+        Returns:
+            The same records on all ranks.
         """
         group = dist.get_group()
         here: dict[str, Manifest] = {}
         held: list[tuple[str, int | None]] = []
-        with group.all_or_none("looking at the memory of all nodes"):
+        with group.all_or_none("listing the memory of all nodes"):
             for catalog in (self._own, self._replicas) if self.is_leader else ():
                 for manifest in catalog.manifests():
                     if manifest.run_name == run_name and manifest.kind in RESUMABLE:
@@ -169,130 +143,76 @@ class NodeMemory:
                         held.append((manifest.id, manifest.node))
         first: dict[str, int] = {}
         nodes: dict[str, set[int | None]] = {}
-        for rank, told in enumerate(group.gather(held)):
-            for identity, node in told:
+        for rank, held_there in enumerate(group.gather(held)):
+            for identity, node in held_there:
                 first.setdefault(identity, rank)
                 nodes.setdefault(identity, {None}).add(node)
-        mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each once
-        found = [manifest for its in group.gather(mine) for manifest in its]
+        mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each record is sent once
+        found = [manifest for records in group.gather(mine) for manifest in records]
         return [one for one in found if {file.node for file in one.files} <= nodes[one.id]]
 
     def bring(self, manifest: Manifest) -> None:
-        """Copy parts of a checkpoint to the nodes that have none, and verify them. Every rank calls this.
+        """Copy the missing parts of a checkpoint to the folders in memory, verified. Collective.
 
-        A part is read from the node that wrote it if it is intact there, otherwise from its replica. A node without a
-        part gets a part that no node owns, or only the files that all nodes have. With fewer nodes than before, the
-        node with the replica keeps each remaining part.
+        A part of a lost node is added to the folder of the node that has the replica: loading reads parts from any
+        node. Nodes without a part get the index. A checkpoint that is one file is copied to the node of rank 0.
 
         Raises:
             CorruptCheckpointError: no node has an intact copy of some part. Intact parts are unchanged.
         """
-        group, what = dist.get_group(), f"bringing checkpoint {manifest.name!r} to the memory of all nodes"
-        good: list[_HeldPart] = []
+        group, what = dist.get_group(), f"copying checkpoint {manifest.name!r} to the memory of all nodes"
+        own, replica = set[int | None](), set[int | None]()  # numbers of nodes whose files are intact in a folder here
         faults: list[str] = []
         with group.all_or_none(what):
-            for catalog in (self._own, self._replicas) if self.is_leader else ():
+            for catalog, intact in ((self._own, own), (self._replicas, replica)) if self.is_leader else ():
                 try:
                     if (there := catalog.manifest_of(manifest.name)) and there.id == manifest.id:
                         catalog.verify(there)
-                        good.append(_HeldPart(there.node, is_replica=catalog is self._replicas))
+                        intact |= {file.node for file in there.here}
                 except (CorruptCheckpointError, OSError) as e:
                     faults.append(str(e))
-        everyone = group.gather((good, faults))
+        every = group.gather((own, replica, faults))
+        copies: list[tuple[int, int, FileRecord]] = []  # source, target, file
+        for file in manifest.files:
+            owners = [rank for rank, (in_own, *_) in enumerate(every) if file.node in in_own]
+            holders = [*owners, *(rank for rank, (_, in_replica, _) in enumerate(every) if file.node in in_replica)]
+            if not holders:
+                part = "the checkpoint" if file.node is None else f"the part of node {file.node}"
+                reasons = " ".join(fault for *_, faults_there in every for fault in faults_there)
+                raise CorruptCheckpointError(
+                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. {reasons}"
+                )
+            if file.node is not None:
+                copies += [] if owners else [(holders[0], holders[0], file)]
+            else:
+                targets = self._leaders if manifest.is_directory else self._leaders[:1]
+                lacking = [rank for rank in targets if rank not in owners]
+                copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
+        arriving = [file for _, target, file in copies if target == self._rank]
         with group.all_or_none(what):
-            plan = self._plan(manifest, [parts for parts, _ in everyone], [f for _, its in everyone for f in its])
-            sources = self._sources(manifest, good)
-            for one in plan:
-                if one.target == self._rank and not one.is_addition:
-                    _clear(self._own, manifest)
-            for one in plan:  # the target has the replica
-                if one.source == one.target == self._rank:
-                    for file in self._files(manifest, one):
-                        path = self._own.folder / file.path
-                        path = path if one.is_addition else _arriving(path)
-                        sources[file.path].place.fetch(file.path, path, file.digest)
-        moves = [
-            dist.Move(one.source, one.target, file.path, 0, file.size_bytes)
-            for one in plan
-            if one.source != one.target
-            for file in self._files(manifest, one)
-        ]
+            if arriving and not own:
+                _clear(self._own, manifest)  # a damaged part
+            for source, target, file in copies:
+                if source == target == self._rank:
+                    path = _arriving(self._own.folder / file.path)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.unlink(missing_ok=True)
+                    path.hardlink_to(self._replicas.folder / file.path)
         with group.all_or_none(what):
             dist.move(
                 what,
-                moves,
-                lambda path, offset, size: _read(sources[path], path, offset, size),
+                [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other],
+                lambda path, offset, size: _read(self._own if own else self._replicas, path, offset, size),
                 lambda *part: _write(self._own, *part),
             )
         with group.all_or_none(what):
-            for one in plan:
-                if one.target == self._rank and not one.is_addition:
-                    _commit(self._own, dataclasses.replace(manifest, node=one.node))
-        for one in plan:
-            if one.target == self._rank:
-                log.info("checkpoint %s: copied a part from the memory of rank %d's node", manifest.name, one.source)
-
-    def _plan(self, manifest: Manifest, everyone: list[list[_HeldPart]], faults: Iterable[str]) -> list[_Delivery]:
-        """List which rank gets which files from which other rank: the same on every rank."""
-        own: dict[int | None, int] = {}
-        holders: dict[int | None, int] = {}
-        for is_replica in (False, True):
-            for rank, parts in enumerate(everyone):
-                for part in parts:
-                    if part.is_replica == is_replica:
-                        holders.setdefault(part.node, rank)
-                        if not is_replica:
-                            own.setdefault(part.node, rank)
-        parts = sorted({file.node for file in manifest.files} - {None}, key=lambda node: node or 0)
-        if lost := [node for node in (parts or [None]) if node not in holders]:
-            what = "it" if lost[0] is None else f"the part of node {lost[0]}"
-            raise CorruptCheckpointError(
-                f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {what}. " + " ".join(faults)
-            )
-        if not parts:
-            target = self._leaders[0]
-            has_it = any(not part.is_replica for part in everyone[target])
-            return [] if has_it else [_Delivery(holders[None], target, None)]
-        lacking = [node for node in parts if node not in own]
-        vacant = [rank for rank in self._leaders if rank not in own.values()]
-        plan = [_Delivery(holders[node], rank, node) for node, rank in zip(lacking, vacant, strict=False)]
-        plan += [_Delivery(holders[node], holders[node], node, is_addition=True) for node in lacking[len(vacant) :]]
-        unused, any_holder = max(node or 0 for node in parts) + 1, holders[parts[0]]
-        plan += [_Delivery(any_holder, rank, unused + number) for number, rank in enumerate(vacant[len(lacking) :])]
-        return plan
-
-    def _sources(self, manifest: Manifest, good: Iterable[_HeldPart]) -> dict[str, Catalog]:
-        """Map each file to the catalog that this rank reads it from: its own part rather than a replica."""
-        sources: dict[str, Catalog] = {}
-        for part in sorted(good, key=lambda part: part.is_replica):
-            for file in dataclasses.replace(manifest, node=part.node).here:
-                sources.setdefault(file.path, self._replicas if part.is_replica else self._own)
-        return sources
-
-    def _files(self, manifest: Manifest, one: _Delivery) -> list[FileRecord]:
-        files = dataclasses.replace(manifest, node=one.node).here
-        return [file for file in files if file.node is not None or not one.is_addition]
-
-
-@final
-class _BandwidthLimit:
-    """Limits the average rate at which a thread sends."""
-
-    def __init__(self, bytes_per_second: float, hurry: threading.Event) -> None:
-        self._bytes_per_second = bytes_per_second
-        self._hurry = hurry
-        self._started = time.monotonic()
-        self._sent = 0
-
-    def wait_for(self, size_bytes: int) -> None:
-        """Wait until ``size_bytes`` more bytes may be sent."""
-        self._sent += size_bytes
-        due = self._started + self._sent / self._bytes_per_second
-        self._hurry.wait(max(0.0, due - time.monotonic()))
+            _commit(self._own, manifest, arriving)
+        if arriving:
+            log.info("checkpoint %s: copied %d files to the memory of this node", manifest.name, len(arriving))
 
 
 def _clear(catalog: Catalog, manifest: Manifest) -> None:
-    """Delete the checkpoint of that name, and what has arrived of one."""
+    """Delete the checkpoint of that name, and the files that have arrived."""
     delete_checkpoint(catalog.place, manifest)
     for file in manifest.files:
         _arriving(catalog.folder / file.path).unlink(missing_ok=True)
@@ -303,22 +223,18 @@ def _arriving(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{0:016x}")
 
 
-def _commit(catalog: Catalog, manifest: Manifest) -> None:
-    """Commit the files that have arrived as a checkpoint, or delete them if one is damaged.
+def _commit(catalog: Catalog, manifest: Manifest, files: Iterable[FileRecord]) -> None:
+    """Verify ``files`` that have arrived and give them their names, the deciding file last.
 
     Raises:
-        CorruptCheckpointError: a file is damaged.
-        OSError: a file cannot be read or renamed.
+        CorruptCheckpointError: a file is damaged. The checkpoint is deleted.
+        OSError: a file cannot be read or renamed. The checkpoint is deleted.
     """
-    decider, *others = manifest.here
     try:
-        for file in others:
+        for file in sorted(files, key=lambda file: file.path == manifest.deciders[0]):
             path = catalog.folder / file.path
+            verify_file(_arriving(path), file.digest)
             _arriving(path).replace(path)
-            catalog.place.verify(file)
-        arrived = _arriving(catalog.folder / decider.path)
-        verify_file(arrived, decider.digest)
-        arrived.replace(catalog.folder / decider.path)
     except (OSError, CorruptCheckpointError):
         _clear(catalog, manifest)
         raise

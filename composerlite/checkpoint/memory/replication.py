@@ -1,4 +1,4 @@
-"""Replication of checkpoints in memory to another node, in the background: which one is sent, and which ones stay."""
+"""Replication of checkpoints in memory to another node, in the background."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _LOOK_SECONDS = 0.2
 
 @final
 class Replication:
-    """Sends the newest checkpoint to the next node, then the one that is newest by then, and so on.
+    """Sends the newest checkpoint to the next node, again and again.
 
-    All nodes replicate one and the same checkpoint, and keep theirs of it until all have the next: together with the
-    replicas it is there whichever node is lost. Every method is called by all ranks.
+    All nodes replicate the same checkpoint, and keep their parts until all nodes have the next checkpoint. So parts and
+    replicas make a whole checkpoint whichever node is lost. All ranks call every method.
 
     Args:
-        folder: in memory, of checkpoints.
-        levels: how many folders are this user's alone, see :func:`make_private`.
-        gigabytes_per_second: that a node sends at most; 1 GB is 10⁹ bytes.
+        folder: folder of checkpoints in memory.
+        levels: number of folders for this user alone, see :func:`make_private`.
+        gigabytes_per_second: highest rate of a node; 1 GB is 10⁹ bytes.
 
     Attributes:
-        memory: of the nodes; ``None``: all ranks see the same.
-        counters: what ranks tell each other in each batch.
+        memory: the memory of the nodes; ``None``: all ranks see the same folder.
+        counters: counters that ranks exchange with each batch.
         held: names of the checkpoints that must stay.
     """
 
@@ -67,21 +67,21 @@ class Replication:
 
     @property
     def is_busy(self) -> bool:
-        """True while something is being replicated, from or to this node."""
+        """True while a checkpoint is being replicated, from or to this node."""
         return any(thread.is_alive() for thread in self._threads)
 
     def take_up(self, saved: Iterable[str]) -> None:
-        """Keep the checkpoints ``saved`` before a resume until one is replicated: replicas may be of any of them."""
+        """Keep the checkpoints ``saved`` before a resume until the next replication: replicas may belong to each."""
         self.held = set(saved)
 
     def look(self, newest: str | None) -> str | None:
-        """Begin to replicate ``newest`` if nothing else is being, between two batches.
+        """Begin to replicate ``newest`` unless a replication is running. Call between two batches.
 
         Args:
-            newest: name of the newest checkpoint, if there is one.
+            newest: name of the newest checkpoint, if any.
 
         Returns:
-            Name of the checkpoint of which the replicas have arrived on all nodes since the last call.
+            Name of the checkpoint whose replicas have arrived on all nodes since the last call.
         """
         if self.memory is None:
             return None
@@ -110,14 +110,14 @@ class Replication:
         assert self.memory is not None
         try:
             self.memory.replicate(records, self._bytes_per_second, self._hurry)
-        except Exception as e:  # noqa: BLE001 - training needs no replica; those that wait for a lost rank say so
+        except Exception as e:  # noqa: BLE001 - training needs no replica; a lost rank is raised by its peers
             log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
             self._failed += 1
         finally:
             self._done += 1
 
     def close(self) -> None:
-        """Send the rest as fast as can be. Where a rank is gone nothing more arrives, and nobody waits for it."""
+        """Send the rest without a limit, and wait, unless a rank has left."""
         self._hurry.set()
         try:
             self.join()
@@ -125,7 +125,7 @@ class Replication:
             log.warning("checkpoint %s in memory was not replicated: %s", self._name, e)
 
     def join(self) -> None:
-        """Wait until what is being replicated is there, or has failed.
+        """Wait until the running replication has ended.
 
         Raises:
             RankError: a rank has left.
@@ -135,6 +135,6 @@ class Replication:
             dist.get_control().barrier.check_nobody_left(f"replicating {self._name!r}")
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Remove the replicas of what was saved until ``moment``, as ``Manifest.moment`` counts."""
+        """Delete replicas whose ``Manifest.moment`` is at most ``moment``."""
         if self.memory is not None and self.memory.is_leader:
             self.memory.empty(moment)

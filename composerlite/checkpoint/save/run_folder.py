@@ -22,7 +22,6 @@ from composerlite.checkpoint.memory.folder import (
     mark_of_bucket,
     new_mark,
     read_mark,
-    warn_of_others,
     write_mark,
 )
 from composerlite.checkpoint.place.bucket import Bucket
@@ -258,7 +257,6 @@ class RunFolder:
         with dist.get_group().all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
                 make_private(self.root, levels=len(Path(state.run_name).parts) + 1)
-                warn_of_others(self.root, Path(state.run_name).name)
 
     def prepare(self, state: SavedState) -> None:
         """Make the folder, and finish or remove what a killed run left in it; on rank 0.

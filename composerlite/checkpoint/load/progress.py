@@ -1,0 +1,49 @@
+"""Progress bars of downloads and reads. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator
+
+from composerlite.checkpoint.place.place import OnBytes
+
+__all__ = ["download_bar", "progress_of"]
+
+_LARGE_BYTES = 1 << 28
+"""Size from which a progress bar is shown."""
+
+
+@contextlib.contextmanager
+def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
+    """Show a bar for ``total_bytes`` as :func:`download_bar` does; yield a callback for each number of bytes."""
+    done = 0
+    with download_bar(wanted, what) as update:
+
+        def progress(size: int) -> None:
+            nonlocal done
+            done += size
+            update(done, total_bytes)
+
+        yield progress
+
+
+@contextlib.contextmanager
+def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
+    """Show a progress bar on a terminal if it is ``wanted``, and the total is 256 MiB or more.
+
+    Yields a callback for one thread, to be called with (bytes received, total).
+    """
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=total >= _LARGE_BYTES)
+
+        yield update
