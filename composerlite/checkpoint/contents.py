@@ -355,7 +355,7 @@ class RestorePlan:
         return {"state": state, "rng": contents.get("rng")}
 
     def _run(self) -> Run:
-        """Return what the readers of other formats need to know of the run."""
+        """Return the live state that readers of other formats compare with the checkpoint."""
         from composerlite.checkpoint.foreign.taken import Run
 
         globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys

@@ -22,14 +22,13 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_hea
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
-from composerlite.checkpoint.load.reader import readable, validate
+from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
 from composerlite.checkpoint.load.resolve import (
     engine_folder,
     fetched,
     followed,
     resolved,
     transferring,
-    what_is_there,
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, home_of
@@ -255,7 +254,7 @@ class Archives:
             if not path.is_file():
                 raise CheckpointNotFoundError(
                     f"checkpoint {self.names[0]!r} is not whole: {self.names[rank]!r}, the file of rank {rank}, is "
-                    f"missing.{what_is_there(path)}"
+                    f"missing.{checkpoints_near(path)}"
                 )
             validate(path)
             digest = None if self.manifest is None else self.manifest.files[rank].digest
@@ -295,7 +294,7 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
     if object_store is None and not is_uri(first):
         path = resolved(Path(parse_uri(first)[2]))
         if not path.is_file():
-            raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{what_is_there(path)}")
+            raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
         path = path.resolve()
         manifest, names = _recorded(Folder(path.parent), path.name, str(path), in_store=False)
     else:

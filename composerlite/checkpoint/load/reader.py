@@ -34,6 +34,7 @@ from composerlite.types import Piece
 __all__ = [
     "OpenCheckpoint",
     "RawFile",
+    "checkpoints_near",
     "opened",
     "opened_together",
     "readable",
@@ -119,7 +120,7 @@ def opened(
 def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile, OnBytes]]:
     """Open ``path`` as :func:`opened` does, without reading contents."""
     if not path.is_file():
-        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{_checkpoints_near(path)}")
+        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
     with (
@@ -149,7 +150,7 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
         yield raw, progress
 
 
-def _checkpoints_near(path: Path) -> str:
+def checkpoints_near(path: Path) -> str:
     """Return a hint for a missing ``path``: a space, and a sentence with the checkpoints in the folder."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""From the text that a user gives to a checkpoint: a file on this machine, or a directory anywhere.
+"""The checkpoint of a path or URI: a file on this machine, or a directory anywhere.
 
 A checkpoint elsewhere that is one file is downloaded.
 """
