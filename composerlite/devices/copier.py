@@ -1,8 +1,8 @@
 """Copies from accelerators to memory of this machine.
 
 Training queues work on a device and does not wait for the result. Copies have a queue of their own. Waits between the
-two queues decide which bytes a copy reads: :class:`DeviceCopier` has these waits as methods, and
-``tests/checkpoint/test_copy_order.py`` runs a simulated device that works in any order that the waits allow.
+two queues decide the bytes of a copy: :class:`DeviceCopier` has the waits as methods, and
+``tests/checkpoint/test_copy_order.py`` runs a simulated device in any order within the waits.
 Streams and events: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
 """
 
@@ -43,7 +43,7 @@ class DeviceCopier(Protocol):
     may_run_late: bool
 
     def after_training(self) -> None:
-        """Make later copies wait, on the device, for all work that training has queued."""
+        """Make later copies wait, on the device, for all work of training so far."""
         ...
 
     def copy(
@@ -113,7 +113,7 @@ class DeviceCopier(Protocol):
         ...
 
     def read(self, numbers: Tensor) -> Any:
-        """Queue a copy of a few ``numbers``, after the work that training has queued. Training does not wait."""
+        """Queue a copy of a few ``numbers``, after all work of training so far. Training does not wait."""
         ...
 
     def fetch(self, read: Any) -> Any:
@@ -125,7 +125,7 @@ class DeviceCopier(Protocol):
         ...
 
     def waited_seconds(self) -> float:
-        """Return the seconds for which training waited on the device, in waits that ended since the last call."""
+        """Return the seconds for which training waited on the device, in waits since the last call."""
         ...
 
 
@@ -145,7 +145,7 @@ class Devices(Protocol):
 
         Args:
             memory: host memory.
-            device: a device that this process uses.
+            device: a device of this process.
 
         Returns:
             True if the memory is pinned.
@@ -153,12 +153,12 @@ class Devices(Protocol):
         ...
 
     def release(self, memory: HostMemory) -> None:
-        """Unpin ``memory`` before it is closed. No copy to the memory may be queued."""
+        """Unpin ``memory``; call before closing the memory. No copy to the memory may be queued."""
         ...
 
 
 def bytes_of(storage: torch.UntypedStorage, start: int = 0, size: int | None = None) -> Tensor:
-    """Return bytes of ``storage`` as a tensor that shares its memory."""
+    """Return bytes of ``storage`` as a tensor with the same memory."""
     count = storage.nbytes() - start if size is None else size
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (count,), (1,))  # pyright: ignore[reportArgumentType]
 
@@ -171,7 +171,7 @@ def cuts(size: int, offset: int) -> Iterator[tuple[int, int, int]]:
         offset: of the copy in host memory, in bytes.
 
     Yields:
-        Of each chunk: its start in the source, its offset in host memory, its size.
+        Start in the source, offset in host memory, and size of each chunk.
     """
     start = 0
     while start < size:
@@ -184,7 +184,7 @@ def cuts(size: int, offset: int) -> Iterator[tuple[int, int, int]]:
 def poll(is_done: Callable[[], bool], timeout: float, late: str) -> None:
     """Wait until ``is_done`` returns true. The thread sleeps between two calls and leaves the core to others.
 
-    With NCCL a device may wait for a rank that is gone: the ranks are checked each second.
+    With NCCL a device may wait for a lost rank: the ranks are checked each second.
 
     Args:
         is_done: called at once, then after an eighth of the time waited, at most 10 ms.
@@ -210,7 +210,7 @@ def poll(is_done: Callable[[], bool], timeout: float, late: str) -> None:
 # ── a GPU of CUDA or ROCm ────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Pinning:
-    """Pins host memory, which GPUs then copy to directly.
+    """Pins host memory, so that GPUs copy to the memory directly.
 
     Args:
         runtime: has ``cudaHostRegister(address, size, flags)`` and ``cudaHostUnregister(address)``, which return an
@@ -221,7 +221,7 @@ class Pinning:
     def __init__(self, runtime: Any, clear_error: Callable[[], object]) -> None:
         self._runtime, self._clear_error = runtime, clear_error
         self._lock = threading.Lock()
-        self._pinned: dict[int, list[int]] = {}  # pinned slices by address of the memory; [] if it could not be pinned
+        self._pinned: dict[int, list[int]] = {}  # pinned slices by address of the memory; [] if pinning failed
 
     def add(self, memory: HostMemory) -> bool:
         """Pin ``memory`` in slices of 1 GiB, and return true if all slices are pinned. May be called twice."""
@@ -266,7 +266,7 @@ class CudaCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Together one queue: after many copies a new stream is used, which waits for the stream before.
+        # Together a queue: after many copies a new stream is used, and waits for the stream before.
         self._streams = deque([torch.cuda.Stream(device)])
         self._queued = 0
         self._reading = torch.cuda.Stream(device)
@@ -393,10 +393,10 @@ class PageableCopier:
         return 0.0
 
 
-# ── which one ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the devices of this machine ──────────────────────────────────────────────────────────────────────────────────────
 @final
 class MachineDevices:
-    """The accelerators that torch finds on this machine."""
+    """The accelerators of this machine, as torch finds them."""
 
     def __init__(self) -> None:
         self._copiers: dict[torch.device, DeviceCopier] = {}

@@ -23,7 +23,7 @@ _WAIT_SECONDS = 600.0
 
 @final
 class RingSlots:
-    """Slots of memory that the host fills and devices copy from. A slot is reused when its copies are complete.
+    """Slots of memory, filled by the host and copied by devices. A slot is reused after the end of its copies.
 
     Args:
         memory: for all slots.
@@ -93,14 +93,14 @@ class DeviceRing:
     def read(self, copier: DeviceCopier, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
         """Copy ``storage`` to this machine in pieces. The device copies the next pieces while the caller uses a piece.
 
-        No work that changes ``storage`` may be queued on the device.
+        No change of ``storage`` may be queued on the device.
 
         Args:
             copier: for the storage.
             storage: on a device.
 
         Yields:
-            Address and size of a piece, which is valid until the next one.
+            Address and size of a piece, valid until the next piece.
 
         Raises:
             TimeoutError: the device does not finish.

@@ -1,4 +1,4 @@
-"""Copies of a training state, from which checkpoints are written while training continues.
+"""Copies of a training state. Checkpoints are written from a copy while training continues.
 
 A copy has the layout of the file, so that writing moves no bytes in memory again. Tensors in memory of this machine are
 copied when a save is called. Tensors that only optimizers change may be copied from an accelerator until the next
@@ -32,9 +32,9 @@ from composerlite.threads import start_threads
 __all__ = ["Snapshot", "StagingMemory", "finish_device_work", "shared_staging"]
 
 log = logging.getLogger(__name__)
-_SPARE_BYTES = 4 << 20  # room for a checkpoint that grows, and for small tensors of devices
+_SPARE_BYTES = 4 << 20  # room for a growing checkpoint, and for small tensors of devices
 _LITTLE_BYTES = 8 << 20  # new memory of this size costs nothing
-_FAULT_BYTES = 2 << 20  # a huge page: training that allocates memory waits for the system that long
+_FAULT_BYTES = 2 << 20  # a huge page: an allocation by training may wait for one piece
 _FAULT_PAUSES = 19.0  # with this many times as much pause a thread takes 5 % of a core
 _MOST_PAUSE_SECONDS = 0.2
 _SMALL_BYTES = 64 << 10  # smaller storages of a device are copied together
@@ -45,7 +45,7 @@ _WAIT_SECONDS = 600.0
 def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_machine) -> None:
     """Wait until accelerators have finished the work of training, so that any thread may read their storages.
 
-    For the training thread: other threads have queues of their own on a device, which do not wait for training.
+    For the training thread: the queues of other threads on a device do not wait for training.
 
     Args:
         copies: the storages.
@@ -63,7 +63,7 @@ class Snapshot:
     """A copy of the state at one moment. Devices may copy tensors of optimizers until an optimizer steps.
 
     Attributes:
-        memory: with the copy; ``None`` after it was given back.
+        memory: with the copy; ``None`` after the memory was given back.
         seconds: duration of the copy on the training thread.
         stall_seconds: how long training waited, on devices too.
         is_complete: nothing is written to ``memory`` any more.
@@ -98,7 +98,7 @@ class Snapshot:
         for copy in self._device_copies:
             self.stall_seconds += copy.wait()
         self.is_complete = True
-        self._device_copies = ()  # tensors that training has replaced are freed
+        self._device_copies = ()  # frees tensors replaced by training
         self._compare_counts()
         if self._was_changed:
             raise SaveError(
@@ -126,7 +126,7 @@ class _DeviceCopy:
         late: storages that may be copied until an optimizer steps.
 
     Attributes:
-        spare_left: offset of the room that is still free.
+        spare_left: offset of the room still free.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class _DeviceCopy:
         late: Sequence[StorageCopy],
     ) -> None:
         self._copier, self._memory = copier, memory
-        self._kept = [*early, *late]  # a storage that training replaces must exist until it is copied
+        self._kept = [*early, *late]  # storages must exist until they are copied
         self._small = _small_of(self._kept, memory.size_bytes - spare)
         self._spare, self.spare_left = spare, spare + sum(copy.storage.nbytes() for copy in self._small)
         small = {copy.offset for copy in self._small}
@@ -154,12 +154,12 @@ class _DeviceCopy:
             copier.copy(gathered, memory, spare)
         for storage, offset in late:
             copier.copy(storage, memory, offset)
-        self._gathered = gathered  # must exist until it is copied
+        self._gathered = gathered  # must exist until the end of its copy
         self._is_late = bool(late)
         self._copied = copier.mark()
 
     def before_step(self) -> None:
-        """Let work that training queues from now on wait, on the device, for the copies."""
+        """Make later work of training wait, on the device, for the copies."""
         if self._is_late:
             self._copier.before_training(self._copied)
 
@@ -182,7 +182,7 @@ class _DeviceCopy:
 
 
 def _small_of(copies: Sequence[StorageCopy], room: int) -> list[StorageCopy]:
-    """Return small storages of ``copies`` for ``room`` bytes together; none if there is only one."""
+    """Return small storages of ``copies`` for ``room`` bytes together; none for a single small storage."""
     found: list[StorageCopy] = []
     room = min(room, _MOST_GATHERED_BYTES)
     for copy in copies:
@@ -200,7 +200,7 @@ class StagingMemory:
     Args:
         limit_bytes: the largest size; ``None``: half of the free memory when the memory is allocated, divided by the
             number of processes of this run on this machine.
-        devices: the accelerators that tensors may be on.
+        devices: the accelerators with tensors.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, devices: Devices = this_machine) -> None:
@@ -218,8 +218,8 @@ class StagingMemory:
     def prepare(self, size_bytes: int) -> None:
         """Allocate memory for copies of ``size_bytes`` and let a thread fault it in. For the training thread.
 
-        The thread works in small pieces with pauses: no training step takes over 5 % longer. With an accelerator it
-        pauses half of the time. Nothing happens while memory is lent or being faulted in.
+        The thread works in small pieces with pauses: no training step takes over 5 % longer. With an accelerator the
+        thread pauses half of the time. Nothing happens while memory is lent or being faulted in.
         """
         with self._lock:
             if self._has(size_bytes) or (memory := self._allocate(size_bytes)) is None:
@@ -248,7 +248,7 @@ class StagingMemory:
                 self._is_free = True
 
     def wait_until_prepared(self, timeout: float = _WAIT_SECONDS) -> bool:
-        """Wait for the thread of :meth:`prepare`; return whether it has ended."""
+        """Wait for the thread of :meth:`prepare`; return true if the thread has ended."""
         preparing = self._preparing
         if preparing is not None:
             preparing.join(timeout)
@@ -257,7 +257,7 @@ class StagingMemory:
     def reserve(self, size_bytes: int) -> HostMemory | None:
         """Lend memory for a copy of ``size_bytes`` until :meth:`give_back`.
 
-        ``None`` if no memory is ready: none was prepared, or too little, or another save has it.
+        ``None`` if no memory is ready: none was prepared, or too little, or another save uses the memory.
         """
         with self._lock:
             if not self._has(size_bytes) and (size_bytes > _LITTLE_BYTES or self._allocate(size_bytes) is None):
@@ -296,7 +296,7 @@ class StagingMemory:
         return self._is_free and self._memory is not None and self._memory.size_bytes >= size_bytes
 
     def _allocate(self, size_bytes: int) -> HostMemory | None:
-        """Replace the free memory by new memory; ``None`` if it is in use, or the new memory would be too much."""
+        """Replace the free memory by new memory; ``None`` if the old is in use, or the new too large."""
         if self._memory is not None and not self._is_free:
             return None
         if not self.fits(size_bytes):
@@ -338,11 +338,11 @@ class StagingMemory:
             memory: result of :meth:`reserve`.
             copies: the storages, and the offset of each in ``memory``.
             size_bytes: of all storages in ``memory``.
-            lazy: optimizers. Their parameters and state on accelerators are copied until one of them steps; nothing
-                else may change these tensors before.
+            lazy: optimizers. Their parameters and state on accelerators are copied until an optimizer steps; nothing
+                else may change the tensors before.
 
         Returns:
-            The copy. After it is written, ``memory`` goes to :meth:`give_back`.
+            The copy. After the file is written, ``memory`` goes to :meth:`give_back`.
         """
         started = time.perf_counter()
         on_this_machine: list[tuple[int, int, int]] = []

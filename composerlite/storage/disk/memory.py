@@ -19,9 +19,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # advice for madvise(2)
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
 _SMALL_BYTES = 16 << 10
-_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads do not make memory faster; for fewer pieces none is worth its start
+_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads do not make memory faster; few pieces need none
 _WAIT_SECONDS = 600.0
-_LEAST_LENT_BYTES = 49 << 20  # the default size of a ring: memory that a load returns is large enough for a save
+_LEAST_LENT_BYTES = 49 << 20  # the default size of a ring: memory of a load is large enough for a save
 _MOST_KEPT_BYTES = 65 << 20  # the blocks of a load
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,8 +32,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class HostMemory:
     """Memory of this machine, in huge pages if the system has some. :meth:`close` frees the memory.
 
-    Forked processes find zeros. If they inherited the pages, as the workers of a data loader would, every page would
-    be copied at its next use.
+    Forked processes, such as workers of a data loader, find zeros: inherited pages would be copied at the next use.
 
     Args:
         size_bytes: the least size.
@@ -92,7 +91,7 @@ class HostMemory:
 
 @final
 class WarmMemory:
-    """Keeps one piece of unused memory for the next user.
+    """Keeps a piece of unused memory for the next user.
 
     The first touch of memory takes up to 3 ms per MiB in virtual machines whose host reclaims free pages: as long as
     writing as much to a fast disk.
@@ -141,13 +140,13 @@ def give_memory_back(memory: HostMemory) -> None:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: free in the machine, or left by the control groups of the process.
+    """Return the bytes still free for this process, in the machine and in the control groups of the process.
 
     Args:
         root: folder with the files of the system.
 
     Returns:
-        The smallest of these numbers, at least 0.
+        The smallest number, at least 0.
     """
     return max(0, min([_free_memory(root), *_left_in_groups(root)]))
 
@@ -178,7 +177,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
-    """Return the free bytes of the group ``path`` and its parents. A container sees its own group as the root."""
+    """Return the free bytes of the group ``path`` and its parents. A container is its own root."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
@@ -189,7 +188,7 @@ def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Itera
 
 
 def _cached_files(group: Path, name: str) -> int:
-    """Return the bytes of cached files. They count as used memory, and the system frees them first."""
+    """Return the bytes of cached files. Cached files count as used memory, and the system frees them first."""
     with contextlib.suppress(OSError):
         for line in (group / "memory.stat").read_text().splitlines():
             key, _, value = line.partition(" ")
@@ -226,9 +225,9 @@ def address_of(buffer: bytearray | memoryview) -> int:
 
 
 def copy_memory(copies: Iterable[Copy]) -> None:
-    """Copy memory in up to four threads, of which the caller's is one.
+    """Copy memory in up to four threads, including the calling thread.
 
-    Each thread takes the next piece when it is ready, so that a thread with a busy core copies less.
+    Each thread takes a piece after the other: a thread with a busy core copies less.
 
     Args:
         copies: for each the address to copy to, the address to copy from, and the number of bytes.
