@@ -10,7 +10,6 @@ import functools
 import io
 import itertools
 import math
-import os
 import pickle
 import sys
 import weakref
@@ -92,10 +91,6 @@ class UnverifiedFile:
                 progress(count)
                 view = view[count:]
 
-    def expect(self, offset: int, size: int) -> None:
-        """Let the system read ``size`` bytes ahead."""
-        os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -161,7 +156,6 @@ class TorchFile:
         source: bytes of the file.
         size_bytes: size of the file.
         peek: reads bytes without verification. The bytes are verified when the tensors are read.
-        expect: called with the ranges of later calls of ``peek``.
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
         check_sums: compare the CRC-32 of each record with the directory; for files without other digests.
@@ -179,7 +173,6 @@ class TorchFile:
         size_bytes: int,
         *,
         peek: Callable[[int, int], bytes],
-        expect: Callable[[int, int], object] | None = None,
         map_location: MapLocation = "cpu",
         trust: bool = False,
         check_sums: bool = False,
@@ -189,7 +182,7 @@ class TorchFile:
         self._source = source
         self.ring = shared_ring
         try:
-            listed = entries(size_bytes, source.read, peek, expect, comment_bytes=comment_bytes)
+            listed = entries(size_bytes, source.read, peek, comment_bytes=comment_bytes)
         except CorruptCheckpointError as e:
             if size_bytes < len(_LEGACY) or peek(0, len(_LEGACY)) != _LEGACY:
                 raise

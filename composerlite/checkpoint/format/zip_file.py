@@ -143,23 +143,18 @@ def _is_large(count: int, size: int, start: int) -> bool:
 # ── archives of any origin ───────────────────────────────────────────────────────────────────────────────────────────
 _MOST_RECORDS = 1 << 20
 _TAIL_BYTES = 22 + 0xFFFF  # the end of an archive with the longest comment
-_PAGE_BYTES = 4096
-_USUAL_HEADER_BYTES = _PAGE_BYTES + 64  # ours, filled up to the next page, and torch's are shorter
+_USUAL_HEADER_BYTES = 4096 + 64  # ours, filled up to the next page, and torch's are shorter
 Read = Callable[[int, int], bytes]  # offset, size
-Expect = Callable[[int, int], object]
 _Listed = tuple[int, int, int]  # offset of the local header, size, CRC-32
 
 
-def entries(
-    size_bytes: int, read: Read, peek: Read, expect: Expect | None = None, *, comment_bytes: int = 0
-) -> dict[str, ZipRecord]:
+def entries(size_bytes: int, read: Read, peek: Read, *, comment_bytes: int = 0) -> dict[str, ZipRecord]:
     """Return the records of a zip archive, by name.
 
     Args:
         size_bytes: size of the archive.
         read: returns bytes of the directory.
         peek: returns bytes of local headers, possibly unverified. Then the caller compares ``header`` later.
-        expect: called with the ranges of all local headers before ``peek``, to read all headers ahead at once.
         comment_bytes: size of the archive's comment, if ``size_bytes`` does not include the comment.
 
     Raises:
@@ -173,9 +168,6 @@ def entries(
     ordered = sorted(_listed(directory, count).items(), key=lambda item: item[1][0])
     if (own := _own_entries(ordered, directory, start)) is not None:
         return own
-    if expect is not None:
-        for page in {header // _PAGE_BYTES: None for _, (header, *_) in ordered if header < start}:
-            expect(page * _PAGE_BYTES, _PAGE_BYTES)
     found: dict[str, ZipRecord] = {}
     end = 0
     for name, (header, length, crc) in ordered:

@@ -54,7 +54,6 @@ class RawFile(NamedTuple):
         size_bytes: size of the torch file.
         peek: reads bytes that are verified later, or not at all.
         check_sums: only the checksums in the file verify the bytes.
-        expect: is called with the ranges that ``peek`` will read next.
         comment_bytes: size of the zip comment behind the torch file.
         verified: numbers of the chunks of the file that were read and verified so far.
     """
@@ -63,7 +62,6 @@ class RawFile(NamedTuple):
     size_bytes: int
     peek: Callable[[int, int], bytes]
     check_sums: bool
-    expect: Callable[[int, int], object] | None = None
     comment_bytes: int = 0
     verified: Collection[int] = ()
 
@@ -73,7 +71,6 @@ class RawFile(NamedTuple):
             self.source,
             self.size_bytes,
             peek=self.peek,
-            expect=self.expect,
             map_location=map_location,
             trust=trust,
             check_sums=self.check_sums,
@@ -141,12 +138,12 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
             beside, size_bytes = UnverifiedFile(file), file.seek(0, os.SEEK_END)
-            raw = RawFile(beside, size_bytes, beside.read, manifest is None, beside.expect, verified=verified)
+            raw = RawFile(beside, size_bytes, beside.read, manifest is None, verified=verified)
         else:
             beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
             source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
             size_bytes, tail_bytes, verified = source.size_bytes, source.tail_bytes, source.verified
-            raw = RawFile(source, size_bytes, beside.read, manifest is None, beside.expect, tail_bytes, verified)
+            raw = RawFile(source, size_bytes, beside.read, manifest is None, tail_bytes, verified)
         yield raw, progress
 
 
