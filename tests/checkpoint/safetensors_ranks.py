@@ -26,7 +26,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.errors import RankError, SaveError
 
-WIDTH = 2048
+WIDTH = 4096
 
 
 def whole_weights() -> dict[str, torch.Tensor]:

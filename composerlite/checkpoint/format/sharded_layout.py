@@ -55,17 +55,6 @@ __all__ = [
 _MAGIC = b"composerlite sharded layout 2: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """An index is unpacked to at most this size, plus this multiple of its own size."""
-_DAMAGED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-    zlib.error,
-)
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
 _MOST_RANKS = 1 << 17
 Box = tuple[tuple[int, ...], tuple[int, ...]]

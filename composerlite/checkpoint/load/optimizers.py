@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of the parameters: read as it is, made for a load, and set."""
+"""The state of an optimizer by the names of the parameters: read, prepared for a load, and set."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SETTINGS_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_mome
 
 
 def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
-    """The state of ``optim``, sharded as it is, in this machine's memory: nothing for a parameter that has none.
+    """Return the state of ``optim``, with its shards, in this machine's memory; nothing for a parameter without state.
 
-    torch would let an optimizer without any state make a step, which changes what is trained.
+    torch would let an optimizer without any state make a step, which changes the parameters.
 
     Raises:
-        ConfigError: ``optim`` is no optimizer, or one of other parameters; or its state cannot be saved.
+        ConfigError: ``optim`` is no optimizer, or has other parameters; or the state cannot be saved.
     """
     _check(model, optim)
     with _without_a_step(optim):
@@ -47,13 +47,13 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
 def optimizer_state_to_fill(
     model: nn.Module, optim: Optimizer, is_stored: Callable[[str], bool], *, strict: bool
 ) -> StateDict:
-    """The state of ``optim`` for a load: of the parameters of which the checkpoint has one. ``optim`` stays as it is.
+    """Return a state of ``optim`` to fill, for the parameters with a state in the checkpoint. ``optim`` is unchanged.
 
     Args:
-        model: that has the parameters.
-        optim: to be loaded. What it lacks is made, of zeros.
-        is_stored: says whether the checkpoint has a state of the parameter of a name.
-        strict: leave out what only ``optim`` has.
+        model: with the parameters.
+        optim: to be loaded. A missing state is made of zeros.
+        is_stored: whether the checkpoint has a state of the parameter with a name.
+        strict: leave out the state of parameters without a state in the checkpoint.
 
     Raises:
         IncompatibleCheckpointError: ``optim`` cannot be given a state before its first step.
@@ -76,9 +76,9 @@ def optimizer_state_to_fill(
 
 
 def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) -> None:
-    """Give ``optim`` the ``state``, in either layout, and no other: nothing to a parameter that has none there.
+    """Load ``state``, in either layout, into ``optim``. A parameter without a state there has none afterwards.
 
-    What schedulers have added to its groups stays where the ``state`` has none.
+    Settings that schedulers have added to the groups stay if ``state`` does not have them.
     """
     if "param_groups" not in state:
         state = _unflattened(optimizer_state(model, optim)["param_groups"], state)
@@ -94,7 +94,7 @@ def _options(*, strict: bool = True) -> StateDictOptions:
 
 
 def _check(model: nn.Module, optim: Any) -> None:
-    """See that the state of ``optim`` can be saved by the names of the parameters of ``model``."""
+    """Raise if the state of ``optim`` cannot be saved by the names of the parameters of ``model``."""
     if not hasattr(optim, "param_groups"):
         raise ConfigError(
             f"optim is of the type {type(optim).__name__}: expected one torch.optim.Optimizer. To save several, call "
@@ -132,7 +132,7 @@ def _state(model: nn.Module, optim: Optimizer) -> StateDict:
 
 
 def _odd_value(value: Any, path: str) -> tuple[str, Any] | None:
-    """The path and the value of what torch does not save of an optimizer."""
+    """Return path and value of an entry that torch does not save of an optimizer."""
     if isinstance(value, dict | list | tuple):
         inner = (_odd_value(one, f"{path}/{key}" if path else str(key)) for key, one in items_of(value))
         return next((found for found in inner if found is not None), None)
@@ -145,7 +145,7 @@ def _parameters(optim: Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _without_a_step(optim: Optimizer) -> Generator[None]:
-    """Within it a gradient tells torch that ``optim`` has no state since it needs none."""
+    """Set a gradient in the block, so that torch makes no step to get a state of ``optim``."""
     parameters = _parameters(optim)
     if optim.state or not parameters or any(one.grad is not None for one in parameters):
         yield
@@ -160,7 +160,7 @@ def _without_a_step(optim: Optimizer) -> Generator[None]:
 
 @contextlib.contextmanager
 def _without_state(optim: Optimizer) -> Generator[None]:
-    """Within it ``optim`` has neither state nor gradients, so that torch makes it a state; both come back."""
+    """Remove state and gradients of ``optim`` in the block, so that torch makes a state; then put both back."""
     state, gradients = optim.state, [(one, one.grad) for one in _parameters(optim)]
     optim.state = type(state)(dict)
     for one, _ in gradients:
@@ -175,7 +175,7 @@ def _without_state(optim: Optimizer) -> Generator[None]:
 
 # ── the layout in which every parameter has the settings of its group ────────────────────────────────────────────────
 def flattened(state: StateDict) -> StateDict:
-    """``state`` in keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, as torch flattens it."""
+    """Return ``state`` with keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, as torch flattens it."""
     flat: StateDict = {}
     for name, fields in state["state"].items():
         flat.update(_leaves(fields, f"state.{name}"))
@@ -194,7 +194,7 @@ def _leaves(fields: StateDict, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unflattened(groups: Sequence[StateDict], flat: StateDict) -> StateDict:
-    """The inverse of :func:`flattened`, for these groups of parameters, whose settings it takes from ``flat``."""
+    """Return a state from the result of :func:`flattened`, for groups of parameters, with the settings in ``flat``."""
     names = {name for group in groups for name in group["params"]}
     state: StateDict = {}
     for key, value in flat.items():

@@ -7,7 +7,6 @@ A rank reads the parts of tensors that it needs, straight to where they belong. 
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import time
@@ -29,8 +28,7 @@ from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
-from composerlite.checkpoint.format.torch_reader import item_contents
-from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
@@ -60,12 +58,12 @@ log = logging.getLogger(__name__)
 def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> Loaded:
     """Read the directory ``folder`` into a state, on every rank.
 
-    What it holds is compared with the state before a tensor is read. Tensors are then read in place.
+    The keys of the directory are compared with the state first. Then tensors are read in place.
 
     Args:
         folder: the directory.
         plan: of the load.
-        step: that ``folder`` is the model and the optimizer of, with the train state of each rank; closed at the end.
+        step: the step whose model and optimizer are in ``folder``, with the train state of each rank; is closed.
 
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
@@ -82,7 +80,7 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
 
 
 def _train_states(step: StepFolder) -> list[Any]:
-    """The train state of each rank that has saved the step, on every rank."""
+    """Return the train state of each rank that saved the step, on every rank."""
 
     def read() -> dict[str, bytes]:
         return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
@@ -119,23 +117,19 @@ def _read_state(
 
 
 def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, source: str) -> dict[str, Any]:
-    """Read the values that are no tensors, on rank 0, for every rank."""
-    stored = reader.read_metadata().state_dict_metadata
-    keys = [key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata)]
-    if dist.get_world_size() == 1:
-        return load_flat(reader, keys)
-    fetcher.fetch(dict.fromkeys(keys) if dist.get_global_rank() == 0 else {})
-
-    def packed() -> bytes:
-        buffer = io.BytesIO()
-        torch.save(load_flat(reader, keys), buffer)
-        return buffer.getvalue()
-
-    return item_contents(dist.get_group().from_first(f"reading the small parts of {source}", packed))
+    """Read the values on rank 0, for every rank."""
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
+    keys = dict.fromkeys(key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata))
+    fetcher.fetch(keys if dist.get_global_rank() == 0 else {})
+    found = dist.get_group().from_first(
+        f"reading the small parts of {source}", lambda: reader.read(requests_of(metadata, keys, reader.uri))
+    )
+    return {key: safe_contents(data, key, reader.uri) for key, data in found.items()}
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
-    """The contents of a directory of a run as a file has them: with what is empty, and a list of generators."""
+    """Return the contents of a run's directory as a file has them: with empty dicts, and a list of generators."""
     generators = contents.get("rng")
     by_rank = cast("StateDict", generators) if isinstance(generators, dict) else {}
     if by_rank and all(key.isdecimal() for key in by_rank):  # each rank saves its own, under its number
@@ -151,10 +145,10 @@ def as_in_a_file(contents: StateDict) -> StateDict:
 
 
 def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
-    """``wanted`` with a tensor to be filled for each unread one: the live one where it is of the same form."""
+    """Return ``wanted`` with a tensor to fill for each unread tensor: the live tensor if the forms are equal."""
     if isinstance(wanted, Tensor) and id(wanted) in key_of:
         key = key_of[id(wanted)]
-        if key not in targets:  # one weight may have two names
+        if key not in targets:  # a weight may have two names
             targets[key] = _live_or_new(wanted, live, taken)
         return targets[key]
     lives = dict(items_of(live))
@@ -162,7 +156,7 @@ def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[
 
 
 def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
-    """Choose where to read a tensor to. No two are read to the same memory: what is loaded last counts there."""
+    """Choose the tensor to fill. No two tensors are read into the same memory, where the last would count."""
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
     dist.make_fillable(live)
@@ -185,9 +179,9 @@ _PAUSE_SECONDS = 0.02
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
-    """Read one checkpoint, the same on all ranks: the old one or the new one, if it is replaced.
+    """Read the same checkpoint on all ranks: the old or the new checkpoint, if another process replaces it meanwhile.
 
-    Every rank calls it. ``read`` may be called several times, and fails on all ranks if it does on one.
+    Collective. ``read`` may be called several times, and fails on all ranks if it fails on a rank.
     """
     for attempt in range(_ATTEMPTS):
         is_last = attempt == _ATTEMPTS - 1
@@ -206,9 +200,9 @@ def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[Rem
 
 
 def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
-    """Fill ``state``, of nested dicts, in place: tensors are filled, values replaced. See :func:`load_leaves`.
+    """Fill ``state``, of nested dicts, in place: tensors are filled, values are replaced. Collective.
 
-    Sparse and quantized tensors, and those of classes of their own, are replaced by others of their kind.
+    Sparse and quantized tensors, and tensors of a class of their own, are replaced by tensors of the same kind.
 
     Raises:
         IncompatibleCheckpointError: the checkpoint has different numbers for two names of one tensor, on any rank.
@@ -224,7 +218,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
         inner.setdefault(owner, {})[steps] = key
         wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
     tied = dist.tied_names(wanted)
-    for key in (key for _, *others in tied for key in others):  # read apart, to see that nothing is lost
+    for key in (key for _, *others in tied for key in others):  # read apart, to compare the numbers
         wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
     group = group or group_of()
     load_leaves(reader, wanted, group=group)
@@ -242,7 +236,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
 
 
 def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> None:
-    """See that what was loaded for several names of one tensor is the same, bit for bit."""
+    """Raise if the numbers loaded for several names of one tensor differ in a bit."""
 
     def bits(key: str) -> Tensor:
         return dist.local_shard(loaded[key]).local.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -257,7 +251,7 @@ def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> N
 
 
 def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
-    """See that ``loaded`` can take the place of ``own``, which is none that could be filled."""
+    """Raise if ``loaded`` cannot replace ``own``, a tensor that cannot be filled."""
 
     def kind(tensor: Any) -> Any:
         return type(tensor).__name__, tensor.layout, tensor.dtype, tuple(tensor.shape)
@@ -268,7 +262,7 @@ def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
 
 
 def _target(stored: Any, live: Tensor | None) -> Tensor:
-    """Choose where to read what is ``stored`` for the place that has ``live`` now."""
+    """Choose the tensor to fill with a ``stored`` tensor that replaces ``live`` in the state."""
     dtype = stored.properties.dtype
     if live is None or live.shape != stored.size:
         return torch.empty(stored.size, dtype=dtype)
@@ -276,13 +270,13 @@ def _target(stored: Any, live: Tensor | None) -> Tensor:
 
 
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
-    """Fill ``state`` in place. What it has must be in the checkpoint, in the same shape.
+    """Fill ``state`` in place. All its keys must be in the checkpoint, with the same shapes. Collective.
 
-    Tensors that several ranks need are read by one of them and sent to the others; in a group of one, each reads all.
+    A tensor that several ranks need is read by one rank and sent to the others.
 
     Args:
         reader: of the checkpoint.
-        state: tensors to be filled, and values to be replaced, by the keys of the index.
+        state: tensors to fill, and values to replace, by the keys of the index.
         group: the ranks that load together.
     """
     requests, transfers = plan_load(reader, state, group)
@@ -297,7 +291,7 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
 
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
-    """The values of ``keys`` of the index, whole, in this process alone."""
+    """Return the tensors and values of ``keys`` of the index, whole, in this process alone."""
     state = unread(reader.read_metadata(), keys)
     if state:
         load_leaves(reader, state, group=SingleProcess())
@@ -305,7 +299,7 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
 
 
 def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Places for the values of ``keys`` of the index: whole tensors to be filled, ``None`` for other values."""
+    """Return a whole tensor to fill for each tensor among ``keys`` of the index, and ``None`` for each value."""
     stored = {key: metadata.state_dict_metadata[key] for key in keys}
     return {
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
@@ -320,7 +314,7 @@ def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
 
 
 def flat(state: StateDict) -> dict[str, Any]:
-    """``state`` without dicts in it, with the keys that it has in an index."""
+    """Return ``state`` as one flat dict with the keys of an index."""
     return leaves(state, as_dcp=True, to_save=False).values
 
 
@@ -330,13 +324,13 @@ def _options(*, strict: bool = True) -> StateDictOptions:
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The state of ``model``, sharded as it is, in this machine's memory.
+    """Return the state of ``model``, with its shards, in this machine's memory.
 
-    ``get_model_state_dict`` looks up each name twice, which takes longer than all other planning of a save: it is left
-    to models in which names are not those of their modules, and to what is not in this machine's memory.
+    ``get_model_state_dict`` looks up each name twice, which takes longer than the rest of the planning of a save. Only
+    models whose names differ from those of their modules, or whose tensors are on devices, need the function.
 
     Raises:
-        ConfigError: ``model`` is no module, or has parameters without numbers.
+        ConfigError: ``model`` is no module, or has parameters on the device ``meta``.
     """
     _check_module(model)
     if not _renames(model):
@@ -361,11 +355,11 @@ def _check_module(model: object) -> None:
 
 
 _WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Names of what a module wraps: DDP, ``torch.compile``, activation checkpointing."""
+"""Names of a wrapped module: in DDP, ``torch.compile``, activation checkpointing."""
 
 
 def _renames(model: nn.Module) -> bool:
-    """Return true if ``state_dict`` of ``model`` was replaced, as torch's patch of it does, or moves data."""
+    """Return true if ``state_dict`` of ``model`` was replaced by a patch of torch, or moves data."""
     return "state_dict" in vars(model) or any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
 
 
@@ -374,7 +368,7 @@ def _is_here(value: Any) -> bool:
 
 
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
-    """Give ``model`` the state."""
+    """Load ``state`` into ``model``."""
     for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name in state:
             dist.make_fillable(live)

@@ -28,9 +28,9 @@ def swap_param_keys(
     Args:
         state_dict: ``{"model": …, "optim": …}``, the optimizer's in either layout.
         key_mapping: new names by present names.
-        metadata: of a checkpoint: a parameter whose new name it does not have keeps the present one.
-        reverse: from the new names to the present ones.
-        quiet: do not log what is renamed.
+        metadata: of a checkpoint. A parameter keeps its name if the checkpoint does not have the new name.
+        reverse: rename from new names to present names.
+        quiet: do not log the names.
     """
     names = {
         old: new
@@ -64,21 +64,21 @@ def _rename_in_optimizer(optim: StateDict, names: Mapping[str, str]) -> None:
 
 
 def _rename(state: StateDict, names: Mapping[str, str]) -> None:
-    """Rename keys, all at once: two may change places."""
+    """Rename keys, all at the same time, since two may be swapped."""
     items = {names.get(key, key): value for key, value in state.items()}
     state.clear()
     state.update(items)
 
 
 def _renamed_flat(key: str, names: Mapping[str, str]) -> str:
-    """``state.<name>.<field>`` with another name."""
+    """Return ``state.<name>.<field>`` with the new name."""
     kind, _, rest = key.partition(".")
     name, _, setting = rest.rpartition(".")
     return f"{kind}.{names.get(name, name)}.{setting}"
 
 
 def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
-    """Remove all keys but ``allowed_keys``, in place; return the removed ones.
+    """Remove all keys but ``allowed_keys``, in place; return the removed keys.
 
     Args:
         state_dict: nested dicts.
@@ -107,7 +107,7 @@ def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
 
 
 def _dicts_in(value: Any) -> list[tuple[str, StateDict]]:
-    """The dicts that ``value`` is or holds, if it is a list of such, and what stands before their keys."""
+    """Return the dict ``value``, or the dicts in the list ``value``, each with the text before its keys."""
     if isinstance(value, dict):
         return [("", cast("StateDict", value))]
     if isinstance(value, list) and value and all(isinstance(inner, dict) for inner in cast("list[Any]", value)):
@@ -116,7 +116,7 @@ def _dicts_in(value: Any) -> list[tuple[str, StateDict]]:
 
 
 def merge_state_dicts(lhs: StateDict, rhs: StateDict) -> None:
-    """Give ``lhs``, in place, what only ``rhs`` has. Nested dicts are merged likewise, and those in lists.
+    """Add the items that only ``rhs`` has to ``lhs``, in place, also in nested dicts and in dicts in lists.
 
     Args:
         lhs: nested dicts, changed in place.
