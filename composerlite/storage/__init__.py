@@ -27,7 +27,15 @@ from composerlite.storage.disk.files import (
 from composerlite.storage.disk.memory import HostMemory, WarmMemory, available_memory, copy_memory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
 from composerlite.storage.disk.writer import Digester, Seal, Sink, StreamWriter
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress, check_name, is_name
+from composerlite.storage.object_store import (
+    ObjectInfo,
+    ObjectRange,
+    ObjectStore,
+    PartUpload,
+    Progress,
+    check_name,
+    is_name,
+)
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.sdk import importing_sdk, isolate_sdk_rng
 from composerlite.storage.uri import (
@@ -59,6 +67,7 @@ __all__ = [
     "HostMemory",
     "LocalObjectStore",
     "ObjectInfo",
+    "ObjectRange",
     "ObjectStore",
     "ParallelReader",
     "PartUpload",

@@ -1,4 +1,4 @@
-"""Jobs in the background: in order where order matters, and what fails is raised in training."""
+"""Background jobs: in order where order matters. Errors are raised in training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from composerlite.errors import ComposerliteError, raise_all
 from composerlite.storage.workers import WorkerPool, seconds_left, wait_at_exit, wait_no_more
@@ -19,14 +18,6 @@ log = logging.getLogger(__name__)
 
 
 class _Job(NamedTuple):
-    """Something to do.
-
-    Attributes:
-        what: for messages: ``'a.txt'``.
-        lane: jobs of one lane run one after the other, in the order in which they came; ``None``: it waits for none.
-        dropped: is called instead of ``work`` if something newer takes its place.
-    """
-
     what: str
     work: Callable[[], object]
     lane: str | None
@@ -34,41 +25,28 @@ class _Job(NamedTuple):
 
 
 class Background:
-    """Does jobs in threads of its own; with one thread in the order in which they came.
+    """Runs jobs in threads of its own. With one thread jobs run in the order of :meth:`submit`.
 
-    What fails is kept until :meth:`raise_failures` or :meth:`close` raises it; later jobs are done all the same. The
-    threads end with :meth:`stop`; a program that ends without it waits for what is pending.
+    Errors are kept until :meth:`raise_failures` or :meth:`close` raises them; later jobs run all the same. The threads
+    end with :meth:`stop`. A program that ends without :meth:`stop` waits for pending jobs.
 
     Args:
-        who: wants them done, for messages: ``'MLFlowLogger'``.
-        jobs: what they are, for messages. done: what they are to be.
-        num_concurrent: jobs at the same time, of different lanes.
+        who: owner of the jobs, for messages, such as ``'MLFlowLogger'``.
+        num_concurrent: number of jobs at the same time, of different lanes.
         timeout: seconds that :meth:`close`, or the end of the program, waits for jobs.
-        error: what is raised for a job that cannot be taken. late_error: for some that are not done in the end.
 
     Attributes:
         timeout: as given.
     """
 
-    def __init__(
-        self,
-        who: str,
-        *,
-        jobs: str = "things",
-        done: str = "done",
-        num_concurrent: int = 1,
-        timeout: float = 3600.0,
-        error: type[ComposerliteError] = ComposerliteError,
-        late_error: type[Exception] = TimeoutError,
-    ) -> None:
+    late_error: ClassVar[type[Exception]] = TimeoutError
+    """Raised by :meth:`close` if jobs are unfinished."""
+
+    def __init__(self, who: str, *, num_concurrent: int = 1, timeout: float = 3600.0) -> None:
         self._who = who
-        self._jobs = jobs
-        self._done = done
         self._pool = WorkerPool(num_concurrent, name=f"{who} background")
         self.timeout = timeout
-        self._error = error
-        self._late_error = late_error
-        self._waiting: deque[_Job] = deque()
+        self._waiting: list[_Job] = []
         self._running: list[_Job] = []
         self._failures: list[Exception] = []
         self._changed = threading.Condition()
@@ -83,25 +61,23 @@ class Background:
         replaces: bool = False,
         dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """Run ``work`` in the background, after everything submitted before in its lane.
+        """Run ``work`` in the background, after all earlier jobs of its lane.
 
         Args:
-            what: is done, for messages.
-            work: does it.
-            lane: what has to be in order, such as the name of an object.
-            replaces: what waits in the lane and has not begun is not done any more: this is newer.
-            dropped: is called if this is not done for that reason, or because of :meth:`stop`.
+            what: name of the job, for messages.
+            work: the job.
+            lane: jobs of one lane run in order, such as uploads of one object; ``None``: in any order.
+            replaces: drop the jobs of the lane that have not begun.
+            dropped: called if the job is dropped, by a newer job or by :meth:`stop`.
 
         Raises:
             ComposerliteError: after :meth:`stop`.
         """
-        obsolete: list[_Job] = []
         with self._changed:
             if self._closing:
-                raise self._error(f"{self._who}: {what} comes too late: it is closed.")
-            if replaces:
-                obsolete = [job for job in self._waiting if job.lane == lane]
-                self._waiting = deque(job for job in self._waiting if job.lane != lane)
+                raise ComposerliteError(f"{self._who}: {what} comes too late: it is closed.")
+            obsolete = [job for job in self._waiting if replaces and job.lane == lane]
+            self._waiting = [job for job in self._waiting if job not in obsolete]
             self._waiting.append(_Job(what, work, lane, dropped))
             wait_at_exit(self, lambda: self.pending, self.timeout)
         for job in obsolete:
@@ -115,30 +91,23 @@ class Background:
 
     @property
     def pending(self) -> list[str]:
-        """Jobs that are not done yet, the oldest first."""
+        """Names of the unfinished jobs, the oldest first."""
         with self._changed:
             return [job.what for job in (*self._running, *self._waiting)]
 
-    @property
-    def failed(self) -> str:
-        """Failures since the last time that failures were raised, for messages."""
-        return "; ".join(str(failure) for failure in self._failures)
-
     def raise_failures(self) -> None:
-        """Raise the errors of jobs that failed since the last call, if any, each with a note that names the job."""
+        """Raise the errors of jobs since the last call, if any, each with a note that names the job."""
         with self._changed:
             failures, self._failures = self._failures, []
-        raise_all(failures, f"{self._who}: {len(failures)} {self._jobs} failed")
+        raise_all(failures, f"{self._who}: {len(failures)} jobs failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most ``at_most`` jobs are pending, for ``seconds`` at most, and no longer than a grace period.
-
-        ``lane``: only those of this lane count.
+        """Wait until at most ``at_most`` jobs are pending. Ends with the grace period of :func:`leave_by`.
 
         Args:
-            seconds: to wait at most.
-            lane: count only jobs of this lane; ``None``: of all.
-            at_most: jobs that may be pending.
+            seconds: longest wait.
+            lane: count only jobs of this lane; ``None``: all jobs.
+            at_most: number of jobs that may be pending.
 
         Returns:
             True if at most ``at_most`` jobs are pending.
@@ -149,20 +118,23 @@ class Background:
                 left = until - time.monotonic()
                 if left <= 0:
                     return False
-                self._changed.wait(min(left, 1.0))  # in short turns, so that an interrupt is heard
+                self._changed.wait(min(left, 1.0))
         return True
 
     def stop(self, seconds: float) -> list[str]:
-        """Wait until all jobs are done, ``seconds`` at most, and stop the threads. May be called twice.
+        """Wait until all jobs are done and stop the threads. May be called twice.
+
+        Args:
+            seconds: longest wait.
 
         Returns:
-            What is not done by then. It is dropped, if it has not begun.
+            Names of the unfinished jobs. Jobs that have not begun are dropped.
         """
         in_time = self.wait(seconds)
         late = self.pending
         with self._changed:
             self._closing = True
-            left, self._waiting = self._waiting, deque()
+            left, self._waiting = self._waiting, []
             wait_no_more(self)
         for job in left:
             job.dropped()
@@ -172,33 +144,35 @@ class Background:
     def close(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
 
-        Where a grace period ends before that, the log says what is missing: it is no error.
+        Jobs that a grace period cuts off are logged and not raised.
 
         Args:
-            seconds: to wait at most; ``None``: the timeout.
+            seconds: longest wait; ``None``: the timeout.
 
         Raises:
-            TimeoutError, or ``late_error``: it is not within ``seconds``; the message says what is missing.
-            Exception: what failed.
+            TimeoutError, or ``late_error``: jobs are unfinished; the message names them.
+            Exception: the error of a job.
         """
         seconds = self.timeout if seconds is None else seconds
         late = self.stop(seconds)
         if late and not seconds_left():
-            log.error("%s: not %s by the end of the grace period: %s", self._who, self._done, ", ".join(late))
+            log.error("%s: not done by the end of the grace period: %s", self._who, ", ".join(late))
         elif late:
-            failed = f" Failed: {self.failed}" if self.failed else ""
-            raise self._late_error(f"{self._who}: not {self._done} within {seconds:.0f} s: {', '.join(late)}.{failed}")
+            failed = "; ".join(str(failure) for failure in self._failures)
+            raise self.late_error(
+                f"{self._who}: not done within {seconds:.0f} s: {', '.join(late)}.{failed and f' Failed: {failed}'}"
+            )
         self.raise_failures()
 
     def _run(self) -> None:
-        """Do jobs as long as there is one whose lane is free, the oldest first."""
+        """Run the oldest job whose lane is free, if any. The job after it in its lane is run here, too."""
         while (job := self._next()) is not None:
             failure: Exception | None = None
             started = time.perf_counter()
             try:
                 job.work()
                 log.debug("%s: %s took %.1f s", self._who, job.what, time.perf_counter() - started)
-            except Exception as e:  # noqa: BLE001 - raised by raise_failures, in the thread that can do something about it
+            except Exception as e:  # noqa: BLE001 - raised by raise_failures in the training thread
                 log.error("%s: %s failed: %s", self._who, job.what, e)
                 e.add_note(f"{self._who} failed in the background: {job.what}.")
                 failure = e
@@ -223,49 +197,31 @@ class Background:
 
 @final
 class StagedFiles:
-    """Copies of files that wait to be uploaded, which nobody else changes.
-
-    A second name for a file would follow what is written to it.
+    """Copies of files that wait for an upload. The copies do not change when the originals do.
 
     Args:
-        folder: where a folder for them is made; that of the system for temporary files by default.
+        folder: where the copies are made; ``None``: the folder of the system for temporary files.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._parent = None if folder is None else Path(folder).absolute()  # the script may change its folder
-        self._folder: Path | None = None
-        self._count = 0
+        self._folders: set[Path] = set()
 
     def prepare(self) -> None:
-        """Make the folder, which is made again where something has removed it meanwhile.
+        """Check that copies can be made.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be written.
         """
-        if self._folder is not None and self._folder.is_dir():
-            return
-        if self._parent is not None:
-            self._parent.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
+        self.give_back(self._new_folder() / "file")
 
     def copy(self, file: Path, name: str) -> Path:
-        """Make a copy of ``file`` that is called ``name``.
-
-        Args:
-            file: to copy.
-            name: of the copy.
-
-        Returns:
-            Path of the copy.
+        """Copy ``file`` to a new file called ``name`` and return its path.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: ``file`` does not exist.
         """
-        self.prepare()
-        assert self._folder is not None
-        self._count += 1
-        staged = self._folder / str(self._count) / name
-        staged.parent.mkdir()
+        staged = self._new_folder() / name
         try:
             shutil.copyfile(file, staged)
         except BaseException:
@@ -276,9 +232,16 @@ class StagedFiles:
     def give_back(self, staged: Path) -> None:
         """Remove a copy that :meth:`copy` made."""
         shutil.rmtree(staged.parent, ignore_errors=True)
+        self._folders.discard(staged.parent)
 
     def remove(self) -> None:
-        """Remove all. May be called twice."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder = None
+        """Remove all copies. May be called twice."""
+        for folder in list(self._folders):
+            self.give_back(folder / "file")
+
+    def _new_folder(self) -> Path:
+        if self._parent is not None:
+            self._parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="composerlite-files-", dir=self._parent))
+        self._folders.add(folder)
+        return folder

@@ -1,10 +1,8 @@
-"""ObjectStore: what every place that keeps objects by name can do, from a bucket to a folder."""
+"""ObjectStore: the interface of every store of objects, from a bucket to a folder."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -16,8 +14,6 @@ from typing import Any, Self, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
 
-_PIECE_BYTES = 8 << 20
-
 Progress = Callable[[int, int], object]
 """Called with (bytes moved, total)."""
 
@@ -28,9 +24,9 @@ class ObjectInfo:
     """An object in a listing.
 
     Attributes:
-        name: as the verbs take it.
-        size_bytes: of its content.
-        modified_at: when it was put there, by the clock of the store, if that tells; in UTC.
+        name: as the methods of the store take the name.
+        size_bytes: size of the content.
+        modified_at: time of the upload by the clock of the store, in UTC; ``None`` if the store does not say.
     """
 
     name: str
@@ -38,15 +34,36 @@ class ObjectInfo:
     modified_at: datetime | None = field(default=None, compare=False)
 
 
-class PartUpload(ABC):
-    """An object that is sent in parts and that nobody sees before :meth:`complete`.
-
-    Parts are numbered from 1, all of one size but the last, which may be smaller. Several threads may send at once.
+@final
+@dataclass(frozen=True, slots=True)
+class ObjectRange:
+    """A part of an object, while it arrives.
 
     Attributes:
-        name: of the object to come.
-        upload_id: how the store calls it.
-        started_at: when it was started, if the store tells; in UTC.
+        version: differs for every upload of the object, such as an ETag. Empty if the store has no versions.
+        size_bytes: size of the whole object.
+        pieces: yields the bytes in order. Close the generator to end the request early.
+    """
+
+    version: str
+    size_bytes: int
+    pieces: Generator[bytes]
+
+    def read(self) -> bytes:
+        """Return all bytes of the range."""
+        return b"".join(self.pieces)
+
+
+class PartUpload(ABC):
+    """An object that is sent in parts. Readers do not see the object before :meth:`complete`.
+
+    Parts have numbers from 1. All parts have one size, only the last part may be smaller. Threads may send parts at
+    the same time.
+
+    Attributes:
+        name: name of the object.
+        upload_id: identifier that the store gave to the upload.
+        started_at: start of the upload in UTC; ``None`` if the store does not say.
     """
 
     def __init__(self, name: str, upload_id: str, started_at: datetime | None = None) -> None:
@@ -56,153 +73,143 @@ class PartUpload(ABC):
 
     @abstractmethod
     def has(self, number: int, data: memoryview) -> bool:
-        """True if the store has part ``number`` with exactly these bytes, sent by this process or an earlier one.
-
-        Args:
-            number: of the part, from 0.
-            data: its content.
-
-        Returns:
-            True if the store has it.
-        """
+        """Return true if the store already has part ``number`` with exactly the bytes ``data``."""
 
     @abstractmethod
     def send(self, number: int, data: memoryview) -> None:
-        """Send part ``number``; it replaces one of the same number.
-
-        Args:
-            number: of the part, from 0.
-            data: its content.
+        """Send part ``number``, in place of an earlier part of this number.
 
         Raises:
-            PermissionError: not allowed.
-            ObjectStoreTransientError: it may succeed when it is tried again.
-            ObjectStoreError: it will not.
+            PermissionError, ObjectStoreTransientError, ObjectStoreError: as the methods of :class:`ObjectStore`.
         """
 
     @abstractmethod
     def complete(self, *, count: int, create_only: bool = False) -> None:
-        """Make the object exist, of the parts 1 to ``count``, in place of what had its name.
+        """Make the object exist, of the parts 1 to ``count``.
 
         Args:
-            count: of the parts.
-            create_only: fail with FileExistsError if something has its name, as :meth:`ObjectStore.put_bytes`.
+            count: number of parts.
+            create_only: fail with FileExistsError if the object exists.
 
         Raises:
-            FileNotFoundError: the store has forgotten the upload. Other errors are those of :meth:`send`.
+            FileNotFoundError: the store does not know the upload.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Abort the upload and delete its parts. An upload that is gone is no error."""
+        """Delete the parts. An upload that the store does not know is no error."""
 
 
 class ObjectStore(ABC):
-    """Keeps objects, each a name and its bytes. Names look like paths: ``run/ep1.pt``. Do not use both ``a`` and
-    ``a/b``: stores of files cannot keep both, and refuse the second (ObjectStoreError).
+    """Keeps objects, each with a name and bytes. Names look like paths: ``run/ep1.pt``.
 
-    An object appears atomically: a reader gets the bytes of one single upload. Several threads
-    may use one store at the same time. No verb tries again what failed: :class:`~composerlite.storage.Transfer` does.
+    Do not use both ``a`` and ``a/b`` as names: stores of files cannot keep both and raise ObjectStoreError.
 
-    A store of one's own has four verbs at least: upload, download, the size of an object and the listing. The others
-    follow from those, as well as they can. That several ranges are of one single upload follows only where
-    :meth:`read_pieces` tells versions.
+    An object appears atomically: a reader gets the bytes of a single upload. Threads may share a store. Methods do not
+    retry: :class:`~composerlite.storage.Transfer` does.
 
-    Every verb raises, with a message that names the object, the operation and the cause:
+    A subclass needs four methods: upload, download, size and listing. The defaults of the other methods use those
+    four.
 
-    - FileNotFoundError: there is no such object, or no such bucket;
-    - PermissionError: the credentials are missing, wrong, expired, or do not allow it: never "not found";
-    - ObjectStoreTransientError: it may succeed when it is tried again;
-    - ObjectStoreError: anything else;
-    - ConfigError: ``name`` is none (see :func:`check_name`).
+    Every method raises errors that name the object, the operation and the cause:
+
+    - FileNotFoundError: the object or the bucket does not exist.
+    - PermissionError: the credentials are missing, wrong or expired, or do not allow the operation.
+    - ObjectStoreTransientError: the operation may succeed when it is tried again.
+    - ObjectStoreError: any other cause.
+    - ConfigError: the name is not allowed (see :func:`check_name`).
+
+    Attributes:
+        least_part_bytes: smallest size of a part, except for the last one; 0 if the store takes no parts.
+        most_parts: largest number of parts of an upload.
+        reads_ranges: the store can read a range without a download of the whole object.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        listing = cls.__dict__.get("list_objects")
-        if listing is not None:
-            cls.list_objects = _listing_of_names(listing)  # pyright: ignore[reportAttributeAccessIssue]
-        uploading = cls.__dict__.get("upload_object")
-        if uploading is not None and "create_only" not in inspect.signature(uploading).parameters:
-            cls.upload_object = _uploading_with_a_look(uploading)  # pyright: ignore[reportAttributeAccessIssue]
-        reading = cls.__dict__.get("read_pieces")
-        if reading is not None and "version" not in inspect.signature(reading).parameters:
-            cls.read_pieces = _reading_of_any_version(reading)  # pyright: ignore[reportAttributeAccessIssue]
+    least_part_bytes: int = 0
+    most_parts: int = 10_000
+    reads_ranges: bool = False
 
     @abstractmethod
     def upload_object(
         self, name: str, filename: str | Path, callback: Progress | None = None, *, create_only: bool = False
     ) -> None:
-        """Make the file ``filename`` the content of the object ``name``, in place of what is there.
-
-        A subclass may leave ``create_only`` out, as stores of Composer do.
+        """Make the file ``filename`` the content of the object ``name``, in place of the old content.
 
         Args:
-            name: of the object.
+            name: name of the object.
             filename: local file.
             callback: called with (bytes sent, total).
-            create_only: fail if the object exists, as in :meth:`put_bytes`.
+            create_only: raise FileExistsError if the object exists. A subclass with false ``creates_atomically`` may
+                leave this argument out.
         """
 
     @abstractmethod
     def download_object(
         self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
     ) -> None:
-        """Make the content of the object ``name`` the file ``filename``, whose folder exists.
-
-        The file appears atomically. FileExistsError: it is there already and ``overwrite`` is false.
+        """Write the content of the object ``name`` to the file ``filename``, whose folder must exist.
 
         Args:
-            name: of the object.
-            filename: local file to write.
+            name: name of the object.
+            filename: local file to write. The file appears atomically.
             overwrite: replace a local file.
             callback: called with (bytes received, total).
+
+        Raises:
+            FileExistsError: the local file exists and ``overwrite`` is false.
         """
 
     @abstractmethod
     def get_object_size(self, name: str) -> int:
-        """Bytes of the object ``name``."""
+        """Return the size of the object ``name`` in bytes."""
 
     @abstractmethod
     def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List the objects whose names begin with ``prefix``, sorted by name.
 
-        An empty sequence where there are none, a missing bucket is FileNotFoundError. A subclass may return the names
-        alone, as stores of Composer do.
+        The list is empty if no object matches. A subclass may return names instead, as stores of Composer do.
 
         Args:
             prefix: beginning of the names; empty for all.
 
         Returns:
             Name, size and time of each object.
+
+        Raises:
+            FileNotFoundError: the bucket does not exist.
         """
 
-    # ── what follows from those four, where a store knows no better way ──────────────────────────────────────────
+    def list_infos(self, prefix: str = "") -> list[ObjectInfo]:
+        """Return the result of :meth:`list_objects` sorted by name, also if a subclass returns names there."""
+        found: Iterable[Any] = self.list_objects(prefix)
+        infos = [one if isinstance(one, ObjectInfo) else ObjectInfo(one, self.get_object_size(one)) for one in found]
+        return sorted(infos, key=lambda info: info.name)
+
     def get_uri(self, name: str) -> str:
-        """The URI of the object ``name``, whether it exists or not."""
+        """Return the URI of the object ``name``, which need not exist."""
         return f"{type(self).__name__}://{name}"
 
     def put_bytes(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Make ``data`` the content of the object ``name``, in place of what is there.
-
-        With ``create_only`` only if there is nothing, else FileExistsError. Of several processes that try at once
-        exactly one succeeds, if :attr:`creates_atomically`; where it is not, it is a check followed by a write.
+        """Make ``data`` the content of the object ``name``, in place of the old content.
 
         Args:
-            name: of the object.
-            data: its content.
-            create_only: fail if the object exists.
+            name: name of the object.
+            data: new content.
+            create_only: raise FileExistsError if the object exists. Exactly one of several concurrent calls succeeds
+                if :attr:`creates_atomically`; otherwise the store checks first and then writes.
         """
+        if create_only and self.has_object(name):
+            raise FileExistsError(f"{self.get_uri(name)}: create: there is an object of this name.")
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             file = Path(folder) / "object"
             file.write_bytes(data)
-            self.upload_object(name, file, create_only=create_only)
+            self.upload_object(name, file)
 
     def read_range(self, name: str, offset: int, size: int) -> bytes:
-        """The bytes from ``offset`` on, ``size`` of them, fewer only where the object ends before.
+        """Return ``size`` bytes of the object from ``offset`` on, or fewer if the object ends before.
 
         Args:
-            name: of the object.
+            name: name of the object.
             offset: in bytes.
             size: in bytes.
 
@@ -216,67 +223,71 @@ class ObjectStore(ABC):
                 content.seek(offset)
                 return content.read(size)
 
-    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
-        """Size of the object ``name``, and its last bytes, in one request where the store has a verb for that.
+    def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
+        """Begin to read ``size`` bytes of the object from ``offset`` on, or fewer if the object ends before.
 
         Args:
-            name: of the object.
-            most_bytes: number of bytes, at least 1; a smaller object is returned whole.
+            name: name of the object.
+            offset: in bytes.
+            size: in bytes.
+
+        Returns:
+            The version and size of the object, and an iterator of the bytes, which may raise.
+        """
+        size_bytes, data = self.get_object_size(name), self.read_range(name, offset, size)
+        return ObjectRange("", size_bytes, (piece for piece in [data]))
+
+    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
+        """Return the size of the object ``name`` and its last bytes, in one request where the store can.
+
+        Args:
+            name: name of the object.
+            most_bytes: number of bytes, at least 1. A smaller object is returned whole.
 
         Returns:
             Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
         """
-        if most_bytes < 1:
-            raise ConfigError(f"{self.get_uri(name)}: read the tail: most_bytes={most_bytes}: expected 1 or more.")
         size = self.get_object_size(name)
         length = min(size, most_bytes)
-        tail = self.read_range(name, size - length, length) if size else b""
+        tail = self.read_range(name, size - length, length)
         if len(tail) != length:
-            raise ObjectStoreTransientError(
-                f"{self.get_uri(name)}: read the tail: {len(tail)} of {length} bytes came: read again."
-            )
+            raise ObjectStoreTransientError(f"{self.get_uri(name)}: read the tail: {len(tail)} of {length} bytes came.")
         return size, tail
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
-        """Content of the small object ``name``, and the version that :meth:`swap_bytes` replaces.
+        """Return the content of the small object ``name``, and its version for :meth:`swap_bytes`.
 
         Args:
-            name: of the object.
+            name: name of the object.
 
         Returns:
-            All bytes, and an opaque version. Here the version is a digest of the content, so give each content of an
-            object that is swapped something of its own, such as a counter.
+            All bytes, and the version. The version is a digest of the content if the store has no versions, so never
+            write the same content twice to an object that is swapped.
         """
         data = self.read_range(name, 0, self.get_object_size(name))
-        return data, version_of(data)
+        return data, hashlib.sha256(data).hexdigest()
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
 
-        Of several processes that swap the same version at once exactly one succeeds, if :attr:`swaps_atomically`. Else
-        the store reads, compares and writes. Two processes can both succeed if both compare before either writes; the
-        later write wins.
+        Exactly one of several concurrent swaps of a version succeeds if :attr:`swaps_atomically`. Otherwise the store
+        reads, compares and writes, and two swaps may both succeed.
 
         Args:
-            name: of the object.
+            name: name of the object.
             data: new content.
-            version: that :meth:`read_versioned` returned.
+            version: as returned by :meth:`read_versioned`.
 
         Raises:
             FileExistsError: the object has another version or was deleted. The object is unchanged.
         """
         try:
             is_same = self.read_versioned(name)[1] == version
-        except FileNotFoundError as e:
-            raise self._not_swapped(name, version) from e
+        except FileNotFoundError:
+            is_same = False
         if not is_same:
-            raise self._not_swapped(name, version)
+            raise FileExistsError(f"{self.get_uri(name)}: swap: the object has another version than {version!r}.")
         self.put_bytes(name, data)
-
-    def _not_swapped(self, name: str, version: str) -> FileExistsError:
-        return FileExistsError(
-            f"{self.get_uri(name)}: swap: the object does not have version {version!r} any more: read the object again."
-        )
 
     def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
         """List the objects and folders directly below ``prefix``: one level of the tree that slashes in names make.
@@ -286,41 +297,37 @@ class ObjectStore(ABC):
 
         Returns:
             The objects whose names have no slash after ``prefix``, and the names up to and including the next slash of
-            all others, such as ``run/ep1/``. Both are sorted. A store of files also lists folders without objects.
+            all other objects, such as ``run/ep1/``. Both are sorted. A store of files also lists empty folders.
         """
-        return split_level(prefix, self.list_objects(prefix))
+        return split_level(prefix, self.list_infos(prefix))
 
     def delete_object(self, name: str) -> None:
-        """Remove the object ``name``. That there is none is fine."""
-        if self._has(name):
-            raise ObjectStoreError(
-                f"{self.get_uri(name)}: delete: {type(self).__name__} has no delete_object. Add one to the class."
-            )
+        """Delete the object ``name``. A missing object is no error."""
+        raise ObjectStoreError(
+            f"{self.get_uri(name)}: delete: {type(self).__name__} has no delete_object. Add one to the class."
+        )
 
     def check_writable(self, prefix: str) -> None:
-        """See that objects whose names begin with ``prefix`` can be written, and leave nothing behind.
+        """Raise the error of a write if objects whose names begin with ``prefix`` cannot be written.
 
-        Called before training starts. Raises what writing would raise. Where nothing can be deleted, a file of one
-        name is left.
+        Called before training starts. A store without ``delete_object`` keeps a file ``.writable``.
         """
-        name = f"{prefix.rstrip('/')}.writable".lstrip("/")
-        self.put_bytes(name, b"")
-        if type(self).delete_object is not ObjectStore.delete_object:
-            self.delete_object(name)
+        self.put_bytes(f"{prefix}.writable", b"")
 
-    def close(self) -> None:
-        """Close connections. May be called twice."""
-
-    def _has(self, name: str) -> bool:
+    def has_object(self, name: str) -> bool:
+        """Return true if the object ``name`` exists."""
         try:
             self.get_object_size(name)
         except FileNotFoundError:
             return False
         return True
 
+    def close(self) -> None:
+        """Close connections. May be called twice."""
+
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> Self:
-        """Open the store of ``bucket``, which is what stands in a URI between the scheme and the next slash.
+        """Open the store of ``bucket``, the part of a URI between the scheme and the next slash.
 
         Args:
             bucket: name of the bucket.
@@ -330,39 +337,11 @@ class ObjectStore(ABC):
             The store.
 
         Raises:
-            ConfigError: its library is not installed (the message says which extra has it), or an argument is wrong.
+            ConfigError: the library is not installed (the message names the extra), or an argument is wrong.
         """
-        opened: Any = cls  # each store's arguments are its own
+        opened: Any = cls  # each store has its own arguments
         return opened(bucket, **backend_kwargs)
 
-    def read_pieces(
-        self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
-    ) -> Generator[bytes]:
-        """Yield the bytes that :meth:`read_range` returns, piece by piece, so that a long range takes little memory.
-
-        What a store raises may come after some of the pieces. Here a piece is a call of :meth:`read_range`; a store
-        that gets its bytes as a stream overrides this. A subclass may leave ``version`` out.
-
-        Args:
-            name: of the object.
-            offset: in bytes.
-            size: in bytes.
-            version: is called before the bytes of each answer with what tells this upload of the object from another,
-                such as its ETag, by stores that know it. What it raises ends the reading.
-
-        Yields:
-            Consecutive pieces.
-        """
-        end = offset + size
-        while offset < end:
-            asked = min(_PIECE_BYTES, end - offset)
-            piece = self.read_range(name, offset, asked)
-            yield piece
-            if len(piece) < asked:
-                return
-            offset += asked
-
-    # ── what not every store has ─────────────────────────────────────────────────────────────────────────────────
     @property
     def creates_atomically(self) -> bool:
         """True if ``create_only`` lets exactly one of several processes succeed."""
@@ -370,26 +349,16 @@ class ObjectStore(ABC):
 
     @property
     def swaps_atomically(self) -> bool:
-        """True if :meth:`swap_bytes` lets exactly one of several processes replace the same version."""
+        """True if :meth:`swap_bytes` lets exactly one of several processes replace a version."""
         return False
 
     def start_parts(self, name: str) -> PartUpload | None:
-        """Begin to send an object in parts; ``None`` from a store that takes objects only as a whole."""
+        """Begin to send an object in parts; ``None`` if the store takes no parts."""
         return None
 
     def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
-        """Uploads in parts that were started for names that begin with ``prefix`` and not ended, oldest first."""
+        """Return the unfinished uploads of names that begin with ``prefix``, oldest first."""
         return ()
-
-    @property
-    def least_part_bytes(self) -> int:
-        """The smallest part, but for the last one, that the store takes."""
-        return 1
-
-    @property
-    def most_parts(self) -> int:
-        """Largest number of parts of a multipart upload."""
-        return 10_000
 
     def __enter__(self) -> Self:
         return self
@@ -398,51 +367,8 @@ class ObjectStore(ABC):
         self.close()
 
 
-def _listing_of_names(listing: Callable[..., Iterable[str | ObjectInfo]]) -> Callable[..., list[ObjectInfo]]:
-    """Return ``listing``, which may give names alone, as :meth:`ObjectStore.list_objects`."""
-
-    @functools.wraps(listing)
-    def list_objects(self: ObjectStore, prefix: str = "") -> list[ObjectInfo]:
-        found = [
-            entry if isinstance(entry, ObjectInfo) else ObjectInfo(entry, self.get_object_size(entry))
-            for entry in listing(self, prefix)
-        ]
-        return sorted(found, key=lambda one: one.name)
-
-    return list_objects
-
-
-def _uploading_with_a_look(uploading: Callable[..., None]) -> Callable[..., None]:
-    """Return ``uploading``, which always replaces, as :meth:`ObjectStore.upload_object`."""
-
-    @functools.wraps(uploading)
-    def upload_object(self: ObjectStore, name: str, *arguments: Any, create_only: bool = False, **more: Any) -> None:
-        if create_only and self._has(name):  # pyright: ignore[reportPrivateUsage] - of its class
-            raise FileExistsError(f"{self.get_uri(name)}: create: there is one already.")
-        uploading(self, name, *arguments, **more)
-
-    return upload_object
-
-
-def _reading_of_any_version(reading: Callable[[Any, str, int, int], Generator[bytes]]) -> Callable[..., Any]:
-    """Return ``reading``, which tells no versions, as :meth:`ObjectStore.read_pieces`."""
-
-    @functools.wraps(reading)
-    def read_pieces(
-        self: ObjectStore, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
-    ) -> Generator[bytes]:
-        return reading(self, name, offset, size)
-
-    return read_pieces
-
-
-def version_of(data: bytes) -> str:
-    """Version of an object in a store that has no versions: a digest of its content ``data``."""
-    return hashlib.sha256(data).hexdigest()
-
-
 def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectInfo], list[str]]:
-    """Return the objects directly below ``prefix`` and the folders of the others, as :meth:`ObjectStore.list_level`."""
+    """Return the objects directly below ``prefix`` and the folders of the other objects, both sorted."""
     objects: list[ObjectInfo] = []
     folders: set[str] = set()
     for info in found:
@@ -455,14 +381,13 @@ def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectIn
 
 
 def check_name(name: str) -> str:
-    """``name`` if it can be that of an object.
+    """Return ``name`` if an object can have this name.
 
     Raises:
-        ConfigError: it is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes, is no
-            text, or is longer than the 1024 bytes that stores take.
+        ConfigError: the name is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes,
+            is not UTF-8, or is longer than the 1024 bytes that stores take.
     """
-    parts = name.split("/")
-    if not name or any(part in ("", ".", "..") for part in parts) or "\0" in name:
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise ConfigError(
             f"object name {name!r}: expected parts between slashes, none of them empty, '.' or '..', such as "
             "'run/ep1.pt'."
@@ -470,14 +395,14 @@ def check_name(name: str) -> str:
     try:
         size = len(name.encode())
     except UnicodeEncodeError as e:
-        raise ConfigError(f"object name {name!r} is no text, as that of a file may be: give one that is UTF-8.") from e
+        raise ConfigError(f"object name {name!r} is not UTF-8: rename the file.") from e
     if size > 1024:
         raise ConfigError(f"object name {name[:40]!r}… has {size} bytes: stores take 1024.")
     return name
 
 
 def is_name(name: str) -> bool:
-    """Return true if ``name`` can be that of an object: see :func:`check_name`."""
+    """Return true if an object can have the name ``name``: see :func:`check_name`."""
     try:
         check_name(name)
     except ConfigError:
@@ -486,7 +411,7 @@ def is_name(name: str) -> bool:
 
 
 def meaning_of_status(status: int) -> type[Exception]:
-    """Type of the error that an answer of HTTP with this status means."""
+    """Return the type of error for an HTTP answer with this status."""
     if status in (404, 410):
         return FileNotFoundError
     if status == 412:

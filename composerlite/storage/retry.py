@@ -1,4 +1,4 @@
-"""Trying again what may pass: one policy, for errors that say so themselves and for no others."""
+"""Retries: one policy for all operations of object stores."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# The generator of the module random belongs to training: it is seeded, the same on every rank.
-_chance = random.SystemRandom()
+# The generator of the module random belongs to training, which seeds and restores it.
+_random = random.SystemRandom()
+_warned_at: dict[str, float] = {}
+"""Time of the last warning of each cause."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Policy of trying an operation of an object store again: how often, and after which pauses.
+    """How often an operation of an object store is tried, and how long the pauses are.
 
-    Only an :class:`~composerlite.errors.ObjectStoreTransientError` is. The pause before the next attempt is anything
-    between none and a bound that doubles every time, so that many processes which failed together do not come back
-    together; before it is the time that the service asks for, up to the longest pause.
+    Only an :class:`~composerlite.errors.ObjectStoreTransientError` is retried. A pause is random, between 0 and a bound
+    that doubles every time. The time that the service asks for is added, up to the longest pause.
 
     Args:
-        attempts: in all, the first one included.
+        attempts: total number, the first one included.
         first_delay_seconds: bound of the first pause.
         longest_delay_seconds: bound of every pause.
-        budget_seconds: no attempt begins that long after the first one failed, which a large upload may do late.
+        budget_seconds: no attempt begins that long after the first failure.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -52,87 +53,57 @@ class RetryPolicy:
     budget_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ConfigError(f"attempts={self.attempts}: expected 1 (never again) or more")
-        for name in ("first_delay_seconds", "longest_delay_seconds", "budget_seconds"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        seconds = (self.first_delay_seconds, self.longest_delay_seconds, self.budget_seconds)
+        if self.attempts < 1 or min(seconds) < 0:
+            raise ConfigError(f"{self}: expected attempts of 1 or more, and seconds of 0 or more.")
 
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
         """Call ``operation`` until it succeeds and return its result.
 
-        The first attempt that failed is logged as a warning, the others for debugging. What fails for the same cause
-        within half a minute is warned of once: every operation of every thread would warn of an outage.
+        The first failure is logged as a warning, once in half a minute for each cause; other failures for debugging.
 
         Args:
-            operation: may be called again after an ObjectStoreTransientError.
-            what: the operation, for messages, as in ``"upload of 'run/ep1.pt'"``.
-            stopped: no further attempt begins when it is set, and a pause ends.
+            operation: may be called several times.
+            what: name of the operation for messages, such as ``"upload of 'run/ep1.pt'"``.
+            stopped: when set, a pause ends and no further attempt begins.
 
         Returns:
             Result of ``operation``.
 
         Raises:
-            ObjectStoreTransientError: it failed too often or for too long, or was stopped. The message says how often
-                it was tried.
-            Exception: any other that ``operation`` raises, at once.
+            ObjectStoreTransientError: after the last attempt. The message has the number of attempts.
+            Exception: any other error of ``operation``, at once.
         """
-        began = time.monotonic()
-        ends = math.inf
-        for attempt in range(1, self.attempts + 1):
+        stopped = stopped or threading.Event()
+        began, ends, attempt = time.monotonic(), math.inf, 0
+        while True:
+            attempt += 1
             try:
                 return operation()
             except ObjectStoreTransientError as e:
                 delay = self._delay(attempt) + min(e.retry_after_seconds, self.longest_delay_seconds)
-                ends = min(ends, time.monotonic() + self.budget_seconds)
-                late = ends - time.monotonic() <= delay
-                last = attempt == self.attempts or late or (stopped is not None and stopped.is_set())
-                _log_failure(what, attempt, self.attempts, None if last else delay, e)
-                if last or _pause(delay, stopped):
+                now = time.monotonic()
+                ends = min(ends, now + self.budget_seconds)
+                is_last = attempt >= self.attempts or now + delay >= ends or stopped.is_set()
+                _log_failure(what, attempt, self.attempts, None if is_last else delay, e)
+                if is_last or stopped.wait(delay):
                     seconds = time.monotonic() - began
                     raise ObjectStoreTransientError(f"{e} (attempts: {attempt}, in {seconds:.1f} s)") from e
-        raise AssertionError("the last attempt returns or raises")
 
     def _delay(self, attempt: int) -> float:
         bound = min(self.longest_delay_seconds, self.first_delay_seconds * 2.0 ** min(attempt - 1, 60))
-        return _chance.uniform(0.0, bound)
+        return _random.uniform(0.0, bound)
 
 
 def _log_failure(what: str, attempt: int, attempts: int, delay: float | None, error: Exception) -> None:
+    cause, now, level = str(error).rpartition(": ")[2], time.monotonic(), logging.DEBUG
+    is_due = now - _warned_at.get(cause, -math.inf) >= _SECONDS_BETWEEN_WARNINGS
+    if attempt == 1 and delay is not None and is_due:
+        if len(_warned_at) > 100:
+            _warned_at.clear()
+        level, _warned_at[cause] = logging.WARNING, now
     then = "the last" if delay is None else f"the next in {delay:.1f} s"
-    is_news = attempt == 1 and delay is not None and _warned.is_news(str(error).rpartition(": ")[2])
-    level = logging.WARNING if is_news else logging.DEBUG
     _log.log(level, "%s: attempt %d of %d failed, %s: %s", what, attempt, attempts, then, error)
-
-
-@final
-class _Warned:
-    """The causes that were warned of last, and when."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._when: dict[str, float] = {}
-
-    def is_news(self, cause: str) -> bool:
-        """Return true if ``cause`` was not warned of for half a minute; it is now."""
-        now = time.monotonic()
-        with self._lock:
-            self._when = {text: at for text, at in self._when.items() if now - at < _SECONDS_BETWEEN_WARNINGS}
-            if cause in self._when:
-                return False
-            self._when[cause] = now
-            return True
-
-
-_warned = _Warned()
-
-
-def _pause(seconds: float, stopped: threading.Event | None) -> bool:
-    """Wait; return true if it was stopped."""
-    if stopped is not None:
-        return stopped.wait(seconds)
-    time.sleep(seconds)
-    return False
 
 
 def retry(
@@ -141,9 +112,9 @@ def retry(
     initial_backoff: float = 0.5,
     max_jitter: float = 0.5,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that it is called again when it raised an ``exc_class``; the last error is raised.
+    """Decorate a function so that it is called again if it raises an ``exc_class``. The last error is raised.
 
-    A function with an argument ``retry_index`` gets the number of the attempt, from 0.
+    A function with an argument ``retry_index`` gets the number of earlier calls.
 
     >>> @retry(OSError, num_attempts=2, initial_backoff=0.0, max_jitter=0.0)
     ... def read(path):
@@ -151,9 +122,9 @@ def retry(
 
     Args:
         exc_class: one or several types of errors.
-        num_attempts: in all, the first one included.
-        initial_backoff: seconds before the second attempt, twice as long before each further one.
-        max_jitter: largest number of seconds added to each, at random.
+        num_attempts: total number of calls.
+        initial_backoff: seconds before the second call. Doubles before each further call.
+        max_jitter: largest number of random seconds that are added.
 
     Returns:
         A decorator.
@@ -166,22 +137,23 @@ def retry(
     errors = (exc_class,) if isinstance(exc_class, type) else tuple(exc_class)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        counts = "retry_index" in inspect.signature(function).parameters
+        takes_index = "retry_index" in inspect.signature(function).parameters
 
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            for attempt in range(1, num_attempts):
+            attempt = 0
+            while True:
+                if takes_index:
+                    kwargs["retry_index"] = attempt
+                attempt += 1
                 try:
-                    if counts:
-                        kwargs["retry_index"] = attempt - 1
                     return function(*args, **kwargs)
                 except errors as e:
-                    delay = initial_backoff * 2 ** (attempt - 1) + _chance.uniform(0.0, max_jitter)
+                    if attempt == num_attempts:
+                        raise
+                    delay = initial_backoff * 2 ** (attempt - 1) + _random.uniform(0.0, max_jitter)
                     _log_failure(getattr(function, "__qualname__", repr(function)), attempt, num_attempts, delay, e)
                     time.sleep(delay)
-            if counts:
-                kwargs["retry_index"] = num_attempts - 1
-            return function(*args, **kwargs)
 
         return wrapper
 

@@ -1,5 +1,4 @@
-"""Transfer: objects to and from a store, in parts, by several threads, again where it may help, and whole; Uploader:
-the same in the background."""
+"""Transfer: moves objects to and from a store, in parts, with retries. Uploader: does so in the background."""
 
 from __future__ import annotations
 
@@ -7,86 +6,232 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.background import Background
 from composerlite.storage.disk.files import StagedFile, check_free, write_all
 from composerlite.storage.disk.memory import address_of, memory_at
-from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, units_of
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
-from composerlite.storage.part_uploads import (
-    Buffers,
-    FileSource,
-    MemorySource,
-    PartSender,
-    Source,
-    part_bytes_for,
-    summed,
-)
+from composerlite.storage.disk.reader import ReadTargets, cut, layers, units_of
+from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
-from composerlite.storage.workers import Batch, WorkerPool
+from composerlite.storage.workers import WorkerPool
 from composerlite.types import Piece
 
 _MiB = 1 << 20
-_WHOLE_BYTES = 16 * _MiB  # up to that an object goes in one request
+_WHOLE_BYTES = 16 * _MiB  # up to this size an object is sent by one request
+_LEAST_PART_BYTES, _MOST_PART_BYTES, _USUAL_PARTS = 8 * _MiB, 16 * _MiB, 128
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
-_GAP_BYTES = 512 << 10  # a request costs about as long as reading over such a gap
-
+_GAP_BYTES = 512 << 10  # one more request takes about as long as the bytes of such a gap
 _CLOSE_SECONDS = 5.0
+_DRAIN_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 @final
 class ReplacedError(ObjectStoreError):
-    """An object has other bytes than those of which some were read."""
+    """An object was replaced by another upload while it was read."""
 
 
 @final
-class OneUpload:
-    """Sees that what is read of the object ``name``, by whichever thread, is of one single upload of it.
+class SameVersion:
+    """Checks that all parts of the object ``name`` come from a single upload. The first answer decides which one.
 
-    The first answer decides which. A store that tells no versions is trusted.
+    Parts of a store without versions are not checked.
+
+    Args:
+        name: name of the object.
+        size_bytes: expected size of the object; ``None``: any.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size_bytes: int | None = None) -> None:
         self._name = name
-        self._seen: str | None = None
+        self._size_bytes = size_bytes
+        self._version: str | None = None
         self._lock = threading.Lock()
 
-    def check(self, version: str) -> None:
-        """Raise ReplacedError if ``version`` is another than that of the first answer."""
+    def check(self, found: ObjectRange) -> None:
+        """Raise an error if ``found`` belongs to another upload.
+
+        Raises:
+            ReplacedError: the version differs from the version of the first answer.
+            CorruptCheckpointError: the size is not the expected one.
+        """
         with self._lock:
-            if self._seen is None:
-                self._seen = version
-        if version != self._seen:
-            raise ReplacedError(
-                f"object {self._name!r} was replaced while it was read: read it again when nobody writes it."
+            if self._version is None:
+                self._version = found.version
+        if found.version != self._version:
+            raise ReplacedError(f"object {self._name!r} was replaced while it was read: read it again.")
+        if self._size_bytes not in (None, found.size_bytes):
+            raise CorruptCheckpointError(
+                f"object {self._name!r} has {found.size_bytes} bytes where {self._size_bytes} were expected."
             )
+
+
+class _StoppedError(Exception):
+    """The batch was stopped, so this job ends."""
+
+
+Job = Callable[["_Batch"], int]
+"""Runs in a thread of the pool and returns the number of bytes moved, without those it has delivered."""
+
+
+@final
+class _Batch:
+    """Jobs of one transfer that run at the same time. The first error stops the others.
+
+    Attributes:
+        stopped: set when no job should go on.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._moved = 0
+        self._pending: set[Future[int]] = set()
+
+    def deliver(self, put: Callable[[memoryview, int], object], piece: bytes, at: int) -> None:
+        """Call ``put`` with bytes that arrived, unless the batch was stopped: then ``put`` must not write any more."""
+        with self._lock:
+            if self.stopped.is_set():
+                raise _StoppedError
+            put(memoryview(piece), at)
+            self._moved += len(piece)
+
+    def run(self, pool: WorkerPool, jobs: Iterable[Job], threads: int, progress: Callable[[int], object]) -> None:
+        """Run all jobs, ``threads`` at a time, and call ``progress`` here with each number of bytes moved.
+
+        Few jobs are queued in advance, so that concurrent transfers take turns.
+
+        Raises:
+            Exception: the first error of a job. After an error or an interrupt nothing is delivered any more, while
+                jobs may still wait for the network.
+        """
+        jobs = iter(jobs)
+        try:
+            while True:
+                while len(self._pending) < 2 * threads and (job := next(jobs, None)) is not None:
+                    self._pending.add(pool.submit(partial(job, self)))
+                if not self._pending:
+                    break
+                done, self._pending = wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
+                moved = sum(future.result() for future in done)
+                with self._lock:
+                    moved, self._moved = moved + self._moved, 0
+                if moved:
+                    progress(moved)
+        except BaseException:
+            self.stopped.set()
+            for future in self._pending:
+                future.cancel()
+            with self._lock:  # a piece that is delivered at this moment
+                raise
+
+    def drain(self) -> bool:
+        """Wait until no job waits for the network either. Returns false if that takes too long."""
+        return not wait(self._pending, timeout=_DRAIN_SECONDS).not_done
+
+
+@final
+class _Source:
+    """Bytes to upload: a file, or memory that does not change until the upload has returned.
+
+    The file stays open as long as a thread uses this object. Each thread reads into a buffer of its own.
+    """
+
+    def __init__(self, content: str | Path | memoryview) -> None:
+        self._memory: memoryview | None = None
+        self._file: IO[bytes] | None = None
+        if isinstance(content, memoryview):
+            self._memory = content.cast("B")
+        else:
+            self._file = Path(content).open("rb")  # noqa: SIM115 - see __del__
+        self._buffers = threading.local()
+        self.size_bytes = os.fstat(self._file.fileno()).st_size if self._file else len(self._memory or b"")
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """Return the bytes from ``offset`` on, valid until the next call in this thread.
+
+        Raises:
+            ObjectStoreError: the file has become shorter.
+        """
+        if self._memory is not None:
+            return self._memory[offset : offset + size]
+        assert self._file is not None
+        buffer: bytearray = getattr(self._buffers, "buffer", bytearray())
+        if len(buffer) < size:
+            self._buffers.buffer = buffer = bytearray(size)
+        view, got = memoryview(buffer)[:size], 0
+        while got < size:
+            count = os.preadv(self._file.fileno(), [view[got:]], offset + got)
+            if not count:
+                raise ObjectStoreError(
+                    f"upload of {self._file.name!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
+                    "A file must not be changed while it is uploaded."
+                )
+            got += count
+        return view
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def cut(self, step: int) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the parts of ``step`` bytes."""
+        for offset in range(0, self.size_bytes, step):
+            yield offset, min(step, self.size_bytes - offset)
+
+
+def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
+    """Return the size of the parts of an object. A restart gets the same size and so can resume the upload.
+
+    Args:
+        size_bytes: size of the object.
+        store: the store.
+        wanted: size to use where the store takes parts of this size; ``None``: 8 to 16 MiB.
+    """
+    usual = min(_MOST_PART_BYTES, max(_LEAST_PART_BYTES, -(-size_bytes // _USUAL_PARTS)))
+    least = max(store.least_part_bytes, -(-size_bytes // store.most_parts))
+    size = max(least, usual if wanted is None else wanted)
+    return size if size == wanted else -(-size // _MiB) * _MiB
+
+
+def _summed(callback: Progress | None, total: int) -> Callable[[int], None]:
+    """Return a callback for numbers of bytes that calls ``callback`` with (bytes moved, ``total``)."""
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if callback is not None:
+            callback(done, total)
+
+    return progress
 
 
 @final
 class Transfer:
-    """Moves objects to and from ``store``: large ones in parts at the same time, and what fails is tried again.
+    """Moves objects to and from ``store``: large ones in parts at the same time, and with retries.
 
-    Used as a context manager, or until :meth:`close`; the store stays open. Several threads may use one transfer; they
-    share its threads. Its memory is at most ``threads`` parts. One name is uploaded by one process at a time: an
-    unfinished upload that is found is taken for that of a process that is dead.
+    Used as a context manager, or until :meth:`close`; the store stays open. Threads may share a transfer. Memory is
+    limited to ``threads`` parts. Only one process at a time may upload to a name: an unfinished upload of the name is
+    resumed.
 
-    Every method raises what the verbs of the store raise, an ObjectStoreTransientError only after the policy has given
-    up. After an error or an interrupt nothing touches a file or memory of the caller any more.
+    Every method raises the errors of the store, an ObjectStoreTransientError after the last attempt. After an error or
+    an interrupt no file or memory of the caller is written any more.
 
     Args:
         store: keeps the objects.
-        threads: parts on their way at the same time, of all transfers together.
-        retry: how often what may pass is tried again.
-        part_bytes: of uploads, if the store takes such, and the most that is read by one request; ``None``: 8 to 16
-            MiB, and up to 32 MiB for reading.
+        threads: number of parts that move at the same time.
+        retry: how often an operation is tried.
+        part_bytes: size of the parts of uploads, and of the largest range that one request reads; ``None``: 8 to
+            16 MiB, and up to 32 MiB for reading.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -97,7 +242,7 @@ class Transfer:
         store: ObjectStore,
         *,
         threads: int = 8,
-        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - it is frozen
+        retry: RetryPolicy = RetryPolicy(),  # noqa: B008 - frozen
         part_bytes: int | None = None,
     ) -> None:
         if threads < 1:
@@ -109,101 +254,174 @@ class Transfer:
         self._retry = retry
         self._part_bytes = part_bytes
         self._pool = WorkerPool(threads, name="transfer")
-        self._buffers = Buffers()
 
     # ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────
     def upload(
         self, name: str, path: str | Path, callback: Progress | None = None, *, create_only: bool = False
     ) -> None:
-        """Make the file ``path`` the content of the object ``name``, in place of what is there.
+        """Make the file ``path`` the content of the object ``name``, in place of the old content.
 
-        A large file goes in parts, and those that an upload before this one has sent, with the same bytes, are not
-        sent again. If it fails for good the parts are removed; if it fails with what may pass, or is killed, they stay
-        for the next upload of the same name or for :meth:`abort_stale`.
+        A large file goes in parts. Parts that an interrupted upload has sent, with the same bytes, are not sent again.
+        After a transient error or a kill the parts stay for the next upload of the name or for :meth:`abort_stale`;
+        after any other error they are deleted.
 
         Args:
-            name: of the object.
-            path: must not be changed meanwhile.
-            callback: is called with (bytes in the store, total); of parts, in this thread.
-            create_only: fail if the object exists.
+            name: name of the object.
+            path: file, which must not change during the upload.
+            callback: called in this thread with (bytes in the store, total).
+            create_only: raise FileExistsError if the object exists, with other bytes if an answer was lost.
 
         Raises:
-            FileNotFoundError: there is no such file, or no such bucket.
-            FileExistsError: the object exists, and ``create_only`` is true. In a store that takes no parts, a large
-                object may be that of this upload, where an answer was lost.
+            FileNotFoundError: the file or the bucket does not exist.
         """
-        with FileSource(path) as source:
-            if self._sent_in_parts(name, source, callback, create_only=create_only):
-                return
-            size = source.size_bytes
-        upload = partial(self.store.upload_object, name, path, callback, create_only=create_only)
-        if create_only and size <= _WHOLE_BYTES:
-            self._put_once(f"upload of {name!r}", lambda *_: upload(), name, Path(path).read_bytes())
-        else:
-            self._retry.run(upload, f"upload of {name!r}")
+        source = _Source(path)
+        if self._goes_in_parts(source):
+            self._send_in_parts(name, source, callback, create_only=create_only)
+            return
+        if create_only and not self.store.creates_atomically and self.exists(name):
+            raise FileExistsError(f"{self.store.get_uri(name)}: upload: there is an object of this name.")
+        how = {"create_only": True} if create_only and self.store.creates_atomically else {}
+        put = partial(self.store.upload_object, name, path, callback, **how)
+        self._put_once(f"upload of {name!r}", put, name, source)
 
     def put_bytes(self, name: str, data: bytes | bytearray | memoryview, *, create_only: bool = False) -> None:
-        """Make ``data`` the content of the object ``name``, in place of what is there.
-
-        With ``create_only`` only if there is nothing or, where an answer was lost, the same bytes: else
-        FileExistsError. Large data goes in parts as that of :meth:`upload` does, unless ``create_only``.
+        """Make ``data`` the content of the object ``name``, in place of the old content.
 
         Args:
-            name: of the object.
-            data: its content.
-            create_only: fail if the object exists.
+            name: name of the object.
+            data: new content. Large data goes in parts.
+            create_only: raise FileExistsError if the object exists, with other bytes if an answer was lost.
         """
-        if not create_only and self._sent_in_parts(name, MemorySource(memoryview(data)), None):
+        source = _Source(memoryview(data))
+        if self._goes_in_parts(source):
+            self._send_in_parts(name, source, None, create_only=create_only)
             return
-        put = partial(self.store.put_bytes, create_only=create_only)
-        self._put_once(f"put of {name!r}", put, name, bytes(data))
+        put = partial(self.store.put_bytes, name, bytes(data), create_only=create_only)
+        self._put_once(f"put of {name!r}", put, name, source)
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
 
-        Succeeds also if an earlier try replaced the content and the answer was lost. For that ``data`` must not be what
-        another process might write.
+        Succeeds also if an earlier attempt replaced the content and its answer was lost, so no other process may write
+        the same ``data``.
 
         Args:
-            name: of the object.
+            name: name of the object.
             data: new content.
-            version: that :meth:`read_versioned` returned.
+            version: as returned by :meth:`read_versioned`.
 
         Raises:
             FileExistsError: the object has another version or was deleted. The object is unchanged.
-            ObjectStoreTransientError: it is unknown whether the content was replaced: read the object.
+            ObjectStoreTransientError: the content was perhaps replaced: read the object.
         """
-        self._put_once(f"swap of {name!r}", partial(self.store.swap_bytes, version=version), name, data)
+        swap = partial(self.store.swap_bytes, name, data, version)
+        self._put_once(f"swap of {name!r}", swap, name, _Source(memoryview(data)))
 
-    def _put_once(self, what: str, put: Callable[[str, bytes], object], name: str, content: bytes) -> None:
-        """Call ``put`` with retries. A retry that is refused has succeeded if the object has the content."""
-        tries: list[int] = []
+    def _put_once(self, what: str, put: Callable[[], object], name: str, source: _Source) -> None:
+        """Call ``put`` with retries. A refused retry is a success if the object has the content: an answer was lost."""
+        attempts = 0
 
         def put_or_find() -> None:
-            tries.append(1)
+            nonlocal attempts
+            attempts += 1
             try:
-                put(name, content)
-            except FileExistsError:
-                if len(tries) == 1 or not self._has_content(name, content):
-                    raise  # else an earlier try has put it, and its answer was lost
+                put()
+            except (FileExistsError, FileNotFoundError):
+                if attempts == 1 or not self._has_content(name, source):
+                    raise
 
         self._retry.run(put_or_find, what)
 
-    def _has_content(self, name: str, content: bytes) -> bool:
+    def _has_content(self, name: str, source: _Source) -> bool:
+        """Return true if the object has exactly the bytes of ``source``."""
         try:
-            return self.store.read_range(name, 0, len(content) + 1) == content
+            if self.store.get_object_size(name) != source.size_bytes:
+                return False
         except FileNotFoundError:
             return False
+        return all(memoryview(self.read(name, *part)) == source.view(*part) for part in source.cut(_LEAST_PART_BYTES))
+
+    def _goes_in_parts(self, source: _Source) -> bool:
+        return self.store.least_part_bytes > 0 and source.size_bytes > (self._part_bytes or _WHOLE_BYTES)
+
+    def _send_in_parts(self, name: str, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
+        """Send an object in parts. Resume the newest unfinished upload of the name and abort older ones."""
+        unfinished: Sequence[PartUpload] = ()
+        try:
+            found = self._retry.run(lambda: self.store.unfinished_parts(name), f"list parts of {name!r}")
+            unfinished = [upload for upload in found if upload.name == name]
+        except ObjectStoreTransientError:
+            raise
+        except (PermissionError, ObjectStoreError) as e:
+            _log.info("upload of %r: cannot look for an unfinished upload: %s", name, e)
+        for upload in unfinished[:-1]:
+            self._abort(upload)
+        if unfinished:
+            try:
+                self._send_parts(unfinished[-1], source, callback, is_resumed=True, create_only=create_only)
+                return
+            except ObjectStoreTransientError:
+                raise
+            except (FileNotFoundError, ObjectStoreError) as e:
+                _log.warning("upload of %r: the unfinished upload cannot be used, starting a new one: %s", name, e)
+        upload = self._retry.run(lambda: self.store.start_parts(name), f"upload of {name!r}, start")
+        assert upload is not None, "the store has least_part_bytes, so it takes parts"
+        self._send_parts(upload, source, callback, is_resumed=False, create_only=create_only)
+
+    def _send_parts(
+        self, upload: PartUpload, source: _Source, callback: Progress | None, *, is_resumed: bool, create_only: bool
+    ) -> None:
+        parts = list(source.cut(part_bytes_for(source.size_bytes, self.store, self._part_bytes)))
+        send = partial(self._send_part, upload, source, len(parts), is_resumed)
+        jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
+        batch = _Batch()
+        try:
+            batch.run(self._pool, jobs, self._threads, _summed(callback, source.size_bytes))
+            complete = partial(upload.complete, count=len(parts), create_only=create_only)
+            self._put_once(f"upload of {upload.name!r}, completion", complete, upload.name, source)
+        except BaseException as e:
+            if isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception):
+                _log.warning("upload of %r: failed; its parts stay for the next upload: %s", upload.name, e)
+                raise
+            # A part that arrives after the abort would stay for ever.
+            if not batch.drain():
+                _log.warning("upload of %r: a part is still on its way during the abort", upload.name)
+            self._abort(upload)
+            raise
+
+    def _send_part(
+        self,
+        upload: PartUpload,
+        source: _Source,
+        count: int,
+        is_resumed: bool,
+        number: int,
+        part: tuple[int, int],
+        batch: _Batch,
+    ) -> int:
+        view = source.view(*part)
+        what = f"upload of {upload.name!r}, part {number} of {count}"
+
+        def send() -> None:
+            if not (is_resumed and _has(upload, number, view)):
+                upload.send(number, view)
+
+        self._retry.run(send, what, batch.stopped)
+        return len(view)
+
+    def _abort(self, upload: PartUpload) -> None:
+        """Abort ``upload``. A failure costs only space and is logged."""
+        try:
+            self._retry.run(upload.abort, f"upload of {upload.name!r}, abort")
+        except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
+            _log.warning("upload of %r: upload %s was not aborted: %s", upload.name, upload.upload_id, e)
 
     def abort_stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
-        """Remove the parts of uploads that dead processes have left below ``prefix``; return the uploads.
-
-        Only those are removed that were started ``older_than`` ago, by the clock of the store. Those of a store that
-        does not tell stay.
+        """Delete the parts of interrupted uploads below ``prefix``.
 
         Args:
             prefix: beginning of the names of objects.
-            older_than: age from which an upload counts as abandoned.
+            older_than: age by the clock of the store. Uploads of unknown age stay.
 
         Returns:
             The uploads that were aborted.
@@ -215,29 +433,15 @@ class Transfer:
         return stale
 
     def stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
-        """The uploads that :meth:`abort_stale` would remove.
+        """Return the uploads that :meth:`abort_stale` would delete.
 
         Args:
             prefix: beginning of the names of objects.
-            older_than: age from which an upload counts as abandoned.
-
-        Returns:
-            The uploads.
+            older_than: age by the clock of the store.
         """
         found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
         latest = datetime.now(UTC) - older_than
         return [upload for upload in found if upload.started_at is not None and upload.started_at <= latest]
-
-    def _sent_in_parts(
-        self, name: str, source: Source, callback: Progress | None, *, create_only: bool = False
-    ) -> bool:
-        part_bytes = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
-        if source.size_bytes <= (_WHOLE_BYTES if self._part_bytes is None else part_bytes):
-            return False
-        sender = PartSender(
-            self.store, name, source, part_bytes, pool=self._pool, buffers=self._buffers, retry=self._retry
-        )
-        return sender.run(callback, create_only=create_only)
 
     # ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────
     def download(
@@ -250,65 +454,79 @@ class Transfer:
         callback: Progress | None = None,
         check: Callable[[Path], object] | None = None,
     ) -> None:
-        """Make the content of the object ``name`` the file ``path``, whose folder exists.
+        """Write the content of the object ``name`` to the file ``path``, whose folder must exist.
 
-        The file is there whole and durable or not at all. All of it is of one single upload: if the object is replaced
-        meanwhile the download begins anew, as often as the policy tries.
+        The file appears atomically and durably, with the bytes of a single upload.
 
         Args:
-            name: of the object.
-            path: of the file.
-            overwrite: replace a file that is there.
-            size_bytes: of the object, if it is known: the store is not asked for it.
-            callback: is called in this thread with (bytes received, total).
-            check: is called with the path of the temporary that has all bytes; the file appears unless it raises.
+            name: name of the object.
+            path: path of the file.
+            overwrite: replace a file.
+            size_bytes: size of the object, if it is known.
+            callback: called in this thread with (bytes received, total).
+            check: called with the path of the complete temporary file. If it raises, the file does not appear.
 
         Raises:
-            FileExistsError: the file is there already and ``overwrite`` is false.
-            CorruptCheckpointError: the object has not ``size_bytes`` bytes.
-            ObjectStoreError: it was replaced again and again.
+            FileExistsError: the file exists and ``overwrite`` is false.
+            CorruptCheckpointError: the size of the object is not ``size_bytes``.
+            ReplacedError: the object was replaced during the download.
         """
         target = Path(path)
         check_free(target, overwrite)
         with StagedFile(target) as staged:
-            self._download_into(staged.file.fileno(), name, size_bytes, callback)
+            if self.store.reads_ranges:
+                self._download_ranges(staged.file.fileno(), name, size_bytes, callback)
+            else:
+                get = partial(self.store.download_object, name, staged.temporary, overwrite=True, callback=callback)
+                self._retry.run(get, f"download of {name!r}")
             if check is not None:
                 check(staged.temporary)
             staged.flush()
             staged.publish(overwrite=overwrite)
+
+    def _download_ranges(self, descriptor: int, name: str, size_bytes: int | None, callback: Progress | None) -> None:
+        size = self.size(name) if size_bytes is None else size_bytes
+        same = SameVersion(name, size)
+        ranges = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
+        jobs = (partial(self._stream, name, start, end, partial(write_all, descriptor), same) for start, end in ranges)
+        _Batch().run(self._pool, jobs, self._threads, _summed(callback, size))
+        if callback is not None and not size:
+            callback(0, 0)
 
     def read_into(
         self,
         name: str,
         targets: Sequence[Piece],
         progress: Callable[[int], object] = int,
-        upload: OneUpload | None = None,
+        same: SameVersion | None = None,
     ) -> None:
         """Fill memory with parts of the object ``name``.
 
         Args:
-            name: of the object.
+            name: name of the object.
             targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
-                must be there until this returns.
-            progress: is called in this thread with each number of bytes read. Small gaps are read, too.
-            upload: of which all must be; ``None``: the caller verifies what comes.
+                must exist until this returns.
+            progress: called in this thread with each number of bytes read. Small gaps are read, too.
+            same: checks the version of the object; ``None``: the caller verifies the bytes.
 
         Raises:
             CorruptCheckpointError: the object ends before.
-            ReplacedError: it is of another upload.
+            ReplacedError: the object has another version.
         """
         for offset, _, size in targets:
-            _check_range(name, offset, size)
+            if offset < 0 or size < 0:
+                raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
             units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
-            places = ReadTargets(layer)
-            self._pool.run(Batch(partial(self._read_unit, name, unit, places, upload) for unit in units), progress)
+            copy = partial(_copy_to_targets, ReadTargets(layer))
+            jobs = (partial(self._stream, name, start, end, copy, same) for start, end in units)
+            _Batch().run(self._pool, jobs, self._threads, progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        """The bytes of the object ``name`` from ``offset`` to ``offset + size``.
+        """Return the bytes of the object ``name`` from ``offset`` to ``offset + size``.
 
         Args:
-            name: of the object.
+            name: name of the object.
             offset: in bytes.
             size: in bytes.
 
@@ -318,25 +536,31 @@ class Transfer:
         Raises:
             CorruptCheckpointError: the object ends before.
         """
-        _check_range(name, offset, size)
-        if size <= _LEAST_RANGE_BYTES:
-            return self._read_range(name, offset, size)
+        if offset < 0 or size < 0:
+            raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
         data = bytearray(size)
-        self.read_into(name, [(offset, address_of(data), size)])
+        if size > _LEAST_RANGE_BYTES:
+            self.read_into(name, [(offset, address_of(data), size)])
+        else:
+
+            def put(piece: memoryview, at: int) -> None:
+                data[at - offset : at - offset + len(piece)] = piece
+
+            self._stream(name, offset, offset + size, put, None, _Batch())
         return bytes(data)
 
     def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:
-        """The content of the object ``name``, which is small: it comes in one request.
+        """Return the content of the small object ``name``, by one request.
 
         Args:
-            name: of the object.
+            name: name of the object.
             most_bytes: largest size that is accepted.
 
         Returns:
             The bytes.
 
         Raises:
-            CorruptCheckpointError: it has more than ``most_bytes`` bytes, and is something else than it should be.
+            CorruptCheckpointError: the object has more than ``most_bytes`` bytes.
         """
         data = self._retry.run(lambda: self.store.read_range(name, 0, most_bytes + 1), f"read of {name!r}")
         if len(data) > most_bytes:
@@ -344,33 +568,58 @@ class Transfer:
         return data
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
-        """Size of the object ``name``, and its last bytes, in one request where the store can.
-
-        Args:
-            name: of the object.
-            most_bytes: number of bytes, at least 1; a smaller object is returned whole.
-
-        Returns:
-            Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
-        """
+        """Return the size of the object ``name``, and its last bytes: see :meth:`ObjectStore.read_tail`."""
         return self._retry.run(lambda: self.store.read_tail(name, most_bytes), f"read of the tail of {name!r}")
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
-        """Content of the small object ``name``, and the version that :meth:`swap_bytes` replaces."""
+        """Return the content of the small object ``name``, and its version for :meth:`swap_bytes`."""
         return self._retry.run(lambda: self.store.read_versioned(name), f"read of {name!r}")
+
+    def _range_bytes(self, size: int) -> int:
+        """Return the size of the requests for ``size`` bytes, such that all threads have work."""
+        share = -(-size // self._threads)
+        most = self._part_bytes or _MOST_RANGE_BYTES
+        return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
+
+    def _stream(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        put: Callable[[memoryview, int], object],
+        same: SameVersion | None,
+        batch: _Batch,
+    ) -> int:
+        """Deliver the bytes from ``start`` to ``end`` as they come, each once. A retry continues where it was."""
+        at = start
+
+        def read() -> None:
+            nonlocal at
+            found = self.store.open_range(name, at, end - at)
+            with contextlib.closing(found.pieces) as pieces:
+                if same is not None:
+                    same.check(found)
+                if found.size_bytes < end:
+                    raise CorruptCheckpointError(
+                        f"object {name!r} has {found.size_bytes} bytes; there are no bytes {start} to {end}."
+                    )
+                for piece in pieces:
+                    batch.deliver(put, piece, at)
+                    at += len(piece)
+            if at != end:
+                raise ObjectStoreTransientError(f"read of {name!r}: the answer ended at {at}, and not at {end}.")
+
+        self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
+        return 0
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
     def size(self, name: str) -> int:
-        """Bytes of the object ``name``."""
-        return self._retry.run(lambda: self.store.get_object_size(name), f"look at {name!r}")
+        """Return the size of the object ``name`` in bytes."""
+        return self._retry.run(lambda: self.store.get_object_size(name), f"size of {name!r}")
 
     def exists(self, name: str) -> bool:
-        """Return true if there is an object ``name``."""
-        try:
-            self.size(name)
-        except FileNotFoundError:
-            return False
-        return True
+        """Return true if the object ``name`` exists."""
+        return self._retry.run(lambda: self.store.has_object(name), f"size of {name!r}")
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
         """List the objects whose names begin with ``prefix``, sorted by name.
@@ -381,33 +630,24 @@ class Transfer:
         Returns:
             Name, size and time of each object.
         """
-        return self._retry.run(lambda: self.store.list_objects(prefix), f"listing of {prefix!r}")
+        return self._retry.run(lambda: self.store.list_infos(prefix), f"listing of {prefix!r}")
 
     def list_level(self, prefix: str = "") -> tuple[Sequence[ObjectInfo], Sequence[str]]:
-        """List the objects and folders directly below ``prefix``.
-
-        Args:
-            prefix: beginning of the names, usually a folder with its slash, such as ``run/``.
-
-        Returns:
-            The objects whose names have no slash after ``prefix``, and the names of the folders, such as ``run/ep1/``.
-        """
+        """List the objects and folders directly below ``prefix``: see :meth:`ObjectStore.list_level`."""
         return self._retry.run(lambda: self.store.list_level(prefix), f"listing of {prefix!r}")
 
     def delete(self, name: str) -> None:
-        """Remove the object ``name``. That there is none is fine."""
+        """Delete the object ``name``. A missing object is no error."""
         self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
 
     def check_writable(self, name: str) -> None:
-        """See that an object ``name`` could be written; nothing is left of that."""
-        self._retry.run(
-            lambda: self.store.check_writable(name), f"check that {self.store.get_uri(name)} can be written to"
-        )
+        """Raise the error of a write if the object ``name`` could not be written."""
+        what = f"check that {self.store.get_uri(name)} can be written to"
+        self._retry.run(lambda: self.store.check_writable(name), what)
 
     def close(self) -> None:
-        """Stop the threads and free the memory. The store stays open. May be called twice."""
+        """Stop the threads. The store stays open. May be called twice."""
         self._pool.close(_CLOSE_SECONDS)
-        self._buffers.clear()
 
     def __enter__(self) -> Transfer:
         return self
@@ -415,130 +655,25 @@ class Transfer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ── ranges ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def _range_bytes(self, size: int) -> int:
-        """Bytes of one request of a thread for an object of ``size`` bytes, such that all threads have work."""
-        share = -(-size // self._threads)
-        most = self._part_bytes or _MOST_RANGE_BYTES
-        return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
-    def _download_into(self, descriptor: int, name: str, size_bytes: int | None, callback: Progress | None) -> None:
-        """Write an object to a file, anew if it is replaced meanwhile."""
-        for tries_left in reversed(range(self._retry.attempts)):
-            size = self.size(name) if size_bytes is None else size_bytes
-            try:
-                self._download_upload(descriptor, name, size, callback)
-                return
-            except (ReplacedError, CorruptCheckpointError) as e:
-                has_another_size = size_bytes is None and self.size(name) != size
-                if not tries_left or not (isinstance(e, ReplacedError) or has_another_size):
-                    raise
-                _log.warning("%s was replaced while it was downloaded: once more", self.store.get_uri(name))
-                os.ftruncate(descriptor, 0)
-
-    def _download_upload(self, descriptor: int, name: str, size: int, callback: Progress | None) -> None:
-        """Write an object of ``size`` bytes to a file. ReplacedError: it is another one by now."""
-        units = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
-        job = partial(self._download_unit, descriptor, threading.Lock(), name, size, OneUpload(name))
-        self._pool.run(Batch(partial(job, unit) for unit in units), summed(callback, size))
-        if callback is not None and not size:
-            callback(0, 0)
-
-    def _download_unit(
-        self,
-        descriptor: int,
-        writing: threading.Lock,
-        name: str,
-        size: int,
-        upload: OneUpload,
-        unit: Unit,
-        batch: Batch,
-    ) -> int:
-        """Job of the pool: one range of the object to its place in the file. Reports bytes as they arrive."""
-        start, end = unit
-
-        def write(piece: memoryview, at: int) -> None:
-            with writing:  # the system lets in one at a time, and the others would wait for it at full speed
-                write_all(descriptor, piece, at)
-
-        # An object that is longer than it should be is not taken for whole.
-        self._stream(name, start, end, batch, write, upload, beyond=1 if end == size else 0)
-        return 0
-
-    def _read_unit(self, name: str, unit: Unit, places: ReadTargets, upload: OneUpload | None, batch: Batch) -> int:
-        """Job of the pool: one range of the object to its places in memory. Reports bytes as they arrive."""
-        start, end = unit
-
-        def copy(piece: memoryview, at: int) -> None:
-            done = 0
-            for address, size in places.of(at, at + piece.nbytes):
-                if address is not None:
-                    memory_at(address, size)[:] = piece[done : done + size]
-                done += size
-
-        self._stream(name, start, end, batch, copy, upload)
-        return 0
-
-    def _stream(
-        self,
-        name: str,
-        start: int,
-        end: int,
-        batch: Batch,
-        put: Callable[[memoryview, int], object],
-        upload: OneUpload | None,
-        *,
-        beyond: int = 0,
-    ) -> None:
-        """Give ``put`` the bytes from ``start`` to ``end`` as they come, each once; no more may come if ``beyond``.
-
-        After a failure it resumes where it was.
-        """
-        at = start
-        version = str if upload is None else upload.check
-
-        def read() -> None:
-            nonlocal at
-            asked = at
-            with contextlib.closing(self.store.read_pieces(name, at, end + beyond - at, version=version)) as pieces:
-                for piece in pieces:
-                    if at + len(piece) > end:
-                        self._explain(name, start, end - start, at + len(piece) - start)
-                    with batch.touching():
-                        put(memoryview(piece), at)
-                    at += len(piece)
-                    batch.tell(len(piece))
-            if at != end:
-                self._explain(name, asked, end - asked, at - asked)
-
-        self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
-
-    def _read_range(self, name: str, offset: int, size: int) -> bytes:
-        """Exactly ``size`` bytes."""
-
-        def read() -> bytes:
-            data = self.store.read_range(name, offset, size)
-            if len(data) != size:
-                self._explain(name, offset, size, len(data))
-            return data
-
-        return self._retry.run(read, f"read of {name!r}, bytes {offset} to {offset + size}")
-
-    def _explain(self, name: str, offset: int, size: int, got: int) -> None:
-        """Raise the reason for which ``got`` bytes came and not ``size``."""
-        actual = self.store.get_object_size(name)
-        if got > size:
-            raise CorruptCheckpointError(f"object {name!r} has {actual} bytes where {offset + size} were expected.")
-        if actual < offset + size:
-            raise CorruptCheckpointError(
-                f"object {name!r} has {actual} bytes; there are no bytes {offset} to {offset + size}."
-            )
-        raise ObjectStoreTransientError(f"read of {name!r}: {got} of {size} bytes came, from {offset} on.")
+def _has(upload: PartUpload, number: int, view: memoryview) -> bool:
+    """Return true if the store has this part. Where the store does not answer that, the part is sent again."""
+    try:
+        return upload.has(number, view)
+    except ObjectStoreTransientError:
+        raise
+    except (PermissionError, ObjectStoreError) as e:
+        _log.info("upload of %r: cannot ask for its parts: %s", upload.name, e)
+        return False
 
 
-def _check_range(name: str, offset: int, size: int) -> None:
-    if offset < 0 or size < 0:
-        raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
+def _copy_to_targets(places: ReadTargets, piece: memoryview, at: int) -> None:
+    """Copy bytes of an object, from the offset ``at`` on, to their places in memory."""
+    done = 0
+    for address, size in places.of(at, at + piece.nbytes):
+        if address is not None:
+            memory_at(address, size)[:] = piece[done : done + size]
+        done += size
 
 
 class Uploader(Background):
@@ -550,16 +685,10 @@ class Uploader(Background):
         timeout: as for :class:`Background`.
     """
 
+    late_error = ObjectStoreError
+
     def __init__(self, transfer: Transfer, *, num_concurrent: int = 1, timeout: float = 3600.0) -> None:
-        super().__init__(
-            "the uploader",
-            jobs="uploads",
-            done="uploaded",
-            num_concurrent=num_concurrent,
-            timeout=timeout,
-            error=ObjectStoreError,
-            late_error=ObjectStoreError,
-        )
+        super().__init__("the uploader", num_concurrent=num_concurrent, timeout=timeout)
         self.transfer = transfer
 
     def stop(self, seconds: float) -> list[str]:

@@ -11,7 +11,7 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import FileDigest
 from composerlite.storage.disk.memory import address_of
 from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
-from composerlite.storage.transfer import OneUpload, Transfer
+from composerlite.storage.transfer import SameVersion, Transfer
 from composerlite.types import Piece
 
 
@@ -33,7 +33,7 @@ class VerifiedObject:
         self._transfer = transfer
         self._name = name
         self._digest = digest
-        self._upload = OneUpload(name)
+        self._same = SameVersion(name)
         try:
             self._chunks = [] if digest is None else digest.chunk_digests()
         except ValueError as e:
@@ -48,7 +48,7 @@ class VerifiedObject:
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         if self._digest is None:
-            self._transfer.read_into(self._name, targets, progress, self._upload)
+            self._transfer.read_into(self._name, targets, progress, self._same)
             return
         step, size_bytes = self._digest.chunk_bytes, self._digest.body_bytes
         for offset, _, size in targets:

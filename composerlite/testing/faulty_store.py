@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError
-from composerlite.storage import ObjectInfo, ObjectStore, PartUpload, Progress
+from composerlite.storage import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
 
 
 def _lost() -> Exception:
@@ -61,6 +61,9 @@ class FaultyStore(ObjectStore):
         self.calls: list[tuple[str, str]] = []
         self.sent_bytes = 0
         self._store = store
+        self.least_part_bytes = store.least_part_bytes
+        self.most_parts = store.most_parts
+        self.reads_ranges = store.reads_ranges
         self._seen: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -95,12 +98,11 @@ class FaultyStore(ObjectStore):
         with self.call("read_range", name):
             return self._store.read_range(name, offset, size)
 
-    def read_pieces(
-        self, name: str, offset: int, size: int, *, version: Callable[[str], object] = str
-    ) -> Generator[bytes]:
+    def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
         with self.call("read_range", name):
-            pieces = list(self._store.read_pieces(name, offset, size, version=version))
-        yield from pieces
+            found = self._store.open_range(name, offset, size)
+            data = found.read()
+        return ObjectRange(found.version, found.size_bytes, (piece for piece in [data]))
 
     def get_object_size(self, name: str) -> int:
         with self.call("get_object_size", name):
@@ -153,14 +155,6 @@ class FaultyStore(ObjectStore):
     def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
         with self.call("unfinished_parts", prefix):
             return [_FaultyParts(self, upload) for upload in self._store.unfinished_parts(prefix)]
-
-    @property
-    def least_part_bytes(self) -> int:
-        return self._store.least_part_bytes
-
-    @property
-    def most_parts(self) -> int:
-        return self._store.most_parts
 
     @contextlib.contextmanager
     def call(self, verb: str, name: str, sent_bytes: int = 0) -> Generator[None]:

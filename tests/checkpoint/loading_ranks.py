@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
+from composerlite.storage.object_store import ObjectRange
 from composerlite.storage.stores.local import LocalObjectStore
 
 
@@ -100,8 +102,12 @@ class CountingStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a
 
     read_bytes = 0
 
-    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
-        for piece in super().read_pieces(name, offset, size):
+    def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
+        found = super().open_range(name, offset, size)
+        return dataclasses.replace(found, pieces=self._counted(name, found.pieces))
+
+    def _counted(self, name: str, pieces: Generator[bytes]) -> Generator[bytes]:
+        for piece in pieces:
             if name.endswith(".distcp"):
                 self.read_bytes += len(piece)
             yield piece

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -57,6 +58,7 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 from composerlite.storage import ObjectStore
+from composerlite.storage.object_store import ObjectRange
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 from composerlite.testing.faulty_store import Fault, FaultyStore
@@ -430,8 +432,12 @@ def test_a_kill_at_any_step_leaves_a_checkpoint_or_nothing(tmp_path: Path) -> No
 class _CountingStore(LocalObjectStore):  # type: ignore[misc]  # final, but for a test that counts
     read_bytes = 0
 
-    def read_pieces(self, name: str, offset: int, size: int) -> Generator[bytes]:
-        for piece in super().read_pieces(name, offset, size):
+    def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
+        found = super().open_range(name, offset, size)
+        return dataclasses.replace(found, pieces=self._counted(name, found.pieces))
+
+    def _counted(self, name: str, pieces: Generator[bytes]) -> Generator[bytes]:
+        for piece in pieces:
             if name.endswith(".distcp"):
                 self.read_bytes += len(piece)
             yield piece

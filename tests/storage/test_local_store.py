@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import StagedFile, parse_uri
+from composerlite.storage import RetryPolicy, StagedFile, Transfer, parse_uri
 from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing.contracts import ObjectStoreContract
 
@@ -66,23 +67,20 @@ def test_an_object_is_not_a_folder_of_objects(store: LocalObjectStore) -> None:
 
 
 def test_what_is_being_written_is_no_object(store: LocalObjectStore) -> None:
-    """Temporaries and parts are not listed, and have names that no object can have."""
-    store.start_parts("run/big").send(1, memoryview(b"part"))
+    """Temporaries are not listed, and have names that no object can have."""
     with StagedFile(store.folder / "a") as staged:
         assert store.list_objects() == []
-        with pytest.raises(ConfigError, match="not written to its end"):
+        with pytest.raises(ConfigError, match="name of an unfinished file"):
             store.read_range(staged.temporary.name, 0, 1)
-    with pytest.raises(ConfigError, match="not written to its end"):
-        store.put_bytes(".composerlite-parts/x", b"")
 
 
-def test_a_check_sweeps_what_killed_writers_left(store: LocalObjectStore) -> None:
-    """``check_writable`` removes the temporaries of the dead below the prefix, and not those of the living."""
+def test_the_temporaries_of_killed_writers_are_unfinished_uploads(store: LocalObjectStore) -> None:
+    """They are found by the name of the object and removed when they are aborted; those of the living are not."""
     store.put_bytes("run/ep1/a", b"")
     with StagedFile(store.folder / "run" / "ep1" / "dead") as dead:
         dead.leave_behind()
-    with StagedFile(store.folder / "run" / "ep1" / "living") as living:
-        store.check_writable("run/")
+    with StagedFile(store.folder / "run" / "ep1" / "living") as living, Transfer(store) as transfer:
+        assert [upload.name for upload in transfer.abort_stale("run/", timedelta())] == ["run/ep1/dead"]
         assert living.temporary.exists()
         assert not dead.temporary.exists()
 
@@ -108,14 +106,15 @@ def test_no_empty_folders_remain(store: LocalObjectStore) -> None:
 
 
 def test_who_writes_and_who_deletes_do_not_meet(store: LocalObjectStore) -> None:
-    """A folder that goes with its last object is there again for who writes into it at that moment."""
+    """A folder that goes with its last object is made again for a writer at that moment, by a retry."""
 
     def use(number: int) -> None:
         for _ in range(30):
-            store.put_bytes(f"run/ep1/{number}", b"")
+            transfer.put_bytes(f"run/ep1/{number}", b"")
             store.delete_object(f"run/ep1/{number}")
 
-    with ThreadPoolExecutor(4) as pool:
+    retry = RetryPolicy(attempts=100, first_delay_seconds=0.001, longest_delay_seconds=0.001)
+    with ThreadPoolExecutor(4) as pool, Transfer(store, retry=retry) as transfer:
         list(pool.map(use, range(4)))
     assert list(store.folder.iterdir()) == []
 
@@ -130,25 +129,3 @@ def test_a_folder_that_cannot_be_written_is_found_by_the_check() -> None:
     """No permission is PermissionError with the path, before anything is written."""
     with pytest.raises(PermissionError, match="/sys/kernel"):
         LocalObjectStore("/sys/kernel").check_writable("run/")
-
-
-def test_parts_of_an_upload_that_ended_are_refused(store: LocalObjectStore) -> None:
-    """A part or a completion that comes after the end is FileNotFoundError, and changes nothing."""
-    upload = store.start_parts("a")
-    upload.send(1, memoryview(b"x"))
-    upload.complete(count=1)
-    with pytest.raises(FileNotFoundError, match="completed or aborted"):
-        upload.send(2, memoryview(b"y"))
-    with pytest.raises(FileNotFoundError, match="completed or aborted"):
-        upload.complete(count=2)
-    assert store.read_range("a", 0, 9) == b"x"
-
-
-def test_a_part_that_is_missing_makes_no_object(store: LocalObjectStore) -> None:
-    """``complete`` refuses to leave out a part; what was sent stays."""
-    upload = store.start_parts("a")
-    upload.send(2, memoryview(b"y"))
-    with pytest.raises(ObjectStoreError, match="part 1 of 2"):
-        upload.complete(count=2)
-    assert store.list_objects() == []
-    assert upload.has(2, memoryview(b"y"))

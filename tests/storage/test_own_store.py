@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Trainer
 from composerlite.errors import ObjectStoreError
 from composerlite.models import ComposerClassifier
+from composerlite.storage import Transfer
 from composerlite.utils import ObjectStore, get_file
 
 
@@ -68,7 +69,8 @@ def test_four_verbs_are_enough(shelf: Shelf) -> None:
     assert shelf.read_range("run/c.txt", 1, 3) == b"234"
     with pytest.raises(FileExistsError, match=r"Shelf://run/c\.txt: create"):
         shelf.put_bytes("run/c.txt", b"", create_only=True)
-    listed = shelf.list_objects("run/")
+    with Transfer(shelf) as transfer:
+        listed = transfer.list("run/")
     assert [(one.name, one.size_bytes) for one in listed] == [("run/a.txt", 9), ("run/b.txt", 9), ("run/c.txt", 5)]
     assert shelf.read_tail("run/c.txt", 2) == (5, b"45")
     assert shelf.list_level("") == ([], ["run/"])
@@ -82,20 +84,24 @@ def test_four_verbs_are_enough(shelf: Shelf) -> None:
     shelf.close()
 
 
-def test_a_stream_of_ones_own_is_read(shelf: Shelf, tmp_path: Path) -> None:
-    """A store may give the pieces of a range itself, and need not tell versions."""
+def test_ranges_of_ones_own_are_read(shelf: Shelf, tmp_path: Path) -> None:
+    """A store may read ranges itself."""
 
     class Stream(Shelf):
-        def read_pieces(self, name: str, offset: int, size: int) -> Iterator[bytes]:  # type: ignore[override]
-            yield (self.folder / name).read_bytes()[offset : offset + size]
+        reads_ranges = True
+
+        def read_range(self, name: str, offset: int, size: int) -> bytes:
+            return (self.folder / name).read_bytes()[offset : offset + size]
+
+        def download_object(self, *_: object, **__: object) -> None:
+            raise AssertionError("the store reads ranges")
 
     get_file("run/a.txt", tmp_path / "copy", Stream(shelf.folder))
     assert (tmp_path / "copy").read_text() == "run/a.txt"
 
 
 def test_what_does_not_follow_from_them_is_said(shelf: Shelf) -> None:
-    """Nothing can be deleted: the error names the method to add. That there is nothing to delete is fine."""
-    shelf.delete_object("run/nothing.txt")
+    """Nothing can be deleted: the error names the method to add."""
     with pytest.raises(ObjectStoreError, match="Shelf has no delete_object"):
         shelf.delete_object("run/a.txt")
     with pytest.raises(TypeError, match="list_objects"):

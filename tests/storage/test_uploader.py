@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.errors import ObjectStoreError
+from composerlite.errors import ComposerliteError, ObjectStoreError
 from composerlite.storage import Transfer, Uploader
 from composerlite.storage.stores.local import LocalObjectStore
 
@@ -102,11 +102,11 @@ def test_closing_waits_and_then_says_what_did_not_arrive(tmp_path: Path) -> None
     dropped: list[str] = []
     uploader.submit("first.pt", lambda: go.wait(WAIT), lane="lane")
     uploader.submit("second.pt", lambda: None, lane="lane", dropped=lambda: dropped.append("second.pt"))
-    with pytest.raises(ObjectStoreError, match=r"not uploaded within 0 s: first\.pt, second\.pt"):
+    with pytest.raises(ObjectStoreError, match=r"not done within 0 s: first\.pt, second\.pt"):
         uploader.close(0.05)
     go.set()
     assert dropped == ["second.pt"]
-    with pytest.raises(ObjectStoreError, match="closed"):
+    with pytest.raises(ComposerliteError, match="closed"):
         uploader.submit("third.pt", lambda: None, lane="lane")
 
 
@@ -119,6 +119,6 @@ def test_closing_raises_what_failed(tmp_path: Path) -> None:
 
     for number in range(2):
         uploader.submit(str(number), fail, lane="lane")
-    with pytest.raises(ExceptionGroup, match="2 uploads failed"):
+    with pytest.raises(ExceptionGroup, match="2 jobs failed"):
         uploader.close(WAIT)
     uploader.close(WAIT)

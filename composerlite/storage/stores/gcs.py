@@ -2,50 +2,87 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Generator, Iterable, Mapping
+from typing import IO, Any, final
 
-from composerlite.errors import ConfigError, checked_arguments
-from composerlite.storage.stores.base import BackendStore, checked_url
+from composerlite.errors import ConfigError, ObjectStoreTransientError, checked_arguments
+from composerlite.storage.sdk import importing_sdk
+from composerlite.storage.stores.base import (
+    ABSENT,
+    CONNECTIONS,
+    PIECE_BYTES,
+    BackendStore,
+    Entry,
+    Meaning,
+    checked_url,
+    meaning_of_answer,
+    range_header,
+    ranged_answer,
+    root_cause,
+)
 
 _XML_API = "https://storage.googleapis.com"
-
-if TYPE_CHECKING:  # the verbs come with the protocol, whose SDK is imported when a store is opened
-    from composerlite.storage.stores.gcs_json import GCSJSONObjectStore as _Verbs
-else:
-    _Verbs = BackendStore
+_CHUNK_BYTES = 32 << 20
+"""Size of one request of a large upload, which is in memory. A multiple of 256 KiB, as the service requires."""
+_NOT_GCS = "it is not that of Google's service, or was cut short"
+_WAY_OUT = (
+    "Set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, run 'gcloud auth application-default login',"
+    " or set GCS_KEY and GCS_SECRET to an HMAC key."
+)
 
 
 @final
-class GCSObjectStore(_Verbs):
+class GCSObjectStore(BackendStore):
     """Objects in a bucket of Google Cloud Storage. Needs ``composerlite[gcs]``.
 
-    With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the service is spoken to by its S3 protocol
-    (needs ``composerlite[s3]``): large objects go in parts, and ``create_only`` looks before it writes, as here that
-    protocol cannot create atomically. Else credentials are Google's application default ones: the file that
-    ``GOOGLE_APPLICATION_CREDENTIALS`` names, ``gcloud auth application-default login``, or the machine's own. Then
-    objects are created atomically, and sent as a whole. Either way what is sent is verified by a checksum, and the
-    SDK's own retries are off.
-
-    Names are below ``prefix``; no verb returns it.
+    With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the store is an ``S3ObjectStore`` for the S3
+    protocol of the service (needs ``composerlite[s3]``): large objects go in parts, and ``create_only`` is a check
+    followed by a write. Otherwise credentials are Google's application default ones: the file that
+    ``GOOGLE_APPLICATION_CREDENTIALS`` names, ``gcloud auth application-default login``, or those of the machine. Then
+    objects are created atomically, and sent as a whole. The service verifies a checksum of every upload. The SDK's own
+    retries are off.
 
     Args:
-        bucket: its name. It must exist.
-        prefix: put before every name, with a slash between.
-        endpoint_url: of the service, as in ``https://host``; else ``GCS_ENDPOINT_URL``, else Google's. For emulators
-            that want no credentials, ``STORAGE_EMULATOR_HOST`` is heeded instead.
-        project: that pays, if not the credentials' own.
-        connect_timeout_seconds: until a connection must be there.
-        read_timeout_seconds: without a byte from the service.
+        bucket: name of the bucket, which must exist.
+        prefix: put before every name, with a slash between. No method returns the prefix.
+        endpoint_url: address of the service, such as ``https://host``; otherwise ``GCS_ENDPOINT_URL``, or Google's. For
+            emulators without credentials set ``STORAGE_EMULATOR_HOST`` instead.
+        project: project that pays, if not the credentials' own.
+        connect_timeout_seconds: longest wait for a connection.
+        read_timeout_seconds: longest wait for a byte of the service.
 
     Raises:
         ConfigError: an argument is wrong, or only one of ``GCS_KEY`` and ``GCS_SECRET`` is set.
         PermissionError: there are no credentials.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> GCSObjectStore:
-        return object.__new__(_by_s3() if _hmac_key() else _by_google())
+    _has_versions = True
+
+    def __new__(cls, bucket: str, prefix: str = "", **arguments: Any) -> Any:
+        key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
+        if bool(key) != bool(secret):
+            raise ConfigError("GCS: expected GCS_KEY and GCS_SECRET both in the environment, or none of them.")
+        if not key:
+            return super().__new__(cls)
+        from composerlite.storage.stores.s3 import S3ObjectStore
+
+        arguments.pop("project", None)
+        endpoint_url = arguments.pop("endpoint_url", None) or os.environ.get("GCS_ENDPOINT_URL") or _XML_API
+        return S3ObjectStore(
+            bucket,
+            prefix,
+            endpoint_url=checked_url("GCS", endpoint_url),
+            region_name="auto",
+            aws_access_key_id=key,
+            aws_secret_access_key=secret,
+            canned_acl="",
+            checksum="md5",
+            conditional_writes=False,
+            scheme="gs",
+            **arguments,
+        )
 
     @checked_arguments
     def __init__(
@@ -58,53 +95,99 @@ class GCSObjectStore(_Verbs):
         connect_timeout_seconds: float = 10.0,
         read_timeout_seconds: float = 60.0,
     ) -> None:
+        super().__init__(f"gs://{bucket}/", prefix)
+        self.bucket = bucket
+        self._always: dict[str, Any] = {"timeout": (connect_timeout_seconds, read_timeout_seconds), "retry": None}
         endpoint_url = checked_url("GCS", endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
-        timeout = (connect_timeout_seconds, read_timeout_seconds)
-        arguments: dict[str, Any] = {"endpoint_url": endpoint_url, "project": project, "timeout": timeout}
-        if key := _hmac_key():
-            arguments = _s3_arguments(endpoint_url, key, timeout)
-        super().__init__(bucket, prefix, **arguments)
+        with importing_sdk(
+            "google-cloud-storage, which GCS needs,", extra="gcs", packages=("google", "requests", "urllib3")
+        ):
+            from google.cloud import storage
+            from requests.adapters import HTTPAdapter
+        with self._translated("open", "", is_prefix=True):
+            options = {"api_endpoint": endpoint_url} if endpoint_url else None
+            self._client: Any = storage.Client(project=project, client_options=options)  # the SDK has no types
+            # For traces the SDK asks for the bucket in a thread of its own, which many accounts may not.
+            self._client._bucket_metadata_cache = None
+            for scheme in ("https://", "http://"):  # the SDK's own adapter has 10 connections
+                self._client._http.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+            self._bucket: Any = self._client.bucket(bucket)
 
+    @property
+    def creates_atomically(self) -> bool:
+        return True
 
-@functools.cache
-def _by_google() -> type[GCSObjectStore]:
-    """The class of the stores that speak Google's own protocol."""
-    from composerlite.storage.stores.gcs_json import GCSJSONObjectStore
+    def close(self) -> None:
+        self._client.close()
 
-    return type("GCSObjectStore", (GCSObjectStore, GCSJSONObjectStore), {})
+    # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
+        condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
+        blob = self._bucket.blob(key, chunk_size=_CHUNK_BYTES)
+        blob.upload_from_file(file, size=size, checksum="crc32c", **condition, **self._always)
 
+    def _delete(self, key: str) -> None:
+        try:
+            self._bucket.blob(key).delete(**self._always)
+        except Exception as e:
+            if (meaning := self._meaning(e)) is None or meaning[0] is not FileNotFoundError:
+                raise
 
-@functools.cache
-def _by_s3() -> type[GCSObjectStore]:
-    """The class of the stores that speak the S3 protocol."""
-    from composerlite.storage.stores.s3 import S3ObjectStore
+    def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
+        # The SDK returns ranges as a whole, and not the size of the object, which is in a header.
+        from google.api_core.exceptions import from_http_response
 
-    return type("GCSObjectStore", (GCSObjectStore, S3ObjectStore), {})
+        url = self._bucket.blob(key)._get_download_url(self._client)
+        headers = {"Range": range_header(offset, size), "Accept-Encoding": "gzip"}
+        timeout = self._always["timeout"]
+        with contextlib.closing(self._client._http.get(url, headers=headers, timeout=timeout, stream=True)) as answer:
+            if answer.status_code == 416:  # the range is past the end, or the object is empty
+                yield self._stat(key)
+                return
+            if answer.status_code not in (200, 206):
+                raise from_http_response(answer)
+            if "x-goog-generation" not in answer.headers:
+                raise ConnectionError(f"the answer has no generation: {_NOT_GCS}")
+            pieces = answer.raw.stream(PIECE_BYTES, decode_content=False)
+            yield from ranged_answer(answer.headers["x-goog-generation"], answer.headers, pieces, offset, size)
 
+    def _stat(self, key: str) -> tuple[str, int]:
+        blob = self._bucket.blob(key)
+        blob.reload(**self._always)
+        return str(blob.generation), int(blob.size)
 
-def _s3_arguments(endpoint_url: str | None, key: tuple[str, str], timeout: tuple[float, float]) -> dict[str, Any]:
-    """The arguments of ``S3ObjectStore`` for this service."""
-    return {
-        "endpoint_url": endpoint_url or _XML_API,
-        "region_name": "auto",
-        "aws_access_key_id": key[0],
-        "aws_secret_access_key": key[1],
-        "canned_acl": "",
-        "client_config": {
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-        },
-        "checksum": "md5",
-        "conditional_writes": False,
-        "scheme": "gs",
-        "connect_timeout_seconds": timeout[0],
-        "read_timeout_seconds": timeout[1],
-    }
+    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
+        wanted: dict[str, Any] = {"prefix": prefix, **self._always}
+        wanted["fields"] = "items(name,size,updated),prefixes,nextPageToken"
+        blobs = self._client.list_blobs(self._bucket, delimiter="/" if level else None, **wanted)
+        yield from (Entry(blob.name, blob.size, blob.updated) for blob in blobs)
+        yield from (Entry(folder.removesuffix("/"), -1, None) for folder in blobs.prefixes)
 
+    # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def _meaning(self, error: Exception) -> Meaning | None:
+        import requests.exceptions
+        from google.api_core.exceptions import GoogleAPICallError
+        from google.auth.exceptions import GoogleAuthError, TransportError
+        from google.cloud.storage.exceptions import DataCorruption
+        from urllib3.exceptions import HTTPError
 
-def _hmac_key() -> tuple[str, str] | None:
-    """Key and secret of the environment."""
-    key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
-    if bool(key) != bool(secret):
-        raise ConfigError("GCS: expected GCS_KEY and GCS_SECRET both in the environment, or none of them.")
-    return (key, secret) if key and secret else None
+        if isinstance(error, GoogleAPICallError):
+            method = getattr(getattr(error.response, "request", None), "method", "")
+            # Two writers at once, or the service has lost the session of an upload, which sends by PUT.
+            if error.code == 409 or (error.code in (404, 410) and method == "PUT"):
+                return ObjectStoreTransientError, str(error)
+            return meaning_of_answer(error.code or 0, str(error), getattr(error.response, "text", ""))
+        if isinstance(error, GoogleAuthError):
+            if isinstance(error, TransportError) or error.retryable:
+                return ObjectStoreTransientError, f"the service of the credentials: {error}"
+            return PermissionError, f"{error} {_WAY_OUT}"
+        if isinstance(error, DataCorruption):
+            return ObjectStoreTransientError, f"other bytes arrived than were sent: {error}"
+        if isinstance(error, requests.exceptions.JSONDecodeError):
+            return ObjectStoreTransientError, f"the answer is not JSON: {_NOT_GCS}"
+        if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
+            return ObjectStoreTransientError, root_cause(error)
+        return None
+
+    def _headers(self, error: Exception) -> Mapping[str, str]:
+        return getattr(getattr(error, "response", None), "headers", {})

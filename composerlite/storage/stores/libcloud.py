@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Generator, Iterable, Mapping
+from typing import IO, Any, final
 
 from composerlite.errors import (
     ConfigError,
@@ -19,9 +20,8 @@ from composerlite.errors import (
     did_you_mean,
 )
 from composerlite.storage.object_store import meaning_of_status
-from composerlite.storage.part_uploads import FileSource
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import BackendStore, Entry, Meaning
+from composerlite.storage.stores.base import BackendStore, Entry, Meaning, ranged_answer
 
 with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "requests", "urllib3")):
     import requests
@@ -110,15 +110,13 @@ class LibcloudObjectStore(BackendStore):
             _hang_up(driver)
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
-        with self._driver() as driver:
-            driver.upload_object(source.path, driver.get_container(self.container), key)
-
-    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
-        # As a file: what drivers send from a stream costs three requests instead of one, and is not verified.
-        with tempfile.NamedTemporaryFile() as file, self._driver() as driver:
-            file.write(data)
-            file.flush()
+    def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
+        # As a file on disk: an upload from a stream costs three requests instead of one, and is not verified.
+        with self._driver() as driver, contextlib.ExitStack() as temporary:
+            if isinstance(file, io.BytesIO):
+                content, file = file, temporary.enter_context(tempfile.NamedTemporaryFile())
+                file.write(content.read())
+                file.flush()
             driver.upload_object(file.name, driver.get_container(self.container), key)
 
     def _delete(self, key: str) -> None:
@@ -128,56 +126,43 @@ class LibcloudObjectStore(BackendStore):
             except _MISSING:
                 driver.get_container(self.container)
                 return
-            with contextlib.suppress(FileNotFoundError, ObjectDoesNotExistError):  # deleted by another since
+            with contextlib.suppress(FileNotFoundError, ObjectDoesNotExistError):  # deleted by another process since
                 if not driver.delete_object(found):
                     raise LibcloudError("the driver says that it could not", driver=driver)
 
-    def _check_writable(self, key: str) -> None:
-        self._put(key, memoryview(b"check"))
-        self._delete(key)
-
-    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
+    def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         with self._driver() as driver:
             found = driver.get_object(self.container, key)
-            version(f"{found.size} {found.hash} {[found.extra.get(time) for time in _TIMES]}")
-            end = found.size if size is None else min(offset + size, found.size)
-            done = offset
-            for piece in self._range(driver, found, offset, end):
-                done += len(piece)
-                yield piece
-            if done < end:
-                raise ConnectionError(f"{done - offset} of {end - offset} bytes arrived")
+            total = int(found.size)
+            start = max(0, total + offset) if offset < 0 else min(offset, total)
+            end = min(start + size, total)
+            headers = {"content-length": str(total)}
+            if 0 < end - start < total:
+                try:
+                    pieces = driver.download_object_range_as_stream(found, start, end, chunk_size=self._chunk_size)
+                    headers["content-range"] = f"bytes {start}-{end - 1}/{total}"
+                except NotImplementedError:  # the driver cannot read ranges
+                    pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size)
+            else:
+                pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size) if end > start else ()
+            version = f"{found.size} {found.hash} {[found.extra.get(time) for time in _TIMES]}"
+            yield from ranged_answer(version, headers, pieces, offset, size)
 
-    def _size(self, key: str) -> int:
+    def _stat(self, key: str) -> tuple[str, int]:
         with self._driver() as driver:
-            return int(driver.get_object(self.container, key).size)
+            return "", int(driver.get_object(self.container, key).size)
 
-    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
             try:
                 listed = driver.list_container_objects(container, prefix=asked)
             except ObjectDoesNotExistError as e:
-                raise ConnectionError("an object was deleted while it was listed") from e
+                raise ConnectionError("an object was deleted during the listing") from e
         return [Entry(found.name, int(found.size), None) for found in listed if found.name.startswith(prefix)]
 
     # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _range(self, driver: Any, found: Any, offset: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes from ``offset`` to ``end``: of drivers that know no ranges by reading all before them."""
-        if offset >= end:
-            return
-        if end - offset < found.size:
-            with contextlib.suppress(NotImplementedError):
-                yield from driver.download_object_range_as_stream(found, offset, end, chunk_size=self._chunk_size)
-                return
-        at = 0
-        for piece in driver.download_object_as_stream(found, chunk_size=self._chunk_size):
-            yield piece[max(0, offset - at) : max(0, end - at)]
-            at += len(piece)
-            if at >= end:
-                return
-
     def _new_driver(self) -> Any:
         try:
             driver: Any = get_driver(self.provider)(**self._arguments)

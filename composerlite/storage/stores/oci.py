@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import configparser
 import contextlib
-import hashlib
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.sdk import importing_sdk
@@ -20,15 +18,16 @@ from composerlite.storage.stores.base import (
     ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
+    BackendStore,
     Entry,
     Meaning,
-    MultipartStore,
     RequestBody,
     base64_md5,
     checked_url,
     meaning_of_answer,
+    range_header,
+    ranged_answer,
     root_cause,
-    tail_of,
 )
 
 with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=("oci", "urllib3")):
@@ -37,9 +36,6 @@ with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=(
     from urllib3.exceptions import HTTPError
 
 _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
-_HIDDEN = {"BucketNotFound", "NamespaceNotFound", "NotAuthorizedOrNotFound"}
-"""Answers of the service that it gives, too, where the user may not know that something exists."""
-_WANTED = "composerlite needs the keys user, tenancy, fingerprint, region and key_file"
 
 
 @final
@@ -52,7 +48,7 @@ class _UploadedPart:
 
 
 @final
-class OCIObjectStore(MultipartStore):
+class OCIObjectStore(BackendStore):
     """Objects in a bucket of Oracle's Object Storage. Needs ``composerlite[oci]``.
 
     Credentials are those of a profile of Oracle's configuration file, which ``oci setup config`` writes. Every object
@@ -75,7 +71,7 @@ class OCIObjectStore(MultipartStore):
         PermissionError: the private key that it names cannot be read.
     """
 
-    _whole_bytes = 64 << 20
+    least_part_bytes = 10 << 20
     _has_versions = True
 
     @checked_arguments
@@ -104,55 +100,35 @@ class OCIObjectStore(MultipartStore):
     def creates_atomically(self) -> bool:
         return True
 
-    @property
-    def least_part_bytes(self) -> int:
-        return 10 << 20
-
     def close(self) -> None:
         self._client.base_client.session.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
-        condition: dict[str, str] = {}
-        if version is not None:
-            condition = {"if_none_match": "*"} if version == ABSENT else {"if_match": version}
-        self._call("put_object", key, _body(data), content_md5=base64_md5(data), **condition)
+    def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
+        data = memoryview(file.read())
+        self._call("put_object", key, _body(data), content_md5=base64_md5(data), **_condition(version))
 
     def _delete(self, key: str) -> None:
         with _suppressed("ObjectNotFound"):
             self._call("delete_object", key)
 
-    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
-        span = {"range": f"bytes={offset}-{offset + size - 1}"} if size is not None else {}
-        with _suppressed("InvalidRange"):  # the object ends before the range begins
-            answer = self._call("get_object", key, **span)
-            digest = hashlib.md5(usedforsecurity=False)
-            with contextlib.closing(answer.data):
-                version(answer.headers.get("etag", ""))
-                if size is not None and answer.status != 206:
-                    yield answer.data.raw.read(decode_content=False)[offset : offset + size]
-                    return
-                for piece in answer.data.raw.stream(PIECE_BYTES, decode_content=False):
-                    if size is None:
-                        digest.update(piece)
-                    yield piece
-            expected = answer.headers.get("content-md5")  # the service has none of what was sent in parts
-            if size is None and expected not in (None, base64.b64encode(digest.digest()).decode()):
-                raise ConnectionError("other bytes than the service has")
+    def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
+        try:
+            answer = self._call("get_object", key, range=range_header(offset, size))
+        except sdk.ServiceError as e:
+            if e.code != "InvalidRange":
+                raise
+            yield self._stat(key)  # the range is past the end, or the object is empty
+            return
+        with contextlib.closing(answer.data):
+            pieces = answer.data.raw.stream(PIECE_BYTES, decode_content=False)
+            yield from ranged_answer(answer.headers["etag"], answer.headers, pieces, offset, size)
 
-    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes] | None:
-        with _suppressed("InvalidRange"):  # the object is empty
-            answer = self._call("get_object", key, range=f"bytes=-{most_bytes}")
-            with contextlib.closing(answer.data):
-                pieces = answer.data.raw.stream(PIECE_BYTES, decode_content=False)
-                length = int(answer.headers.get("content-length", -1))
-                return tail_of(answer.headers.get("content-range"), length, pieces, most_bytes)
-        return None
+    def _stat(self, key: str) -> tuple[str, int]:
+        headers = self._call("head_object", key).headers
+        return headers["etag"], int(headers["content-length"])
 
-    def _size(self, key: str) -> int:
-        return int(self._call("head_object", key).headers["content-length"])
-
-    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
         start: dict[str, str] = {}
         wanted = {"prefix": prefix, "fields": "name,size,timeModified"} | ({"delimiter": "/"} if level else {})
         while True:
@@ -188,15 +164,14 @@ class OCIObjectStore(MultipartStore):
         answer = self._call("upload_part", key, upload_id, number, _body(data), content_md5=md5)
         return _UploadedPart(answer.headers["etag"], md5)
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart], *, create_only: bool) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart], version: str | None) -> None:
         models = oci.object_storage.models
         chosen = [
             models.CommitMultipartUploadPartDetails(part_num=number, etag=part.etag)
             for number, part in enumerate(parts, 1)
         ]
         details = models.CommitMultipartUploadDetails(parts_to_commit=chosen)
-        condition = {"if_none_match": "*"} if create_only else {}
-        self._call("commit_multipart_upload", key, upload_id, details, **condition)
+        self._call("commit_multipart_upload", key, upload_id, details, **_condition(version))
 
     def _abort(self, key: str, upload_id: str) -> None:
         with _suppressed("NoSuchUpload", "InvalidUploadId"):
@@ -207,8 +182,8 @@ class OCIObjectStore(MultipartStore):
         """Call the SDK's ``verb`` for this bucket and return its answer."""
         with self._lock:
             if self._namespace is None:
-                self._namespace = str(_own(self._client.get_namespace()).data)
-        return _own(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
+                self._namespace = str(_checked(self._client.get_namespace()).data)
+        return _checked(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
     def _pages(self, verb: str, *args: Any) -> Iterator[Any]:
         """Yield the items of all pages that the SDK's ``verb`` lists."""
@@ -232,8 +207,15 @@ class OCIObjectStore(MultipartStore):
         return error.headers if isinstance(error, sdk.ServiceError) else {}
 
 
-def _own(answer: Any) -> Any:
-    """Return ``answer`` if it is the service's, which numbers them all: a proxy answers 200, too, with a page."""
+def _condition(version: str | None) -> dict[str, str]:
+    """Return the arguments of a request that replaces only ``version``."""
+    if version is None:
+        return {}
+    return {"if_none_match": "*"} if version == ABSENT else {"if_match": version}
+
+
+def _checked(answer: Any) -> Any:
+    """Return ``answer`` if the service has sent it: a proxy may answer 200 with a page of its own."""
     if not answer.request_id:
         if hasattr(answer.data, "close"):
             answer.data.close()
@@ -242,19 +224,19 @@ def _own(answer: Any) -> Any:
 
 
 def _answered(error: sdk.ServiceError) -> Meaning:
-    """Meaning of an answer of the service."""
-    said = f"{error.status} {error.code or ''}: {error.message}"
-    if error.status == 404 and error.code in _HIDDEN:
-        said = f"{said} (Or the user may not see it: the service does not tell which.)"
+    """Translate an answer of the service."""
+    cause = f"{error.status} {error.code or ''}: {error.message}"
+    if error.code == "NotAuthorizedOrNotFound":
+        cause = f"{cause} (The service does not tell a missing object from one that the user may not see.)"
     if error.status == 401:
-        said += ". See that user, fingerprint and key_file of the configuration belong together and the clock is right."
+        cause += ". Check that user, fingerprint and key_file of the configuration match, and the clock."
     if error.code in _TRANSIENT_CODES:
-        return ObjectStoreTransientError, said
-    return meaning_of_answer(error.status, said, "" if error.code else str(error.message))
+        return ObjectStoreTransientError, cause
+    return meaning_of_answer(error.status, cause, "" if error.code else str(error.message))
 
 
 def _body(data: memoryview) -> bytes | RequestBody:
-    """An empty one as bytes: the SDK would send it in another encoding."""
+    """Return an empty body as bytes: the SDK would send a file in another encoding."""
     return RequestBody(data) if data.nbytes else b""
 
 
@@ -266,17 +248,15 @@ def _read_config(path: Path, profile: str) -> dict[str, Any]:
     except sdk.ConfigFileNotFound as e:
         raise ConfigError(
             f"OCI: there is no configuration file {path}: write one with 'oci setup config', or name another by"
-            f" OCI_CONFIG_FILE or config_file. {_WANTED}."
+            " OCI_CONFIG_FILE or config_file."
         ) from e
-    except sdk.ProfileNotFound as e:
-        raise ConfigError(f"OCI: the configuration file {path} has no profile {profile!r}.") from e
     except sdk.InvalidKeyFilePath as e:
-        raise PermissionError(f"OCI: the private key that key_file in {path} names is not there: {e}") from e
+        raise PermissionError(f"OCI: the private key that key_file in {path} names does not exist: {e}") from e
     except sdk.InvalidConfig as e:
         wrong = ", ".join(f"{key} is {why}" for key, why in e.errors.items())
-        raise ConfigError(f"OCI: in profile {profile!r} of {path}: {wrong}. {_WANTED}.") from e
-    except (sdk.ClientError, configparser.Error, ValueError) as e:
-        raise ConfigError(f"OCI: the configuration file {path} cannot be read: {e}") from e
+        raise ConfigError(f"OCI: in profile {profile!r} of {path}: {wrong}.") from e
+    except (sdk.ClientError, configparser.Error, ValueError) as e:  # also an unknown profile
+        raise ConfigError(f"OCI: profile {profile!r} of the configuration file {path} cannot be read: {e}") from e
     return config
 
 

@@ -1,20 +1,21 @@
-"""SFTPObjectStore: objects that are the files below a folder of a machine that is reached by SSH."""
+"""SFTPObjectStore: objects that are the files below a folder of a machine with an SSH server."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import io
+import hashlib
 import os
 import posixpath
 import re
 import socket
 import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 from composerlite.errors import (
     ConfigError,
@@ -23,11 +24,10 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
-from composerlite.storage.disk.files import TEMPORARY, temporary_name
-from composerlite.storage.part_uploads import FileSource
+from composerlite.storage.disk.files import is_temporary, temporary_name
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import ABSENT, BackendStore, Entry, Meaning, files_below, log
-from composerlite.storage.stores.sftp_connection import LOST, Connection, SFTPChannel, connect
+from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Entry, Meaning, files_below
+from composerlite.storage.stores.local import name_of_temporary
 
 with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
@@ -35,47 +35,46 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
 
 _CHANNELS = 8
 """Concurrent operations on one connection; OpenSSH allows 10 by default."""
-_OLD_SECONDS = 24 * 3600
-"""A temporary that nobody has written to for so long was left behind."""
-_LOST = (ssh_exception.NoValidConnectionsError, TimeoutError, ConnectionError)
+_REQUEST_BYTES = 32 << 10
+"""Size of one write: every server takes that much."""
+_REQUESTS = 128
+"""Reads under way at the same time, so that a distant server is not waited for after each."""
+_LOST = (paramiko.SSHException, EOFError, TimeoutError, ConnectionError)
+"""Errors after which a connection cannot be used."""
 _POLICIES = ("RejectPolicy", "WarningPolicy", "AutoAddPolicy")
 
 
 @final
 class SFTPObjectStore(BackendStore):
-    """Keeps objects as the files below the folder ``cwd`` of the machine ``host``.
+    """Keeps objects as the files below the folder ``cwd`` of the machine ``host``. Needs ``composerlite[sftp]``.
 
-    Objects appear atomically, by a rename, and are durable if the server offers ``fsync@openssh.com``. ``create_only``
-    takes ``hardlink@openssh.com``, or else the protocol's rename, which must not replace a file. :meth:`swap_bytes` is
-    not atomic. As files and folders
-    share their names, ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost connection is
-    ObjectStoreTransientError, and the next verb connects anew. What such an upload left behind is removed by the next
-    one; what killed processes left, by :meth:`check_writable` after a day.
+    Objects appear atomically, by a rename; the server must offer ``posix-rename@openssh.com``, as OpenSSH does.
+    ``create_only`` is the rename of the protocol, which does not replace a file. :meth:`swap_bytes` is not atomic. As
+    files and folders share their names, ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost connection
+    is an ObjectStoreTransientError, and the next operation connects again. The temporary files of interrupted uploads
+    are :meth:`unfinished_parts`.
 
-    The protocol tells the times of files in seconds: one that is replaced by another of its size within the second in
-    which it was written is not known from it by who reads it in parts.
+    The protocol has the times of files in seconds. A reader does not notice if a file is replaced by another one of the
+    same size within a second.
 
     Args:
         host: name or address.
-        port: of its SSH server.
-        username: the local user's name if ``None``.
-        password: or the passphrase of the key.
-        known_hosts_filename: with the keys of the hosts that are trusted. If ``None``, what the environment variable
-            ``known_hosts_filename_environ`` names, and if that is not set ``~/.ssh/known_hosts``.
-        known_hosts_filename_environ: see there.
-        key_filename: the private key to log in with. If ``None``, what the environment variable
-            ``key_filename_environ`` names, and if that is not set, and there is no password, the keys of the SSH agent
-            and of ``~/.ssh``.
-        key_filename_environ: see there.
-        missing_host_key_policy: of a host that is not known: ``RejectPolicy``, ``WarningPolicy`` or ``AutoAddPolicy``.
-            The latter two trust any server.
-        cwd: folder of the objects, seen from the folder where a login ends up. It exists, and is not made.
+        port: port of the SSH server.
+        username: ``None``: the name of the local user.
+        password: password, or passphrase of the key.
+        known_hosts_filename: keys of trusted hosts. ``None``: the file that the environment variable
+            ``known_hosts_filename_environ`` names, otherwise ``~/.ssh/known_hosts``.
+        known_hosts_filename_environ: name of this variable.
+        key_filename: private key. ``None``: the file that the environment variable ``key_filename_environ`` names;
+            otherwise, and without a password, the keys of the SSH agent and of ``~/.ssh``.
+        key_filename_environ: name of this variable.
+        missing_host_key_policy: for an unknown host: ``RejectPolicy``, ``WarningPolicy`` or ``AutoAddPolicy``. The
+            latter two trust any server.
+        cwd: folder of the objects, relative to the folder of a login. Must exist.
         connect_timeout: seconds to connect in.
         answer_timeout: seconds to wait for each answer.
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
     """
-
-    _reserved = TEMPORARY
 
     @checked_arguments
     def __init__(
@@ -97,33 +96,29 @@ class SFTPObjectStore(BackendStore):
         if missing_host_key_policy not in _POLICIES:
             hint = did_you_mean(missing_host_key_policy, _POLICIES)
             raise ConfigError(f"missing_host_key_policy={missing_host_key_policy!r} is no policy.{hint}")
-        known_hosts = _file("known_hosts_filename", known_hosts_filename, known_hosts_filename_environ)
+        self._known_hosts = _file("known_hosts_filename", known_hosts_filename, known_hosts_filename_environ)
+        self._policy = missing_host_key_policy
         key = _file("key_filename", key_filename, key_filename_environ)
         self._root = cwd.rstrip("/") or ("/" if cwd else ".")
         address = f"{f'{username}@' if username else ''}{f'[{host}]' if ':' in host else host}:{port}"
         folder = posixpath.normpath(self._root).lstrip("/")
         super().__init__(f"sftp://{address}/{'' if folder in ('', '.') else f'{folder}/'}")
-        self._connect = partial(
-            connect,
-            known_hosts=known_hosts,
-            policy=missing_host_key_policy,
-            answer_timeout=answer_timeout,
-            arguments={
-                "hostname": host,
-                "port": port,
-                "username": username,
-                "password": password,
-                "key_filename": key,
-                "allow_agent": key is None and password is None,
-                "look_for_keys": key is None and password is None,
-                **{f"{what}timeout": connect_timeout for what in ("", "banner_", "auth_", "channel_")},
-                **(connect_kwargs or {}),
-            },
-        )
+        self._answer_timeout = answer_timeout
+        self._login: dict[str, Any] = {
+            "hostname": host,
+            "port": port,
+            "username": username,
+            "password": password,
+            "key_filename": key,
+            "allow_agent": key is None and password is None,
+            "look_for_keys": key is None and password is None,
+            **{f"{what}timeout": connect_timeout for what in ("", "banner_", "auth_", "channel_")},
+            **(connect_kwargs or {}),
+        }
         self._slots = threading.BoundedSemaphore(_CHANNELS)
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._left: list[str] = []  # by uploads that lost their connection
+        self._ssh: paramiko.SSHClient | None = None
+        self._idle: list[Any] = []
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> SFTPObjectStore:
@@ -146,164 +141,114 @@ class SFTPObjectStore(BackendStore):
 
     def close(self) -> None:
         with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+            ssh, self._ssh, self._idle = self._ssh, None, []
+        if ssh is not None:
+            ssh.close()
+
+    def _key(self, name: str) -> str:
+        key = super()._key(name)
+        if is_temporary(posixpath.basename(key)):
+            raise ConfigError(f"object name {name!r}: this is the name of an unfinished file. Choose another one.")
+        return key
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def _upload(self, key: str, source: FileSource, version: str | None) -> None:
-        self._write(key, source.read, version)
-
-    def _put(self, key: str, data: memoryview, version: str | None = None) -> None:
-        self._write(key, io.BytesIO(data).read, version)
-
-    def _write(self, key: str, read: Callable[[int], bytes], version: str | None) -> None:
+    def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         path = self._path(key)
-        publish = SFTPChannel.create if version == ABSENT else SFTPChannel.replace
-        with self._channel() as channel, self._staged(channel, path) as (temporary, file):
-            channel.write_file(file, iter(lambda: read(channel.request_bytes), b""))
-            publish(channel, temporary, path)
-
-    def _read(self, key: str, offset: int, size: int | None, version: Callable[[str], object]) -> Generator[bytes]:
-        with self._channel() as channel, channel.opened(self._path(key), "r") as file:
-            status = file.stat()
-            version(f"{status.st_mtime} {status.st_size}")
-            left = _size_of(status) - offset
-            yield from channel.read_file(file, offset, max(0, left if size is None else min(size, left)))
-
-    def _tail(self, key: str, most_bytes: int) -> tuple[int, bytes]:
-        with self._channel() as channel, channel.opened(self._path(key), "r") as file:
-            size = _size_of(file.stat())
-            length = min(size, most_bytes)
-            return size, b"".join(channel.read_file(file, size - length, length))
-
-    def _size(self, key: str) -> int:
+        folder, last = posixpath.split(path)
+        temporary = posixpath.join(folder, temporary_name(last))
         with self._channel() as channel:
-            return _size_of(channel.stat(self._path(key)))
+            self._make_folder(channel, folder)
+            try:
+                _write(channel, temporary, file)
+                if version != ABSENT:
+                    channel.posix_rename(temporary, path)
+                    return
+                try:
+                    channel.rename(temporary, path)
+                except OSError as e:
+                    if _is_there(channel, path):
+                        raise FileExistsError from e
+                    raise
+            except _LOST:
+                raise
+            except BaseException:
+                with contextlib.suppress(OSError, *_LOST):  # the first error is more important
+                    channel.remove(temporary)
+                raise
 
-    def _list(self, prefix: str, *, level: bool = False) -> Iterable[Entry]:
+    def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
+        with self._channel() as channel, _opened(channel, self._path(key), "r") as file:
+            version, total = _version(file.stat())
+            yield version, total
+            start = max(0, total + offset) if offset < 0 else offset
+            end = min(start + size, total)
+            ranges = [(at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES)]
+            yield from file.readv(ranges, max_concurrent_prefetch_requests=_REQUESTS)
+
+    def _stat(self, key: str) -> tuple[str, int]:
         with self._channel() as channel:
-            self._check_root(channel)
-            found = list(files_below(partial(self._entries, channel), prefix, level=level))
-        return (entry for entry in found if not self._is_temporary(entry))
+            return _version(channel.stat(self._path(key)))
+
+    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
+        return [entry for entry in self._all(prefix, level=level) if not is_temporary(posixpath.basename(entry.key))]
 
     def _delete(self, key: str) -> None:
-        path = self._path(key)
+        folder, _ = posixpath.split(path := self._path(key))
         with self._channel() as channel:
             try:
                 channel.remove(path)
-            except FileNotFoundError:
-                self._check_root(channel)
             except OSError:
-                if not channel.is_folder(path):  # some servers say no more than "failure" of a folder: it is no object
+                if _is_there(channel, path, of_type=stat.S_ISREG):
                     raise
-            else:
-                self._remove_empty(channel, posixpath.dirname(path))
+                self._check_root(channel)
+            with contextlib.suppress(OSError):  # the folder has other files
+                while folder != self._root:
+                    channel.rmdir(folder)
+                    folder = posixpath.dirname(folder)
 
-    def _is_folder(self, key: str) -> bool:
-        with self._channel() as channel:
-            return channel.is_folder(self._path(key))
+    def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
+        for entry in self._all("", level=False):
+            folder, last = posixpath.split(entry.key)
+            key = posixpath.join(folder, name_of_temporary(last))
+            if is_temporary(last) and key.startswith(prefix) and entry.modified_at is not None:
+                yield key, entry.key, entry.modified_at
 
-    def _check_writable(self, key: str) -> None:
-        path, folder = self._path(key), posixpath.dirname(key)
-        with self._channel() as channel:
-            with self._staged(channel, path) as (temporary, file):
-                channel.write_file(file, [b"check"])
-                if not channel.replaces:
-                    with self._staged(channel, path) as (other, file):
-                        channel.write_file(file, [b"check"])
-                        channel.replace(other, temporary)
-                now = channel.stat(temporary).st_mtime or 0  # by the server's clock, as the times of the others
-                channel.remove(temporary)
-            before = datetime.fromtimestamp(now - _OLD_SECONDS, UTC)
-            for entry in list(files_below(partial(self._entries, channel), f"{folder}/" if folder else "")):
-                if self._is_temporary(entry) and (entry.modified_at is None or entry.modified_at < before):
-                    with contextlib.suppress(FileNotFoundError):
-                        channel.remove(self._path(entry.key))
-            self._remove_empty(channel, posixpath.dirname(path))
+    def _abort(self, key: str, upload_id: str) -> None:
+        with self._channel() as channel, contextlib.suppress(FileNotFoundError):
+            channel.remove(self._path(upload_id))
 
-    # ── names and files ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── files and folders ────────────────────────────────────────────────────────────────────────────────────────
     def _path(self, key: str) -> str:
-        """Path of an object's file on the server."""
+        """Return the path of an object on the server."""
         return posixpath.join(self._root, key)
 
-    def _is_temporary(self, entry: Entry) -> bool:
-        """Return true if a file is one that is being written, or was when its writer died."""
-        return self._reserved.fullmatch(posixpath.basename(entry.key)) is not None
-
-    def _check_root(self, channel: SFTPChannel) -> None:
-        if not channel.is_folder(self._root):
+    def _check_root(self, channel: paramiko.SFTPClient) -> None:
+        if not _is_there(channel, self._root, of_type=stat.S_ISDIR):
             raise FileNotFoundError("the folder of the store does not exist on the server")
 
-    @contextlib.contextmanager
-    def _staged(self, channel: SFTPChannel, path: str) -> Generator[tuple[str, paramiko.SFTPFile]]:
-        """The path of a new file beside ``path``, and it, open; it is removed if the block fails.
-
-        The folder is made where it is missing.
-        """
-        self._remove_left(channel)
-        folder, last = posixpath.split(path)
-        temporary = posixpath.join(folder, temporary_name(last))
-        file = None
-        for tries_left in reversed(range(10)):  # who deletes a folder's last object removes it: make it once more
+    def _make_folder(self, channel: paramiko.SFTPClient, folder: str) -> None:
+        """Make ``folder`` and its parents, up to the folder of the store, which must exist."""
+        if folder == self._root:
+            self._check_root(channel)
+        elif not _is_there(channel, folder, of_type=stat.S_ISDIR):
+            self._make_folder(channel, posixpath.dirname(folder))
             try:
-                file = channel.open(temporary, "wx")
-                break
-            except FileNotFoundError:
-                if not tries_left:
+                channel.mkdir(folder)
+            except OSError:
+                if not _is_there(channel, folder, of_type=stat.S_ISDIR):  # made by another process since
                     raise
-                self._check_root(channel)
-                self._make_folder(channel, folder)
-        assert file is not None
-        try:
-            yield temporary, file
-        except LOST:
-            self._left.append(temporary)
-            raise
-        except BaseException:
-            with contextlib.suppress(OSError, *LOST):  # the first error is the one to tell
-                file.close()
-                channel.remove(temporary)
-            raise
 
-    def _remove_left(self, channel: SFTPChannel) -> None:
-        """Remove the temporaries of uploads that lost their connection: each may be as large as a checkpoint."""
-        for temporary in list(self._left):
-            try:
-                with contextlib.suppress(FileNotFoundError):  # it has got its name, and only the answer was lost
-                    channel.remove(temporary)
-            except LOST:
-                raise
-            except OSError as e:
-                log.warning("the temporary file %s on the server was not removed: %s", temporary, e)
-            with contextlib.suppress(ValueError):  # another thread did the same
-                self._left.remove(temporary)
+    def _all(self, prefix: str, *, level: bool) -> list[Entry]:
+        """List files with the prefix, unfinished files included."""
+        with self._channel() as channel:
+            self._check_root(channel)
+            return list(files_below(partial(self._entries, channel), prefix, level=level))
 
-    def _make_folder(self, channel: SFTPChannel, folder: str) -> None:
-        """Make ``folder`` and those above it, up to that of the store."""
-        if folder == self._root or channel.is_folder(folder):
-            return
-        self._make_folder(channel, posixpath.dirname(folder))
-        try:
-            channel.mkdir(folder)
-        except FileNotFoundError:
-            return  # removed since by who deleted an object: _staged comes back
-        except OSError:
-            if not channel.is_folder(folder):  # made since by somebody else, and else something is in its way
-                raise
-
-    def _remove_empty(self, channel: SFTPChannel, folder: str) -> None:
-        """Remove ``folder`` and those above it that hold nothing, down from that of the store."""
-        with contextlib.suppress(OSError):  # it holds something, or may not be removed: it does no harm
-            while folder != self._root:
-                channel.rmdir(folder)
-                folder = posixpath.dirname(folder)
-
-    def _entries(self, channel: SFTPChannel, folder: str) -> Iterator[Entry]:
+    def _entries(self, channel: paramiko.SFTPClient, folder: str) -> Iterator[Entry]:
         """Yield the files and folders in ``folder``."""
         try:
             found = channel.listdir_attr(self._path(folder))
-        except FileNotFoundError:  # there is none, or no more
+        except FileNotFoundError:
             return
         for entry in found:
             key, mode = posixpath.join(folder, entry.filename), entry.st_mode or 0
@@ -315,77 +260,154 @@ class SFTPObjectStore(BackendStore):
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
-    def _channel(self) -> Generator[SFTPChannel]:
-        """Lend a channel to the server that no other thread uses meanwhile."""
+    def _channel(self) -> Generator[Any]:
+        """Lend a channel to the server that no other thread uses."""
         with self._slots:
-            connection = self._connected()
-            channel = connection.take()
+            with self._lock:
+                channel = self._take_channel()
             try:
                 yield channel
-            except LOST:
-                connection.close()
-                raise
             except OSError as e:
-                if connection.alive:
-                    connection.give_back(channel)
+                if isinstance(e, _LOST):
+                    _hang_up(channel)
                     raise
-                raise ConnectionError(str(e)) from e
+                if channel.sock.closed:
+                    raise ConnectionError(str(e)) from e
+                self._idle.append(channel)
+                raise
+            except _LOST:
+                _hang_up(channel)
+                raise
             except BaseException:
                 channel.close()  # answers may be under way
                 raise
-            connection.give_back(channel)
+            self._idle.append(channel)
 
-    def _connected(self) -> Connection:
-        with self._lock:
-            if self._connection is None or not self._connection.alive:
-                if self._connection is not None:
-                    self._connection.close()
-                self._connection = self._connect()
-            return self._connection
+    def _take_channel(self) -> Any:
+        """Return an idle or a new channel. Connect first if there is no connection."""
+        transport = None if self._ssh is None else self._ssh.get_transport()
+        if self._ssh is None or transport is None or not transport.is_active():
+            if self._ssh is not None:
+                self._ssh.close()
+            self._ssh, self._idle = None, []
+            self._ssh = self._connect()
+        if self._idle:
+            return self._idle.pop()
+        channel: Any = self._ssh.open_sftp()
+        channel.get_channel().settimeout(self._answer_timeout)
+        return channel
+
+    def _connect(self) -> paramiko.SSHClient:
+        ssh = paramiko.SSHClient()
+        try:
+            ssh.load_system_host_keys(self._known_hosts)
+            is_strict = self._policy == "RejectPolicy"
+            ssh.set_missing_host_key_policy(
+                _Reject(self._known_hosts) if is_strict else getattr(paramiko, self._policy)()
+            )
+            ssh.connect(**self._login)
+        except BaseException:
+            ssh.close()
+            raise
+        return ssh
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
-        if isinstance(error, OSError) and error.filename is None:  # else it is of a file of this machine
-            return _of_server(error)
-        if isinstance(error, paramiko.SSHException | EOFError):
-            return _of_connection(error)
+        cause = str(error) or type(error).__name__
+        if isinstance(error, paramiko.BadHostKeyException):
+            return PermissionError, (
+                "the server shows another key than the known one. Either the connection is intercepted, or the server "
+                "was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
+            )
+        if isinstance(error, paramiko.PasswordRequiredException):
+            return PermissionError, "the key needs a passphrase: give it as password."
+        if isinstance(error, paramiko.SSHException) and "No authentication methods available" in cause:
+            return PermissionError, "there is neither a key nor a password to log in with: give key_filename."
+        # paramiko reports a connection that is lost during the login as a refused one
+        if isinstance(error, paramiko.AuthenticationException) and "EOF" not in cause and "timeout" not in cause:
+            return PermissionError, f"the server refuses the login: {cause} Check username, key and password."
+        if isinstance(error, ssh_exception.IncompatiblePeer):
+            return ObjectStoreError, f"the connection failed: {cause}."
+        if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+            return ObjectStoreError, f"there is no such host: {cause}."
+        if isinstance(error, (*_LOST, ssh_exception.NoValidConnectionsError)):
+            return ObjectStoreTransientError, f"the connection failed: {cause}."
         if isinstance(error, UnicodeDecodeError):
             return ObjectStoreError, f"a file name on the server is not UTF-8: {error}."
+        if isinstance(error, OSError) and error.filename is None:  # otherwise the file is on this machine
+            for kind in (FileNotFoundError, FileExistsError, PermissionError):
+                if isinstance(error, kind):
+                    return kind, error.strerror or cause
+            if error.errno is not None:
+                return ObjectStoreTransientError, f"the connection failed: {cause}."
+            return ObjectStoreError, f"the server says: {cause}."
         return None
 
 
-def _of_server(error: OSError) -> Meaning:
-    """Meaning of an error of the server's files, or of a socket."""
-    cause = error.strerror or str(error) or type(error).__name__
-    for kind in (FileNotFoundError, FileExistsError, PermissionError):
-        if isinstance(error, kind):
-            return kind, cause
-    if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-        return ObjectStoreError, f"there is no such host: {cause}."
-    if error.errno is not None or isinstance(error, _LOST):
-        return ObjectStoreTransientError, f"the connection failed: {cause}."
-    return ObjectStoreError, f"the server says: {cause}."
+@final
+class _Reject(paramiko.MissingHostKeyPolicy):
+    """Refuses an unknown host. The error says how to add its key."""
 
+    def __init__(self, known_hosts: str | None) -> None:
+        self._known_hosts = known_hosts or "~/.ssh/known_hosts"
 
-def _of_connection(error: Exception) -> Meaning:
-    """Meaning of an error of SSH."""
-    cause = str(error) or type(error).__name__
-    if isinstance(error, paramiko.BadHostKeyException):
-        return PermissionError, (
-            "the server shows another key than the known one. Either somebody is in between, or the server "
-            "was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
+    def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
+        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+        host, _, port = hostname.strip("[").partition("]:")
+        raise PermissionError(
+            f"the host is not known: its {key.get_name()} key is SHA256:{digest}. If that is right, add it with: "
+            f"ssh-keyscan -p {port or 22} {host} >> {self._known_hosts}"
         )
-    if isinstance(error, paramiko.PasswordRequiredException):
-        return PermissionError, "the key needs a passphrase: give it as password."
-    # paramiko reports a connection that is lost during the login as a refused one
-    if isinstance(error, paramiko.AuthenticationException) and "EOF" not in cause and "timeout" not in cause:
-        return PermissionError, f"the server refuses the login: {cause} Check username, key and password."
-    kind = ObjectStoreError if isinstance(error, ssh_exception.IncompatiblePeer) else ObjectStoreTransientError
-    return kind, f"the connection failed: {cause}."
+
+
+def _hang_up(channel: Any) -> None:
+    """Close the connection of ``channel``."""
+    channel.sock.get_transport().close()
+
+
+@contextlib.contextmanager
+def _opened(channel: paramiko.SFTPClient, path: str, mode: str) -> Generator[paramiko.SFTPFile]:
+    """Open a file on the server. The file is not closed on a lost connection: that would wait for another answer."""
+    file = channel.open(path, mode)
+    try:
+        yield file
+    except _LOST:
+        raise
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+
+
+def _write(channel: paramiko.SFTPClient, path: str, file: IO[bytes]) -> None:
+    """Write ``file`` to a new file. Requests do not wait for each other, and every answer is checked."""
+    with _opened(channel, path, "wx") as target:
+        piece = file.read(_REQUEST_BYTES)
+        while piece:
+            following = file.read(_REQUEST_BYTES)
+            target.set_pipelined(bool(following))  # the last write waits for the answers to all writes
+            target.write(piece)
+            piece = following
+
+
+def _is_there(channel: paramiko.SFTPClient, path: str, of_type: Any = bool) -> bool:
+    """Return true if a file or folder exists, and ``of_type`` is true of its mode."""
+    try:
+        return of_type(channel.stat(path).st_mode or stat.S_IFREG)
+    except FileNotFoundError:
+        return False
+
+
+def _version(attributes: paramiko.SFTPAttributes) -> tuple[str, int]:
+    """Return version and size of a file. FileNotFoundError: this is a folder."""
+    if not stat.S_ISREG(attributes.st_mode or stat.S_IFREG):
+        raise FileNotFoundError("this is no file, and so no object")
+    size = attributes.st_size or 0
+    return f"{attributes.st_mtime} {size}", size
 
 
 def _file(argument: str, filename: str | Path | None, environ: str) -> str | None:
-    """The file that an argument names, or an environment variable in its place."""
+    """Return the file that an argument names, or an environment variable in its place."""
     if filename is None:
         argument, filename = f"the environment variable {environ}", os.environ.get(environ)
     if not filename:
@@ -394,10 +416,3 @@ def _file(argument: str, filename: str | Path | None, environ: str) -> str | Non
     if not path.is_file():
         raise ConfigError(f"{argument} is {str(filename)!r}: there is no such file.")
     return str(path)
-
-
-def _size_of(attributes: paramiko.SFTPAttributes) -> int:
-    """Bytes of the file, FileNotFoundError if it is a folder."""
-    if not stat.S_ISREG(attributes.st_mode or stat.S_IFREG):
-        raise FileNotFoundError("this is no file, and so no object")
-    return attributes.st_size or 0

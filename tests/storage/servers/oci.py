@@ -283,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 206, data[start : end + 1], etag | {"content-range": f"bytes {start}-{end}/{len(data)}"}
 
     def _head_object(self, bucket: str, name: str) -> _Answer:
-        return 200, self._object(bucket, name), {}
+        return 200, self._object(bucket, name), {"etag": self.state.etags[bucket, name]}
 
     def _delete_object(self, bucket: str, name: str) -> _Answer:
         self._object(bucket, name)
