@@ -570,18 +570,24 @@ def test_a_service_that_does_not_answer_is_transient_in_time() -> None:
     assert time.monotonic() - started < 20
 
 
-def test_buckets_are_addressed_by_path(script: ScriptedServer) -> None:
-    """A service other than Amazon has the bucket in the path, unless ``client_config`` says otherwise."""
-    for style, host, path in (
-        ("auto", "objects.example.com", "/bucket/a"),
-        ("virtual", "bucket.objects.example.com", "/a"),
+@pytest.mark.parametrize(
+    ("endpoint", "host", "path"),
+    [
+        ("http://cwobject.com", "bucket.cwobject.com", "/a"),
+        ("http://objects.example.com", "objects.example.com", "/bucket/a"),
+    ],
+)
+def test_buckets_are_addressed_as_the_service_wants(endpoint: str, host: str, path: str) -> None:
+    """CoreWeave has the bucket in the host's name, any other service that is no Amazon in the path."""
+    with (
+        running_scripted(_DONE) as proxy,
+        S3ObjectStore(
+            "bucket", endpoint_url=endpoint, client_config={"proxies": {"http": proxy.url}}, **_KEYS
+        ) as store,
     ):
-        script.script(_DONE)
-        config = {"proxies": {"http": script.url}, "s3": {"addressing_style": style}}
-        with S3ObjectStore("bucket", endpoint_url="http://objects.example.com", client_config=config, **_KEYS) as store:
-            store.put_bytes("a", b"x")
-        assert script.requests[0].headers["host"] == host
-        assert script.requests[0].path.endswith(f"{host}{path}")
+        store.put_bytes("a", b"x")
+        assert proxy.requests[0].headers["host"] == host
+        assert proxy.requests[0].path.endswith(f"{host}{path}")
 
 
 # ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────

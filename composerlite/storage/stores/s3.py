@@ -10,6 +10,7 @@ from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import IO, Any, Literal, final
+from urllib.parse import urlsplit
 
 from isal import isal_zlib
 
@@ -38,6 +39,8 @@ with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "bot
     from botocore.parsers import ResponseParserError
     from urllib3.exceptions import HTTPError
 
+_VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")
+"""Services (CoreWeave's) that take the bucket only as a part of the host's name."""
 _NOT_S3 = "it is not that of an S3 service, or was cut short"
 _NOT_ALLOWED = {
     *("AccessDenied", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"),
@@ -87,8 +90,8 @@ class S3ObjectStore(BackendStore):
         prefix: put before every name, with a slash between. No method returns the prefix.
         region_name: region of the bucket; otherwise that of the environment or profile.
         endpoint_url: address of the service, such as ``https://host:9000``; otherwise ``S3_ENDPOINT_URL``,
-            ``AWS_ENDPOINT_URL``, the profile, or Amazon. With an address, buckets are addressed by path, unless
-            ``client_config`` has ``{"s3": {"addressing_style": "virtual"}}``, which CoreWeave needs.
+            ``AWS_ENDPOINT_URL``, the profile, or Amazon. With an address, buckets are addressed by path, those of
+            CoreWeave by host, unless ``client_config`` has ``{"s3": {"addressing_style": …}}``.
         aws_access_key_id: together with ``aws_secret_access_key``.
         aws_secret_access_key: together with ``aws_access_key_id``.
         aws_session_token: token of temporary credentials.
@@ -159,6 +162,10 @@ class S3ObjectStore(BackendStore):
             # Payload signing is a second, slow digest of every byte. The checksum finds damage; TLS keeps others out.
             "s3": {"payload_signing_enabled": False, **given.get("s3", {})},
         }
+        endpoint_url = endpoint_url or os.environ.get("S3_ENDPOINT_URL") or None
+        address = endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        if f".{urlsplit(address).hostname}".endswith(_VIRTUAL_HOSTS):
+            config["s3"].setdefault("addressing_style", "virtual")
         with self._translated("open", "", is_prefix=True):
             try:
                 session = boto3.Session(
@@ -168,7 +175,6 @@ class S3ObjectStore(BackendStore):
                     region_name=region_name,
                     profile_name=profile_name,
                 )
-                endpoint_url = endpoint_url or os.environ.get("S3_ENDPOINT_URL") or None
                 self._client: Any = session.client(  # the SDK has no types
                     "s3", endpoint_url=endpoint_url, config=botocore.config.Config(**config)
                 )
