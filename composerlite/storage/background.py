@@ -216,7 +216,14 @@ class StagedFiles:
         self.give_back(self._new_folder() / "file")
 
     def copy(self, file: Path, name: str) -> Path:
-        """Copy ``file`` to a new file called ``name`` and return its path.
+        """Copy a file.
+
+        Args:
+            file: the file.
+            name: name of the copy.
+
+        Returns:
+            Path of the copy, in a new folder.
 
         Raises:
             FileNotFoundError: ``file`` does not exist.

@@ -73,11 +73,23 @@ class PartUpload(ABC):
 
     @abstractmethod
     def has(self, number: int, data: memoryview) -> bool:
-        """Return true if the store already has part ``number`` with exactly the bytes ``data``."""
+        """Check if the store already has a part, sent by this process or an earlier one.
+
+        Args:
+            number: number of the part.
+            data: its content.
+
+        Returns:
+            True if the part ``number`` has exactly the bytes ``data``.
+        """
 
     @abstractmethod
     def send(self, number: int, data: memoryview) -> None:
-        """Send part ``number``, in place of an earlier part of this number.
+        """Send a part, in place of an earlier part of the same number.
+
+        Args:
+            number: number of the part.
+            data: its content.
 
         Raises:
             PermissionError, ObjectStoreTransientError, ObjectStoreError: as the methods of :class:`ObjectStore`.

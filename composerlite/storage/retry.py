@@ -32,7 +32,7 @@ _warned_at: dict[str, float] = {}
 @final
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often an operation of an object store is tried, and how long the pauses are.
+    """Number of attempts of an operation of an object store, and the pauses between them.
 
     Only an :class:`~composerlite.errors.ObjectStoreTransientError` is retried. A pause is random, between 0 and a bound
     that doubles every time. The time that the service asks for is added, up to the longest pause.

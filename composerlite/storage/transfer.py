@@ -87,7 +87,7 @@ class _Batch:
     """Jobs of one transfer that run at the same time. The first error stops the others.
 
     Attributes:
-        stopped: set when no job should go on.
+        stopped: set when no job should continue.
     """
 
     def __init__(self) -> None:
@@ -438,6 +438,9 @@ class Transfer:
         Args:
             prefix: beginning of the names of objects.
             older_than: age by the clock of the store.
+
+        Returns:
+            The uploads.
         """
         found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
         latest = datetime.now(UTC) - older_than
@@ -568,7 +571,15 @@ class Transfer:
         return data
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size of the object ``name``, and its last bytes: see :meth:`ObjectStore.read_tail`."""
+        """Read the end of an object.
+
+        Args:
+            name: name of the object.
+            most_bytes: number of bytes, at least 1. A smaller object is returned whole.
+
+        Returns:
+            Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
+        """
         return self._retry.run(lambda: self.store.read_tail(name, most_bytes), f"read of the tail of {name!r}")
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
@@ -633,7 +644,14 @@ class Transfer:
         return self._retry.run(lambda: self.store.list_infos(prefix), f"listing of {prefix!r}")
 
     def list_level(self, prefix: str = "") -> tuple[Sequence[ObjectInfo], Sequence[str]]:
-        """List the objects and folders directly below ``prefix``: see :meth:`ObjectStore.list_level`."""
+        """List the objects and folders directly below ``prefix``.
+
+        Args:
+            prefix: beginning of the names, usually a folder with its slash, such as ``run/``.
+
+        Returns:
+            The objects whose names have no slash after ``prefix``, and the names of the folders, such as ``run/ep1/``.
+        """
         return self._retry.run(lambda: self.store.list_level(prefix), f"listing of {prefix!r}")
 
     def delete(self, name: str) -> None:
@@ -641,7 +659,7 @@ class Transfer:
         self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
 
     def check_writable(self, name: str) -> None:
-        """Raise the error of a write if the object ``name`` could not be written."""
+        """Raise the error of a write if objects whose names begin with ``name`` cannot be written."""
         what = f"check that {self.store.get_uri(name)} can be written to"
         self._retry.run(lambda: self.store.check_writable(name), what)
 

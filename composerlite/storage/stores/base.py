@@ -437,7 +437,7 @@ def range_header(offset: int, size: int) -> str:
 def ranged_answer(
     version: str, headers: Mapping[str, str], pieces: Iterable[bytes], offset: int, size: int
 ) -> Generator[Any]:
-    """Yield what ``BackendStore._read`` yields, from an answer to a request with ``Range``.
+    """Yield the items of ``BackendStore._read`` from an answer to a request with ``Range``.
 
     Args:
         version: version of the object.
