@@ -154,7 +154,7 @@ class CheckpointSaver(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Find the checkpoints that this run has saved up to now."""
-        self.saver.take_up(state)
+        self.saver.load_existing(state)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
@@ -171,7 +171,7 @@ class CheckpointSaver(Callback):
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
             state.needs_train_metrics = state.needs_train_metrics or self.options.best_metric.startswith("train/")
         self._last_says = self._last_says or _says(state)  # what was loaded
-        is_saved = self.saver.settle(state)
+        is_saved = self.saver.recover(state)
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now
         self._only_ends = state.training_is_over
@@ -183,7 +183,7 @@ class CheckpointSaver(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Collect the save in flight if it has ended; save if an interval is due."""
-        self.saver.look()
+        self.saver.poll()
         if isinstance(self.save_interval, AutoInterval):  # the others learn when the next save begins
             self._learn()
         if self._has_checked:
@@ -254,7 +254,7 @@ class CheckpointSaver(Callback):
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
         self.saver.collect()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self.saver.outcomes.lacks_last
+        return is_of_now and not self.saver.outcomes.last_is_unconfirmed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
@@ -306,7 +306,7 @@ class CheckpointSaver(Callback):
     @property
     def blocked_seconds(self) -> float:
         """Seconds for which saves have blocked training."""
-        return self.saver.blocked_seconds
+        return self.saver.outcomes.blocked_seconds
 
     @property
     def saved_checkpoints(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saver: the checkpoints of a run in a folder and its buckets: overwrite, latest, retention, failures, publishing."""
+"""Saver: writes, publishes, deletes and reports the checkpoints of a run in one folder and its buckets."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = ["Saver"]
 
 log = logging.getLogger(__name__)
 _FAILURES = (OSError, CheckpointError, ObjectStoreError)
-"""What makes a save fail and is not our own error."""
+"""Errors of disks, networks and stores: ``save_failure_limit`` tolerates them."""
 _REPORTS = 100
-_LEASE_SECONDS = 10.0
+_LEASE_WAIT_SECONDS = 10.0
 """How long a run that does not resume waits for another process to end."""
 
 
@@ -61,7 +61,7 @@ class _FailuresInARow:
 
     Args:
         limit: number of consecutive failures that are tolerated, with a warning each.
-        what: could not be done to a checkpoint: ``'saved'``.
+        what: past participle for the warning, such as ``'saved'``.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -70,10 +70,10 @@ class _FailuresInARow:
         self.count = 0
 
     def note(self, error: Exception | None, logger: RunLogger | None) -> None:
-        """Take note of one that went well, or continue with a warning after ``error``, as long as it is not too often.
+        """Reset the count on success (``None``); warn of ``error``.
 
         Raises:
-            Exception: ``error``, if it is, or if it is none of those that may be tolerated.
+            Exception: ``error``, if there are more in a row than the limit, or if it cannot be tolerated.
         """
         if error is None:
             self.count = 0
@@ -96,18 +96,20 @@ class _FailuresInARow:
 
 @final
 class Outcomes:
-    """Counts failures, tells those who keep a record what happens, and logs what it cost as metrics ``checkpoint/…``.
+    """Counts failures, sends news of checkpoints to loggers, and logs costs as metrics ``checkpoint/…``.
 
-    All of it on the training thread, by all ranks; rank 0 logs. Nothing is logged before :meth:`tell_to`.
+    For the training thread of all ranks; rank 0 logs. Nothing is logged before :meth:`set_logger`.
 
     Args:
         failure_limit: number of consecutive failures of saves, deletions and uploads that are tolerated.
 
     Attributes:
-        reports: how the last saves went.
+        reports: of the last saves.
+        blocked_seconds: how long training waited for saves.
     """
 
     def __init__(self, failure_limit: int) -> None:
+        self.blocked_seconds = 0.0
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
         self._ended: deque[SaveReport | None] = deque()
         self._saves = _FailuresInARow(failure_limit, "saved")
@@ -119,12 +121,12 @@ class Outcomes:
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
         self._is_committed = True
 
-    def tell_to(self, logger: RunLogger) -> None:
+    def set_logger(self, logger: RunLogger) -> None:
         """Set the loggers that receive the outcomes."""
         self._logger = logger
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
-        """Training hands a checkpoint over now."""
+        """A save starts."""
         self._begun = CheckpointNews(
             what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
         )
@@ -132,8 +134,8 @@ class Outcomes:
         self._tell(self._begun)
 
     @property
-    def lacks_last(self) -> bool:
-        """True if the save that was begun last failed, or was interrupted: it is not known to be a checkpoint."""
+    def last_is_unconfirmed(self) -> bool:
+        """True if the last save failed or was interrupted: a checkpoint may or may not exist."""
         return not self._is_committed
 
     def take_ended(self) -> list[SaveReport | None]:
@@ -141,7 +143,7 @@ class Outcomes:
         return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
 
     def committed(self, report: SaveReport) -> None:
-        """The checkpoint that was begun last exists, and older ones were given up for it."""
+        """The last save succeeded, and older checkpoints were deleted by retention."""
         self._is_committed = True
         self._saves.note(None, self._logger)
         self.reports.append(report)
@@ -154,7 +156,7 @@ class Outcomes:
         self._log(**costs, bytes=report.size_bytes, batch=report.batch, slowest_rank=report.slowest_rank)
 
     def failed(self, error: Exception) -> None:
-        """The save that was begun last has failed.
+        """The last save failed.
 
         Raises:
             Exception: ``error``, unless it is tolerated.
@@ -165,7 +167,7 @@ class Outcomes:
         self._ended.append(None)
         self._saves.note(error, self._logger)
 
-    def tidied(self, error: Exception | None) -> None:
+    def old_deleted(self, error: Exception | None) -> None:
         """Log the deletion of older checkpoints, or its failure, which does not affect the newest.
 
         Raises:
@@ -231,16 +233,14 @@ class Saver:
     saves went. Every method is called by all ranks, where it does not say otherwise.
 
     Args:
-        arguments: those of the callback, with amounts of training that are read.
+        arguments: of the callback, with parsed durations.
         any_ephemeral: some checkpoints are to go as soon as there is a newer one.
 
     Attributes:
         options: settings. where: the folder.
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
-        outcomes: how saves and uploads went.
-        blocked_seconds: how long training has waited for saves.
+        outcomes: of saves and uploads.
         replication: to another node, of checkpoints in memory.
-        counters: what ranks tell each other as they reduce something in a batch, so that all take note at the same one.
 
     Raises:
         ConfigError: a name that cannot be used, or there is no such store.
@@ -250,8 +250,7 @@ class Saver:
         self.options = options = save_options(arguments, any_ephemeral=any_ephemeral)
         self.where = RunFolder(options)
         self.saved_checkpoints: list[str] = []
-        self._tried: set[str] = set()  # names whose saves failed, perhaps behind the commit
-        self.blocked_seconds = 0.0
+        self._maybe_written: set[str] = set()  # names of failed saves: the file may exist
         self.outcomes = Outcomes(options.failure_limit)
         self.replication: Replication | None = None  # once the folder is open
         self._others: Sequence[Saver] = ()
@@ -261,8 +260,13 @@ class Saver:
         self._publishing: Publishing | None = None  # where there is anywhere to publish to
         self._pipeline = Pipeline(options.staging_bytes)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
-        self.counters = [self._saves_done]
         self._deletes = options.keep.deletes
+
+    @property
+    def counters(self) -> list[dist.PiggybackCounter]:
+        """Numbers that the ranks sum in the reduction of each batch, so that all act at the same batch."""
+        publishing = [] if self._publishing is None else [self._publishing.ranks_with_news]
+        return [self._saves_done, *publishing, *(() if self.replication is None else self.replication.counters)]
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def open(
@@ -273,7 +277,7 @@ class Saver:
         Args:
             state: of the run. logger: gets the news of checkpoints.
             others: the other savers of the run.
-            directory: the name of each checkpoint that is a directory, in place of that of a file.
+            directory: template of names if each checkpoint is a directory.
 
         Raises:
             ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or another
@@ -282,7 +286,7 @@ class Saver:
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
         self._others = others
-        self.outcomes.tell_to(logger)
+        self.outcomes.set_logger(logger)
         group, options, where = dist.get_group(), self.options, self.where
         # 1. Names of the folder, its files and links. Nothing is written yet.
         form = where.name(state, [other.where for other in others], directory=directory)
@@ -295,7 +299,6 @@ class Saver:
         uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
         if self._store is not None or uploads:
             self._publishing = Publishing(options, self._store, where, form)
-            self.counters.append(self._publishing.ranks_with_news)
         elif options.keep.none_here:
             raise ConfigError(
                 "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
@@ -326,7 +329,6 @@ class Saver:
         if options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
             self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
-            self.counters += self.replication.counters
 
     def _check_objects_are_its_own(self, state: SavedState) -> None:
         """Refuse names in a bucket that another saver of this run has, of those that are open."""
@@ -342,14 +344,14 @@ class Saver:
                     )
 
     def key_of_folder(self) -> str:
-        """Key of its folder or bucket, unlike that of others and of an earlier one at the same place. On rank 0."""
+        """Return an ID of the folder or bucket, another one if it was made again at the same place. On rank 0."""
         return self.where.key([publisher.bucket for publisher in self.publishers])
 
-    def take_up(self, state: SavedState) -> None:
+    def load_existing(self, state: SavedState) -> None:
         """Find the checkpoints that this run has saved up to now."""
         group = dist.get_group()
         self.saved_checkpoints, self._deletes, behind = group.from_first(
-            "finding the checkpoints of this run", lambda: self._take_up(state)
+            "finding the checkpoints of this run", lambda: self._load_existing(state)
         )
         if self.replication is not None:
             self.replication.take_up(map(self._name_of, self.saved_checkpoints))
@@ -365,7 +367,7 @@ class Saver:
             for publish in again:
                 publish()
 
-    def _take_up(self, state: SavedState) -> tuple[list[str], bool, list[tuple[str, int]]]:
+    def _load_existing(self, state: SavedState) -> tuple[list[str], bool, list[tuple[str, int]]]:
         """Return the paths of the run's checkpoints, whether any are to be deleted, and which are to be published."""
         manifests = self.where.manifests(state)
         paths = [self.where.path(manifest.name) for manifest in manifests]
@@ -379,22 +381,22 @@ class Saver:
 
         Args:
             state: of the run.
-            several: checkpoints are to be saved one after the other, of which one is left if all have one name.
+            several: the run saves more than one checkpoint.
 
         Raises:
-            ConfigError: what varies here has one name in the bucket.
+            ConfigError: names vary in the folder, and the name in the bucket is always the same.
             RunInUseError: see :meth:`take_leases`.
         """
         group = dist.get_group()
         if self._publishing is not None:
-            leave_by()  # a grace period of a run before is over: this process has outlived it
+            leave_by()  # clear the deadline of a shutdown that did not happen
             if several:
                 self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
             check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         with group.all_or_none("taking the lease of the run"):
             if group.is_first:
-                self.take_leases(state.run_name, _LEASE_SECONDS)
+                self.take_leases(state.run_name, _LEASE_WAIT_SECONDS)
         with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
@@ -423,23 +425,23 @@ class Saver:
             if any(lease.taken_over for lease in own.values()):
                 publisher.remove_uploads(timedelta(), run_name)
 
-    def settle(self, state: SavedState) -> bool:
-        """Collect the last save of a call of ``fit`` that raised; return false if it is not known to be a checkpoint.
+    def recover(self, state: SavedState) -> bool:
+        """Collect the last save after a ``fit`` that raised; return false if a checkpoint may or may not exist.
 
         Raises:
             Exception: what made it fail, unless that was raised before or is tolerated.
         """
         self.collect(alone=True)  # the ranks may have raised at different moments
         group = dist.get_group()
-        (lacks_last,) = group.max([int(self.outcomes.lacks_last)])
-        if not lacks_last:
+        (last_is_unconfirmed,) = group.max([int(self.outcomes.last_is_unconfirmed)])
+        if not last_is_unconfirmed:
             return True
         known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(state))
         self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted one may exist
         return False
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def look(self) -> None:
+    def poll(self) -> None:
         """Collect the save in flight and uploads that have ended, between two batches.
 
         Raises:
@@ -482,12 +484,12 @@ class Saver:
             self._pipeline.wait_for_previous()
 
     def save(self, state: SavedState, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool) -> SaveTask | None:
-        """Save, when the one before was collected; ``None``: it failed, which is tolerated.
+        """Save. Call :meth:`collect` first. ``None``: the save failed, and that is tolerated.
 
         Args:
             state: to save.
-            ephemeral: it goes as soon as there is a newer one. metrics: what it is judged by.
-            lazy: nothing but optimizers changes weights from here to their next step.
+            ephemeral: delete the checkpoint as soon as there is a newer one. metrics: for the record.
+            lazy: only optimizers change weights before their next step, so the copy may wait until then.
 
         Raises:
             RunInUseError: another process has the run by now, and this one must not write.
@@ -592,7 +594,7 @@ class Saver:
         started = time.perf_counter()
         if not pending.done:
             pending.join()
-            self.blocked_seconds += time.perf_counter() - started
+            self.outcomes.blocked_seconds += time.perf_counter() - started
         self._pending = None  # not before: who is interrupted while it waits asks again
         self._note_save(pending, alone=alone)
 
@@ -613,11 +615,11 @@ class Saver:
             report = pending.wait()
         except (*_FAILURES, RankError) as e:
             if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
-                self._tried.add(pending.name)
+                self._maybe_written.add(pending.name)
             self.outcomes.failed(e)
             return
         self.outcomes.committed(report)
-        self.blocked_seconds += report.seconds["stall"]
+        self.outcomes.blocked_seconds += report.seconds["stall"]
         for name in report.deleted:
             self._forget(self.where.path(name))
         path = self._path_of(report)
@@ -631,7 +633,7 @@ class Saver:
                     raise report.deletion_error
         except (*_FAILURES, RankError) as e:
             error = e
-        self.outcomes.tidied(error)
+        self.outcomes.old_deleted(error)
 
     def _note_publishing(self, outcomes: Sequence[Publication]) -> None:
         """Take note of uploads that have ended.
@@ -651,7 +653,7 @@ class Saver:
         One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again, also
         where that save failed: it may have been behind the commit, as when too many uploads wait.
         """
-        return self.options.overwrite or self.where.path(name) in self.saved_checkpoints or name in self._tried
+        return self.options.overwrite or self.where.path(name) in self.saved_checkpoints or name in self._maybe_written
 
     def _name_of(self, path: str) -> str:
         """Return the name of one of the :attr:`saved_checkpoints`."""
@@ -665,7 +667,7 @@ class Saver:
         """Warn once, on rank 0: it is the same at every save and on every rank."""
         if not self._warned and dist.get_global_rank() == 0:
             log.warning(
-                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. It is none of the best. "
+                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "
                 "Give save_interval and eval_interval the same value.",
                 name,
                 self.options.best_metric,
@@ -709,7 +711,7 @@ class Saver:
         self._note_publishing(publishing.take_news())
 
     def _empty(self) -> None:
-        """Give memory back in which nothing is that another saver has not saved, too."""
+        """Delete checkpoints in memory that are no newer than the newest full checkpoint of another saver."""
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].moment for its in reports if its]
