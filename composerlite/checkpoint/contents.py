@@ -125,9 +125,20 @@ class TrainingState(Protocol):
         exclude_algorithms: Sequence[str],
         source: str,
     ) -> StateDict:
-        """Return the live tensors to load ``state_dict`` into, by its keys. Keys without a live tensor are absent.
+        """Return the live tensors to load ``state_dict`` into. Keys without a live tensor are absent.
 
-        ``source`` names the checkpoint in errors. Raises IncompatibleCheckpointError if ``state_dict`` does not fit.
+        Args:
+            state_dict: contents of a checkpoint.
+            weights_only: tensors of the model alone.
+            strict: missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+
+        Returns:
+            Live tensors by the keys of ``state_dict``.
+
+        Raises:
+            IncompatibleCheckpointError: ``state_dict`` does not fit.
         """
         ...
 
