@@ -1,8 +1,8 @@
-"""Checkpoints of single steps, for training loops of one's own.
+"""Checkpoints of single steps, for custom training loops.
 
-A checkpoint is the directory ``step{step}`` with ``model_and_optim/``, which plain ``torch.distributed.checkpoint``
-reads, ``train/rank{rank}.pt``, what each rank wants to remember beside that, and ``.metadata.json``, without which it
-is none.
+A checkpoint is the directory ``step{step}``. The part ``model_and_optim/`` is a directory of
+``torch.distributed.checkpoint``, and ``train/rank{rank}.pt`` has the train state of a rank. The file
+``.metadata.json`` is written last: a directory without that file is no checkpoint.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class CheckpointerConfig:
 class Checkpointer:
     """Saves and loads checkpoints of steps, on one process or several ranks, in a folder or at any URI.
 
-    All ranks of ``process_group`` call :meth:`save`, :meth:`save_async` and :meth:`load` together, in the main thread.
-    What one of them fails with all raise.
+    :meth:`save`, :meth:`save_async` and :meth:`load` are collective: all ranks of ``process_group`` call the method, in
+    the main thread. If one rank fails, all raise its error.
 
     Attributes:
-        work_dir: with ``pre_download``: where the files go, and stay. ``None``: to a temporary folder.
-        save_overwrite: replace a checkpoint that is there. It is deleted before the new one is written.
-        pre_download: bring the files that are needed to this machine before they are read.
-        process_group: the ranks that save and load together. ``None``: all, apart from the group of training.
+        work_dir: with ``pre_download``: folder for the downloads, kept for later loads. ``None``: temporary.
+        save_overwrite: replace a checkpoint in the directory. It is deleted before the new one is written.
+        pre_download: download the needed files to this machine before they are read.
+        process_group: the ranks that save and load together. ``None``: all, with a group apart from that of training.
         save_thread_count: files that a rank writes at the same time.
         load_thread_count: threads that read at the same time.
         throttle_uploads: to a URI, each rank uploads one file after the other.
@@ -144,21 +144,21 @@ class Checkpointer:
     ) -> None:
         """Save to the directory ``dir``, usually ``step{step}`` in the folder of the run.
 
-        When this returns the checkpoint is durable. Where it raises there is none that was not there before, and the
-        same directory can be saved to again. What else is in the directory stays.
+        The checkpoint is durable when this returns. After an error there is no new checkpoint, and the directory can be
+        saved to again. Other files in the directory stay.
 
         Args:
             dir: a path, or a URI of an object store.
             train_module: a :class:`TrainModule`, a model, or a model and its optimizer.
-            train_state: what else this rank wants back: its random numbers, its place in the data, the step.
-            ephemeral: the checkpoint may be deleted as soon as there is a newer one; see :meth:`find_checkpoints`.
+            train_state: further state of this rank, such as random numbers, the position in the data, the step.
+            ephemeral: the checkpoint may be deleted as soon as a newer one exists; see :meth:`find_checkpoints`.
 
         Raises:
             CheckpointExistsError: a FileExistsError: there is a checkpoint, and ``save_overwrite`` is false.
-            RankError: a rank failed to write, or is late: names it, on every rank. In one process what it failed with.
-            ConfigError: ``train_module`` is none, or cannot be saved; the directory cannot have this name; the URI
-                names no store; or a machine does not see the folder.
-            SaveError: something in ``train_state`` or the model cannot be saved, or would not be loaded; names it.
+            RankError: a rank failed to write, or is late: names the rank, on every rank. In one process its error.
+            ConfigError: ``train_module`` is of another type, or cannot be saved; the directory cannot have this name;
+                the URI names no store; or a machine does not see the folder.
+            SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names its key.
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
         job.run()
@@ -171,13 +171,13 @@ class Checkpointer:
         train_state: StateDict,
         ephemeral: bool = False,
     ) -> Future[None]:
-        """:meth:`save` in the background: when this returns, the state has been copied.
+        """Copy the state, and save the copy in the background, as :meth:`save` does.
 
-        Waits for the end of the save before, if that is still under way.
+        Waits for the end of the previous save first.
 
         Returns:
-            A future that is done when the checkpoint is durable, or has the error for which there is none. A program
-            that ends waits for it.
+            A future that is done when the checkpoint is durable, or has the error of the save. The program waits for
+            the future before it exits.
 
         Args:
             dir, train_module, train_state, ephemeral: as in :meth:`save`.
@@ -200,7 +200,7 @@ class Checkpointer:
     ) -> SaveTask:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
-            concurrent.futures.wait([self._last])  # its error is its own future's
+            concurrent.futures.wait([self._last])  # the caller has its future, with its error
         group = group_of(self.process_group)
         images: list[TorchImage] = []
 
@@ -216,11 +216,11 @@ class Checkpointer:
                 state,
                 folder.model(),
                 group=group,
-                overwrite=True,  # of what a killed save of a step has left; a step was deleted
+                overwrite=True,  # files of a killed save: check_free has refused a checkpoint
                 threads=1 if self.throttle_uploads and is_uri(folder.uri) else self.save_thread_count,
             )
             resources.callback(shards.close, may_be_committed=False)
-            # What the save replaces goes now that nothing but a disk can fail: the names of its files are fixed.
+            # The new step has files of the same names, so the old step is deleted now, when only the disk can fail.
             group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
             resources.pop_all()
         return SaveTask(
@@ -238,9 +238,9 @@ class Checkpointer:
         fname: str,
         contents: str | bytes,
     ) -> str:
-        """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``; returns its path.
+        """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return its path.
 
-        On one rank only. It belongs to whoever writes it: no save changes or removes it.
+        On one rank only. No save changes or removes the file.
 
         Args:
             dir: directory of the checkpoint, a path or a URI.
@@ -251,8 +251,8 @@ class Checkpointer:
             Path or URI of the file.
 
         Raises:
-            FileExistsError: there is one, and ``save_overwrite`` is false.
-            ConfigError: the name is none of a file in the directory, or one of the checkpoint's own.
+            FileExistsError: the file exists, and ``save_overwrite`` is false.
+            ConfigError: ``fname`` leads out of the directory, or is a name of the checkpoint's own files.
         """
         parts = PurePosixPath(fname).parts
         own = (MARKER, MODEL, TRAIN)
@@ -282,10 +282,9 @@ class Checkpointer:
         load_trainer_state: bool | None = None,
         load_optim_state: bool | None = None,
     ) -> StateDict | None:
-        """Load the model, and the optimizer, in place, and return what this rank remembered in ``train_state``.
+        """Load the model, and the optimizer, in place, and return the ``train_state`` of this rank.
 
-        The number of ranks may be another than at the save. A rank that had none then gets what rank 0 remembered, and
-        a warning says so.
+        The number of ranks may differ from that of the save. A new rank gets the train state of rank 0, with a warning.
 
         Args:
             dir: a checkpoint, or a directory with the model and the optimizer alone.
@@ -297,11 +296,14 @@ class Checkpointer:
             ``train_state``; ``None`` if it was not read.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint, or no ``train_state`` in it and that is asked for.
-            IncompatibleCheckpointError: it is one of something else, or has no optimizer and that is asked for.
-            CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
-            UntrustedCheckpointError: it names what is not known to be safe to load.
-            ConfigError: ``train_module`` is none, or cannot be saved.
+            CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train
+                state.
+            IncompatibleCheckpointError: the checkpoint does not fit the model or the optimizer, or
+                ``load_optim_state`` is true and there is no optimizer.
+            CorruptCheckpointError: the bytes are not those that were saved, or the checkpoint was replaced during the
+                load. Tensors may have been filled.
+            UntrustedCheckpointError: the checkpoint has types that are not known to be safe to load.
+            ConfigError: ``train_module`` is of another type, or cannot be saved.
         """
         group = group_of(self.process_group)
         with StepFolder.of(dir) as folder:
@@ -350,7 +352,7 @@ class Checkpointer:
     # ── find ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def checkpoint_dirname(cls, step: int) -> str:
-        """The name of the directory of ``step``."""
+        """Return the name of the directory of ``step``."""
         return cls.CHECKPOINT_DIR.format(step=step)
 
     @classmethod
@@ -365,19 +367,19 @@ class Checkpointer:
         dir: str | os.PathLike[str],  # noqa: A002
         ephemeral: bool | None = None,
     ) -> Generator[tuple[int, str]]:
-        """The steps of the checkpoints in the folder ``dir``, from the first to the last, and where each is.
+        """List the checkpoints in the folder ``dir``, by increasing step.
 
-        One whose ``.metadata.json`` cannot be read is skipped, with a warning, if others can.
+        A checkpoint with a damaged ``.metadata.json`` is skipped, with a warning, if other checkpoints are readable.
 
         Args:
             dir: a path, or a URI of an object store.
-            ephemeral: only those that are, or are not; ``None``: all.
+            ephemeral: true or false: only checkpoints saved with this value; ``None``: all.
 
         Yields:
-            Step and path or URI of each checkpoint, by increasing step.
+            Step and path or URI of each checkpoint.
 
         Raises:
-            CorruptCheckpointError: there are checkpoints, and none of them can be read.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
         """
         damaged, readable = list[str](), False
         with StepFolder.of(dir) as folder:
@@ -404,10 +406,10 @@ class Checkpointer:
 
     @classmethod
     def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
-        """Return true if the folder ``dir`` is a checkpoint or contains one.
+        """Return true if the folder ``dir`` is a checkpoint or contains checkpoints.
 
         Raises:
-            CorruptCheckpointError: it contains some, and none of them can be read.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
         """
         return cls.dir_is_checkpoint(dir) or any(True for _ in cls.find_checkpoints(dir))
 
@@ -416,8 +418,8 @@ class Checkpointer:
         """Return the path of the checkpoint of the last step in the folder ``dir``.
 
         Raises:
-            CheckpointNotFoundError: a FileNotFoundError: there is none.
-            CorruptCheckpointError: there are some, and none of them can be read.
+            CheckpointNotFoundError: a FileNotFoundError: there is no checkpoint.
+            CorruptCheckpointError: there are checkpoints, and all of them are damaged.
         """
         found = list(cls.find_checkpoints(dir))
         if not found:
@@ -433,10 +435,10 @@ class _StepWriter:
 
     Args:
         folder: of the step.
-        shards: what is to be written of the model and the optimizer.
-        train: what this rank remembers beside that.
+        shards: writer of the model and the optimizer.
+        train: train state of this rank.
         group: the ranks that save together.
-        ephemeral: the checkpoint may be deleted as soon as there is a newer one.
+        ephemeral: the checkpoint may be deleted as soon as a newer one exists.
     """
 
     def __init__(
@@ -460,7 +462,7 @@ class _StepWriter:
         self._ephemeral = ephemeral
         self._record: FileRecord | None = None
         self._written: str | None = None
-        """Path of the file of this rank, once it is begun."""
+        """Path of the file of this rank, once writing has begun."""
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
@@ -482,12 +484,12 @@ class _StepWriter:
         self._shards.write(memory)
 
     def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
-        """Wait until everything is durable; what rank 0 needs to know of it."""
+        """Wait until all files are durable, and return their records for rank 0."""
         assert self._record is not None
         return self._record, self._shards.finish(manifest)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
-        """Make the checkpoint exist: first the directory in it, then all of it."""
+        """Commit the directory of the model, then the step."""
         name = self._folder.name or "step"
         number = name.rpartition("step")[2]
         marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
@@ -509,7 +511,7 @@ class _StepWriter:
         self._shards.close(may_be_committed=may_be_committed)
         if not may_be_committed and self._written is not None:
             try:
-                if not self._folder.has(MARKER):  # it was put, although the answer was an error
+                if not self._folder.has(MARKER):  # the commit may have succeeded in spite of an error
                     self._folder.place.delete([self._written], folders=True)
             except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
                 log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)

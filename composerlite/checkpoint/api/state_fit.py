@@ -1,4 +1,4 @@
-"""Comparison of a sharded checkpoint with the model and optimizer to load into: lists all that does not match."""
+"""Comparison of a sharded checkpoint with the model and optimizer to load into. Errors list all differences."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def check_fit(
 
     Args:
         reader: of the checkpoint.
-        wanted: by the keys of the index.
-        strict: whether it matters what is missing, unexpected, or of another type.
-        owned: what all keys of the checkpoint that begin so must be wanted of.
+        wanted: values to load, by the keys of the index.
+        strict: missing keys, unexpected keys and other types are errors.
+        owned: prefixes of keys; other keys of the checkpoint with these prefixes are unexpected.
 
     Raises:
-        IncompatibleCheckpointError: they differ; lists all of that.
+        IncompatibleCheckpointError: keys or shapes differ; lists all of them.
     """
 
-    def is_tensor(value: Any) -> bool:  # one that has a key of its own
+    def is_tensor(value: Any) -> bool:  # with a key of its own in the index
         return isinstance(value, Tensor) and (is_dense(value) or value.is_meta)
 
     stored = reader.read_metadata().state_dict_metadata
@@ -84,7 +84,7 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def near(key: str, known: Iterable[str]) -> str:
-    """A hint at the nearest of the ``known`` keys, and at all if they are few."""
+    """Return a hint with the nearest of the ``known`` keys, and with all of them if they are few."""
     known = list(known)
     hint = did_you_mean(key, known)
     return hint if len(known) <= _MOST_LISTED else hint.partition(" Known:")[0]
@@ -104,9 +104,9 @@ def is_flattened(metadata: Metadata, *, default: bool) -> bool:
 def match_settings_of_schedulers(
     groups: Sequence[StateDict], metadata: Metadata, mapping: Mapping[str, str], *, flattened: bool
 ) -> None:
-    """Give ``groups`` the settings of schedulers that the checkpoint has, to be filled, and no others.
+    """Give ``groups`` the same settings of schedulers as the checkpoint, such as ``initial_lr``.
 
-    A scheduler may be made before a load or after it: a setting that only one side has is no difference.
+    A scheduler may be made before a load or after the load, so a setting of one side alone is no difference.
     """
     stored = metadata.state_dict_metadata
     for number, group in enumerate(groups):
@@ -122,31 +122,31 @@ def match_settings_of_schedulers(
 def group_names(
     model: nn.Module, optim: Optimizer, state: StateDict, mapping: Mapping[str, str], metadata: Metadata
 ) -> list[list[str]]:
-    """The names of the parameters of each group of ``optim``, as the checkpoint has them."""
-    if "param_groups" not in state:  # flattened: it does not say
+    """Return the names of the parameters in each group of ``optim``, with the names of the checkpoint."""
+    if "param_groups" not in state:  # a flattened state has no groups
         state = optimizer_state(model, optim)
         swap_param_keys({"optim": state}, mapping, metadata, quiet=True)
     return [group["params"] for group in state["param_groups"]]
 
 
 def is_group_members(key: str) -> bool:
-    """Return true for the key of the list of parameters of a group, where groups were saved as such."""
+    """Return true for the key of a group's list of parameters. A flattened state has no such keys."""
     return key.startswith("optim.param_groups.") and key.count(".") == 3 and key.endswith(".params")
 
 
 def check_groups(
     reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], *, flatten: bool, strict: bool
 ) -> None:
-    """See that the optimizer's groups are those of the checkpoint.
+    """Check that the optimizer has the groups of the checkpoint.
 
     Args:
         reader: of the checkpoint.
-        groups: the names of the parameters of each group, as the checkpoint has them.
-        flatten: how the checkpoint was saved.
-        strict: whether parameters matter that only one of the two has.
+        groups: names of the parameters in each group, with the names of the checkpoint.
+        flatten: the checkpoint has a flattened state.
+        strict: parameters of one side alone are an error.
 
     Raises:
-        IncompatibleCheckpointError: they are others; lists what differs.
+        IncompatibleCheckpointError: the groups differ; lists the differences.
     """
     metadata = reader.read_metadata()
     stored = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
@@ -180,7 +180,7 @@ def _group_problems(
 def _flat_problems(
     reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], stored: Sequence[str]
 ) -> Iterator[str]:
-    """Parameters that are in one group now must have been saved with the same settings."""
+    """Yield a sentence for each two parameters of one group that were saved with different settings."""
     metadata = reader.read_metadata().state_dict_metadata
     plain = [key for key in stored if not isinstance(metadata[key], sharded.TensorStorageMetadata)]
     settings: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Metadata of a step: ``.metadata.json``, and the training state of each rank in ``train/``."""
+"""Metadata of a step in ``.metadata.json``, and the training state of each rank in ``train/``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class CheckpointMetadata:
     """The contents of ``.metadata.json``.
 
     Attributes:
-        version: of composerlite, which saved it.
-        ephemeral: it may be deleted as soon as there is a newer one.
-        world_size: number of ranks that saved it; 0: another program has, and does not say.
+        version: of the composerlite that saved the checkpoint.
+        ephemeral: the checkpoint may be deleted as soon as a newer one exists.
+        world_size: number of ranks that saved the checkpoint; 0: unknown, as another program saved it.
     """
 
     version: str = field(default_factory=lambda: versions()["composerlite"])
@@ -38,7 +38,7 @@ class CheckpointMetadata:
     world_size: Count = 0
 
     def to_json(self) -> bytes:
-        """Return the bytes that are written."""
+        """Return the contents of the file."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     @classmethod
@@ -53,7 +53,7 @@ class CheckpointMetadata:
             The metadata.
 
         Raises:
-            CorruptCheckpointError: it is nothing of that kind; names ``source``.
+            CorruptCheckpointError: ``data`` is no metadata of a checkpoint; names ``source``.
         """
         try:
             found = json_object(data)
@@ -66,13 +66,13 @@ class CheckpointMetadata:
 @final
 @dataclass(frozen=True)
 class FoundStep:
-    """A checkpoint of a step as rank 0 found it.
+    """A checkpoint of a step, as rank 0 found it.
 
     Attributes:
-        is_bare: whether it is the directory of a model and its optimizer alone.
+        is_bare: the directory has a model and its optimizer alone.
         metadata: of the checkpoint.
-        record: of the checkpoint; ``None`` if another program wrote it.
-        rank_files: ranks that have a file of their own; empty if none is to be read.
+        record: of the checkpoint; ``None``: another program wrote the checkpoint.
+        rank_files: ranks with a file in ``train/``; empty if no train state is loaded.
     """
 
     is_bare: bool
@@ -85,7 +85,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
     """Find the checkpoint to load.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or no train state and that is asked for.
+        CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train state.
     """
     if folder.has(INDEX) and not folder.has(MARKER):  # the model and the optimizer alone
         if load_trainer_state:
@@ -116,7 +116,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
-    """Return the contents of ``.metadata.json``; raise CorruptCheckpointError if it cannot be read."""
+    """Return the contents of ``.metadata.json``. Raises CorruptCheckpointError if the file is damaged."""
     return CheckpointMetadata.from_json(folder.place.read(folder.at(MARKER)), f"{folder.uri}/{MARKER}")
 
 

@@ -1,4 +1,4 @@
-"""Objects that a :class:`Checkpointer` saves and loads: a model, a model with its optimizer, or a train module."""
+"""Objects to save and load with a :class:`Checkpointer`: a model, a model with its optimizer, or a train module."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ __all__ = [
 
 @runtime_checkable
 class TrainModule(Protocol):
-    """A model and its optimizer that say themselves what is saved of them."""
+    """An object with its own functions for saving and loading, for several models and optimizers, for example."""
 
     def state_dict_to_save(self) -> StateDict:
-        """Return the state to save: ``{'model': …, 'optim': …}``, of tensors that may be sharded."""
+        """Return the state to save: ``{'model': …, 'optim': …}``. Tensors may be sharded."""
         ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object:
-        """Take the loaded state: the same keys, without ``'optim'`` where that is not to be loaded."""
+        """Restore the loaded state: the same keys, without ``'optim'`` if the optimizer is not loaded."""
         ...
 
 
 @runtime_checkable
 class ChoosesWhatToLoad(Protocol):
-    """A :class:`TrainModule` that looks at the checkpoint first."""
+    """A :class:`TrainModule` that selects the state to load by the index of the checkpoint."""
 
     def state_dict_to_load(self, metadata: sharded.Metadata, /, *, optim: bool | None = None) -> StateDict:
-        """Return the state to fill from a checkpoint with this index."""
+        """Return the state to fill from a checkpoint with the index ``metadata``."""
         ...
 
 
 TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
-"""What is saved and loaded: an object that says so itself, a model, or a model and its optimizer."""
+"""A train module, a model, or a model and its optimizer."""
 
 
 def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
-    """Return the model and the optimizer of what is no :class:`TrainModule`.
+    """Return the model and the optimizer of ``module``, unless that is a :class:`TrainModule`.
 
     Raises:
-        ConfigError: it is neither a model nor a model and an optimizer.
+        ConfigError: ``module`` is neither a model nor a model and an optimizer.
     """
     pair = cast("tuple[Any, ...]", module) if isinstance(module, tuple) else (module, None)
     if (
@@ -80,10 +80,10 @@ def state_to_load(module: TrainModule, metadata: sharded.Metadata, optim: bool |
     """Return the state of ``module`` to fill from a checkpoint with the index ``metadata``.
 
     Args:
-        module: says what it saves.
+        module: to load into.
         metadata: of the checkpoint.
-        optim: whether the user asked for the optimizer; ``None``: did not say.
-        wants_optim: what follows from that and from the checkpoint.
+        optim: the user's ``load_optim_state``.
+        wants_optim: whether the optimizer is loaded, from ``optim`` and the checkpoint.
     """
     if isinstance(module, ChoosesWhatToLoad):
         return module.state_dict_to_load(metadata, optim=optim)

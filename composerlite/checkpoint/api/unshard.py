@@ -138,11 +138,9 @@ def unshard_checkpoint(
         raise ConfigError(
             "use_safetensors=True, optim=True: safetensors holds tensors only; write the optimizer as .pt"
         )
-    if is_uri(os.fspath(target_dir)):
-        raise ConfigError(f"target_dir={os.fspath(target_dir)!r}: expected a folder of this machine; upload it then.")
     if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
         raise ConfigError(f"dir={os.fspath(dir)!r}: unshard_zero writes the weights of an archive of DeepSpeed.")
-    target = Path(parse_uri(os.fspath(target_dir))[2])
+    target = _local_folder(os.fspath(target_dir))
     strategy = unshard_strategy or UnshardStrategy.one_file()
     suffix = ".safetensors" if use_safetensors else ".pt"
     with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
@@ -151,9 +149,8 @@ def unshard_checkpoint(
             not use_safetensors and any(key.startswith("optim.") for key in stored) if optim is None else optim
         )
         keys = {part: _keys_of(part, stored) for part in (["model", "optim"] if wants_optim else ["model"])}
-        for part, found in keys.items():
-            if not found:
-                raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
+        if lacks := [part for part, found in keys.items() if not found]:
+            raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {lacks[0]}.")
         is_one_file = strategy.name is UnshardStrategyType.one_file
         names = {part: part + suffix if is_one_file else part for part in keys}
         _check_free(target, names.values(), overwrite=save_overwrite)
@@ -167,6 +164,12 @@ def unshard_checkpoint(
     return target / names["model"], target / names["optim"] if "optim" in names else None
 
 
+def _local_folder(target_dir: str) -> Path:
+    if is_uri(target_dir):
+        raise ConfigError(f"target_dir={target_dir!r}: expected a folder of this machine; upload it then.")
+    return Path(parse_uri(target_dir)[2])
+
+
 def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
     """Check that nothing in ``target`` has one of ``names``; an empty folder does not count."""
     for path in () if overwrite else [target / name for name in names]:
@@ -175,7 +178,7 @@ def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
 
 
 def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
-    """Map the keys of the model or the optimizer to their names in it. The Trainer has the model below ``state``."""
+    """Map the keys of the model or the optimizer to names without a prefix. The Trainer saves models below ``state``."""
     for prefix in (f"{part}.", f"state.{part}."):
         if found := {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}:
             return found

@@ -103,7 +103,7 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
 
 
 def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
-    """Describe the optimizer that ``taken`` lacks; empty: it lacks none."""
+    """Describe the optimizer that is missing in ``taken``; empty if none is."""
     others = [key for key, value in _optimizers_in(contents) if value is not taken.optimizer]
     if others:
         which = "an" if taken.optimizer is None else "another"

@@ -1,4 +1,4 @@
-"""Conversion between forms of a checkpoint: files, directories that several ranks read, and files of weights."""
+"""Conversion between forms of a checkpoint: files, sharded directories, and files of weights."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     """Write the checkpoint file ``path``, in the format of its suffix, with a record.
 
     Args:
-        contents: as a file or a directory has them.
+        contents: of the source.
         path: of the file.
-        manifest: record of the checkpoint that is converted, with its run and batch; ``None``: it has no record.
+        manifest: record of the source, with run and batch; ``None``: the source has no record.
         overwrite: replace a file of that name.
 
     Raises:
-        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or it is a folder.
-        ConfigError: the suffix is of a format that is not written, or a library for the compression is not installed.
+        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
+        ConfigError: the suffix is of an unknown format, or a library for the compression is not installed.
     """
     format_of(path.name).check()
     _check_free(path, overwrite=overwrite)
@@ -57,7 +57,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
-    """Write the directory ``path`` of a sharded checkpoint. A plain state dict counts as that of a model.
+    """Write the directory ``path`` of a sharded checkpoint. A plain state dict counts as the state of a model.
 
     Arguments and errors as :func:`write_file`.
     """
@@ -115,7 +115,7 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
     """Check that the file ``path`` may be written, and make its folder.
 
     Raises:
-        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or it is a folder.
+        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
     """
     if path.is_dir():
         raise CheckpointExistsError(f"{str(path)!r} is a folder, and a file does not replace it. Give another name.")
@@ -127,7 +127,7 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
     """Return the record of the converted checkpoint, without its files.
 
-    The user chose the name, so no template has it: retention in the folder of a run neither counts nor deletes it.
+    The user chose the name, not a template: retention in the folder of a run ignores the converted checkpoint.
     """
     if manifest is None or manifest.kind == "step":
         return Manifest(

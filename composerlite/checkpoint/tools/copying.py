@@ -1,7 +1,7 @@
 """Copying checkpoints between places: verified, the deciding file last, and never over another checkpoint unasked.
 
-Files are copied byte for byte, with the record in them. So a checkpoint that was renamed by hand stays a copy, which no
-run resumes from, wherever it is copied to.
+Files are copied byte for byte, with the record at the end. So a checkpoint with a changed name stays a copy in the
+target, too, and no run resumes from a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def copy(
     overwrite: bool = False,
     progress: Callable[[int], object] = int,
 ) -> bool:
-    """Copy a checkpoint of ``source`` to ``target``, under the same name. Returns false if ``target`` had it already.
+    """Copy a checkpoint of ``source`` to ``target``, under the same name. Returns false if the copy existed already.
 
     A kill at any moment leaves the copy out of the listing of ``target``, or whole. Files of a directory that an
     interrupted copy has brought are verified and not copied again.
@@ -40,15 +40,15 @@ def copy(
         found: the checkpoint.
         target: gets the copy.
         overwrite: replace another checkpoint of that name, after all bytes of the source were verified. A step and
-            archives of ranks are deleted before they are replaced; others stay until the copy is committed.
+            archives of ranks are deleted before the copy; other forms stay until the copy is committed.
         progress: is called with each number of bytes.
 
     Raises:
         CheckpointExistsError: ``target`` has another checkpoint of that name, also one that was saved during the copy,
             or a file of that name with other bytes. With ``overwrite`` if one is a file and the other a directory.
-        CorruptCheckpointError: the checkpoint is incomplete, or a file is not what was saved.
-        CheckpointNotFoundError: it has no record.
-        IncompatibleCheckpointError: a part of it is on the disks of other nodes.
+        CorruptCheckpointError: the checkpoint is incomplete, or a file has other bytes than were saved.
+        CheckpointNotFoundError: the checkpoint has no record.
+        IncompatibleCheckpointError: a part of the checkpoint is on the disks of other nodes.
     """
     manifest = _whole(source, found)
     uri = target.uri(manifest.name)

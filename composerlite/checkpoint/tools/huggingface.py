@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a folder as ``save_pretrained`` of transformers writes it. Needs no transformers.
+"""Export of a checkpoint in the format of ``save_pretrained`` of transformers, without transformers.
 
 No code of a checkpoint is run: the config and the tokenizer's files are data, and their names cannot leave the folder.
 """
@@ -46,7 +46,7 @@ _PREFIX = "model."
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Return true if ``path`` is a folder with a model or adapters as ``save_pretrained`` writes them."""
+    """Return true for a folder of ``save_pretrained`` with a model or adapters."""
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     is_model = (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
     return is_model and not (path / "trainer_state.json").is_file()  # a checkpoint of a Trainer, with an optimizer
@@ -89,14 +89,14 @@ def write_huggingface(
         contents: of a checkpoint, with the model and the integrations.
         folder: to write.
         source: the checkpoint, for messages.
-        dtype: of all weights that are floating-point numbers; by default as they are.
+        dtype: of floating-point weights; ``None``: unchanged.
         largest_file_bytes: of weights in a file; a larger model has several files, and an index.
         overwrite: replace the files of an earlier export; other files stay.
 
     Raises:
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
         IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``, or has no model.
-        UntrustedCheckpointError: a file of the tokenizer has a name that no tokenizer gives.
+        UntrustedCheckpointError: a file of the tokenizer has a name of another kind of file.
         ConfigError: ``largest_file_bytes`` or ``dtype`` is wrong, or huggingface_hub is not installed.
     """
     with importing_sdk("huggingface_hub, which writes the weights,", extra="huggingface", packages=()):
@@ -140,7 +140,7 @@ def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:
     """Write the tokenizer's files into ``folder``. Returns false if there are none.
 
     Raises:
-        UntrustedCheckpointError: a file has a name that no tokenizer gives.
+        UntrustedCheckpointError: a file has a name of another kind of file.
     """
     files = _tokenizer_files(kept.get("tokenizer"), source)
     for name, data in files.items():
@@ -197,7 +197,7 @@ def _tokenizer_files(record: Any, source: str) -> dict[str, bytes]:
 
 
 def _adapter_weights(weights: Mapping[str, Tensor], adapter: StateDict, source: str) -> dict[str, Tensor]:
-    """Return the weights of the adapter, by the names that PEFT has in its files."""
+    """Return the weights of the adapter, by the names in files of PEFT."""
     names: Any = adapter.get("files")
     if not isinstance(names, Mapping):  # Composer's: the weights with the name of the adapter in theirs
         names = {name: name.replace(".default", "", 1) for name in weights if ".default" in name}
@@ -212,7 +212,7 @@ def _adapter_weights(weights: Mapping[str, Tensor], adapter: StateDict, source: 
 
 
 def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
-    """Leave out each weight that is an earlier one under a second name: transformers ties the two when it loads."""
+    """Leave out second names of tied weights: transformers ties the weights when loading."""
     other_of = {
         str(name).removeprefix(_PREFIX): str(other).removeprefix(_PREFIX)
         for name, other in (cast("StateDict", tied).items() if isinstance(tied, Mapping) else ())
@@ -232,7 +232,7 @@ def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
 def _check_empty(folder: Path, *, overwrite: bool) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # its record would not describe the new files
+    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # the record would not describe the new files
         raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint, which this would damage. Give another folder.")
     if not overwrite:
         raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint of any form: its keys with shapes, all of it, or the parts that a tool needs."""
+"""Contents of a checkpoint of any form: keys with shapes, all values, or some parts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ __all__ = [
 _MODELS = ("model.", "state.model.")
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
-"""Bytes that show whether a file is compressed."""
+"""The first bytes of a file show whether the file is compressed."""
 
 
 # ── where the contents are ───────────────────────────────────────────────────────────────────────────────────────────
 def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
-    """Return the directory with the model: of a step the directory in it. ``None``: the checkpoint is one file."""
+    """Return the directory with the model, which a step has as a part. ``None``: the checkpoint is one file."""
     if found.kind == "step":
         return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(WEIGHTS_SUFFIX):
@@ -62,7 +62,7 @@ def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
 
 
 def _deepspeed_folder(place: Place, found: Found) -> str | None:
-    """Return the folder with the files of one save of DeepSpeed's engine; ``None``: the checkpoint is none of those."""
+    """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints."""
     if found.manifest is not None or not holds_model_states([file.path.rpartition("/")[2] for file in found.files]):
         return None
     return deepspeed_save(place, found.name) if found.name not in {file.path for file in found.files} else None
@@ -75,14 +75,14 @@ def _train_files(found: Found) -> list[str]:
 
 # ── keys and shapes ──────────────────────────────────────────────────────────────────────────────────────────────────
 def contents_of(place: Place, found: Found) -> Any:
-    """Return the contents of a checkpoint, with tensors that have a shape and no numbers.
+    """Return the contents of a checkpoint with tensors on the device ``meta``.
 
     Bytes of tensors are read of compressed files only.
 
     Raises:
-        CheckpointNotFoundError: its files are gone.
-        CorruptCheckpointError: what was read are not the bytes that were saved.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        CheckpointNotFoundError: the files are gone.
+        CorruptCheckpointError: the bytes are not those that were saved.
+        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
     """
     _check_files(place, found)
     if (save := _deepspeed_folder(place, found)) is not None:
@@ -103,7 +103,7 @@ def _check_files(place: Place, found: Found) -> None:
 
 
 class _InDataFile:
-    """A value in a data file, which was not opened."""
+    """Stands for a value in a data file; data files are not opened."""
 
     def __repr__(self) -> str:
         return "in a data file"
@@ -125,7 +125,7 @@ def _shapes_in_directory(folder: ShardedDirectory) -> Any:
 
 
 def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
-    """Read the shapes in a file. Of one in a bucket the headers are read, unless the file is compressed."""
+    """Read the shapes in a file. A compressed file in a bucket is downloaded first."""
     if (here := place.path_of(path)) is None:
         size = place.size(path)
         digest = next((record.digest for record in found.records if record.path == path), None)
@@ -140,9 +140,9 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
         return file.contents
 
 
-# ── all of it, or a part ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
-    """Load a checkpoint, verified where it has a record. Of a step: its model and optimizer.
+    """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
 
     Args:
         place: has the checkpoint.
@@ -150,19 +150,19 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         weights_only: read the model alone.
 
     Raises:
-        CheckpointNotFoundError: its files are gone.
+        CheckpointNotFoundError: the files are gone.
         CorruptCheckpointError: the bytes are not those that were saved.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
-        ConfigError: it takes a library that is not installed.
+        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
+        ConfigError: a library for the compression is not installed.
     """
     return _read(place, found, _MODELS, model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
 
 
 def model_and_integrations(text: str) -> StateDict:
-    """Load the model in the checkpoint at the path, the URI or the address ``text``, and what integrations saved.
+    """Load the model and the state of integrations from the checkpoint at the path, URI or address ``text``.
 
     Returns:
-        ``{'state': {'model': …, 'integrations': …}}``, less the parts that the checkpoint does not have.
+        ``{'state': {'model': …, 'integrations': …}}``, without parts that are missing in the checkpoint.
 
     Raises:
         ConfigError: ``text`` is a folder of several checkpoints, or the URI names no store.
@@ -200,7 +200,7 @@ def weights_of(contents: Any, source: str) -> StateDict:
 
 
 def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
-    """Load a part: of a directory the values below ``keys``, of a file what ``part`` selects of its contents."""
+    """Load a part of a checkpoint: of a directory the values below ``keys``, of a file the result of ``part``."""
     _check_files(place, found)
     if (save := _deepspeed_folder(place, found)) is not None:
         return part(deepspeed_contents(place, save))
@@ -247,17 +247,17 @@ def _model_and_integrations_in(contents: Any) -> StateDict:
 
 # ── without a record ─────────────────────────────────────────────────────────────────────────────────────────────────
 def read_without_record(place: Place, found: Found) -> str:
-    """Read all of a checkpoint without a record, and compare it with the checksums in its own files.
+    """Read a checkpoint without a record, and compare its bytes with the checksums in its own files.
 
-    Of a directory one item is in memory at a time, of other forms all of the checkpoint.
+    Of a directory one item is in memory at a time, of other forms the whole checkpoint.
 
     Returns:
-        The system that saved it, and what was compared.
+        A sentence with the system that saved the checkpoint, for the user.
 
     Raises:
-        CheckpointNotFoundError: its files are gone.
-        CorruptCheckpointError: something in it contradicts the rest.
-        UntrustedCheckpointError: it holds a type that is not known to be safe.
+        CheckpointNotFoundError: the files are gone.
+        CorruptCheckpointError: a checksum, a size or a name of a file is wrong.
+        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
     """
     from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
@@ -292,12 +292,12 @@ class Leaf(NamedTuple):
     """Value below one key of a checkpoint.
 
     Attributes:
-        path: the keys that lead to it.
-        kind: its type: ``'tensor'``, ``'array'`` or that of a plain value.
-        dtype: of its numbers, if it is a tensor or an array.
-        shape: of it, likewise.
-        size_bytes: of its numbers.
-        text: the value, shortened, if it is neither.
+        path: the keys from the top of the checkpoint to the value.
+        kind: ``'tensor'``, ``'array'`` or the name of the type of a plain value.
+        dtype: of a tensor or an array.
+        shape: of a tensor or an array.
+        size_bytes: of a tensor or an array.
+        text: a plain value, shortened.
     """
 
     path: tuple[str, ...]
@@ -326,7 +326,7 @@ def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple
 
 
 def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
-    """Yield name, kind and size of each leaf of nested dicts and lists, in order, without the numbers in it."""
+    """Describe each leaf of nested dicts and lists, in order."""
     for path, value in leaves_in(contents):
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
