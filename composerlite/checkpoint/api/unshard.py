@@ -178,7 +178,7 @@ def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
 
 
 def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
-    """Map the keys of the model or the optimizer to names without a prefix. The Trainer saves models below ``state``."""
+    """Map the keys of the model or the optimizer to names without a prefix. Runs have the model below ``state``."""
     for prefix in (f"{part}.", f"state.{part}."):
         if found := {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}:
             return found
