@@ -3,8 +3,8 @@
 Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files that DeepSpeed writes on its
 rank, unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
 
-The restricted reader loads the pickles. Beside the types of every checkpoint they hold a few classes of DeepSpeed,
-which are placeholders unless DeepSpeed gives its own classes.
+The restricted reader loads the pickles. Beside the types of every checkpoint the pickles hold a few classes of
+DeepSpeed: placeholders, or DeepSpeed's own classes where DeepSpeed is installed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankFiles:
     Attributes:
         names: of DeepSpeed's files in the archive.
         path: of the archive, for messages.
-        check_sums: whether checksums in the files are all that verifies them.
+        check_sums: compare the files with their own checksums, since there is no record.
 
     Args:
         source: the bytes of the archive, uncompressed.

@@ -1,7 +1,7 @@
 """Loading a checkpoint into a run that DeepSpeed trains.
 
-Each rank reads its own archive, and rank 0 what is equal for all. If another number of ranks saved the checkpoint,
-DeepSpeed converts it. For weights alone, rank 0 merges the weights and sends them to the others.
+Each rank reads its own archive, and rank 0 the files for all ranks. If another number of ranks saved the checkpoint,
+DeepSpeed converts the files. For weights alone, rank 0 merges the weights and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine(Protocol):
-    """Methods of DeepSpeed's engine that load files. Collective: every rank calls them."""
+    """Methods of DeepSpeed's engine that load files. All but ``convert`` are collective."""
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
         """Compare the model of a checkpoint with the one that is trained.
@@ -103,7 +103,7 @@ def load_archives(
     Args:
         engine: trains the state.
         template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
-        plan: what to restore.
+        plan: parts of the state to restore.
         object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
         trust: load any type, **running whatever code the files hold**.
 

@@ -1,1 +1,1 @@
-"""Checkpoints of other systems: recognised by what they hold, and given the form of ours. Nothing in them runs."""
+"""Checkpoints of other systems: recognised by contents, and converted to our form. No code in a checkpoint is run."""
