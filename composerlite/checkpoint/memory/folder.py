@@ -16,7 +16,6 @@ from composerlite.storage import StagedFile, make_folder
 
 __all__ = [
     "folder_key",
-    "make_own",
     "make_private",
     "mark_of_bucket",
     "new_mark",
@@ -89,14 +88,14 @@ def make_private(folder: Path, *, levels: int) -> None:
             the folder may have been planted.
     """
     for path in [*reversed(folder.parents[: levels - 1]), folder]:
-        if (reason := make_own(path)) is not None:
+        if (reason := _make_own(path)) is not None:
             raise ConfigError(
                 f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of "
                 "somebody else. Remove it, or name another folder in memory, which only this user can write to."
             )
 
 
-def make_own(folder: Path) -> str | None:
+def _make_own(folder: Path) -> str | None:
     """Make ``folder`` for this user alone; return the reason if an existing folder must not be used."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
