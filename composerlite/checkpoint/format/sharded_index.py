@@ -111,6 +111,8 @@ def check_index(found: Any) -> None:
     for index, place in found.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not StorageInfo:
             raise ValueError(f"a place that is {type(place).__name__}")
+        if type(index.fqn) is not str or not (index.offset is None or type(index.offset) is torch.Size):
+            raise ValueError(f"a place of the key {index.fqn!r} at {index.offset!r}")
         name, numbers = place.relative_path, (place.offset, place.length)
         parts = name.split("/") if type(name) is str else [".."]
         if name[:1] == "/" or ".." in parts or set(parts) <= {"", "."} or "\0" in name:
