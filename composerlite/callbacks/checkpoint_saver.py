@@ -150,7 +150,7 @@ class CheckpointSaver(Callback):
         others = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
         self.saver.open(state, logger, others=others, directory=None if fsdp is None else fsdp.given_prefix_dir)
         for counter in self.saver.counters:
-            state.piggyback.add(counter)
+            state.piggyback.append(counter)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Find the checkpoints that this run has saved up to now."""

@@ -46,7 +46,7 @@ class Interruption:
         may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
     """
 
-    def __init__(self, piggyback: dist.PiggybackCounters) -> None:
+    def __init__(self, piggyback: list[dist.PiggybackCounter]) -> None:
         self.requested = False
         self.leave: Callable[[], None] | None = None
         self.evaluation: tuple[Event, tuple[str, ...]] | None = None
@@ -56,8 +56,7 @@ class Interruption:
         self._breaks = False
         self._asking = dist.PiggybackCounter(lambda: int(self.requested))
         self._slow = dist.PiggybackCounter(lambda: int(self._seconds > _SLOW_SECONDS))
-        piggyback.add(self._asking)
-        piggyback.add(self._slow)
+        piggyback += [self._asking, self._slow]
 
     @property
     def agreed(self) -> bool:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from composerlite.dist.group import (
         Group,
         PiggybackCounter,
-        PiggybackCounters,
         SingleProcess,
         Vote,
         get_group,
@@ -71,7 +70,6 @@ __all__ = [
     "Move",
     "NodeBroadcast",
     "PiggybackCounter",
-    "PiggybackCounters",
     "SingleProcess",
     "TensorTransfer",
     "Vote",

@@ -7,7 +7,6 @@ sends meanwhile.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pickle
 import struct
 import sys
@@ -15,24 +14,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from torch.distributed import DistError, PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from composerlite.dist.store_barrier import (
     Failure,
     Poll,
     decide_once,
-    first_decision,
     gone_error,
     late_error,
     rank_error,
     reaching_the_store,
     to_be_told,
 )
-from composerlite.errors import LateRankError, RankError
+from composerlite.errors import LateRankError
 from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
@@ -50,51 +47,12 @@ _ENDED = 0xFFFFFFFF
 
 
 @final
-class CommitBarrier:
-    """Rounds of votes, each with a number of its own, so that no vote is ever read twice.
-
-    Rounds may run at the same time, each in its own thread.
-    """
-
-    def __init__(self, store: Store, rank: int, world_size: int, gone: Callable[[], int | None] = lambda: None) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._gone = gone
-        self._store = store
-        self._tickets = itertools.count(1)
-
-    def round(self, what: str, timeout: timedelta, longest_work: timedelta = timedelta()) -> CommitRound:
-        """Return the next vote, over ``what``, which errors name. No traffic.
-
-        To be called in the same order on every rank: in the training thread, also for a save that then fails.
-
-        Args:
-            what: is voted on.
-            timeout: from the end of this rank's ``write`` until every rank has voted; and once more for ``commit``.
-            longest_work: so long this rank shows that it is alive and at work: for those who wait for it ``timeout``
-                counts from the last time it did.
-        """
-        store = PrefixStore(f"{next(self._tickets)}", self._store)
-        return CommitRound(store, self.rank, self.world_size, what, timeout, longest_work, self._gone)
-
-
-@final
-@dataclass(frozen=True)
-class _Ballot:
-    """The vote of a rank."""
-
-    value: Any
-    failure: Failure | None
-
-
-@final
 class CommitRound:
     """A :class:`~composerlite.dist.Vote` through the store, used in one thread.
 
-    :meth:`run` is the whole of it; the other methods are its parts.
-    Every rank calls :meth:`arrive`. Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`; the others
-    call :meth:`wait`. The first rank whose time is up, or that sees that a rank is lost which has not voted, ends the
-    round for all, unless rank 0 is committing already.
+    :meth:`run` is the whole of it; the other methods are its parts. Every rank calls :meth:`arrive`. Then rank 0 calls
+    :meth:`decide`, commits, and calls :meth:`release`; the others call :meth:`wait`. The first rank whose time is up,
+    or that sees that a rank is lost before its vote, ends the round for all, unless rank 0 is committing already.
 
     All votes are appended to one key, and who has voted to another: what a rank asks of the store does not depend on
     the number of ranks.
@@ -123,25 +81,36 @@ class CommitRound:
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, commit on rank 0 when all have; every rank returns what ``commit`` returned."""
+        value: Any = None
+        error: BaseException | None = None
         try:
             with self._at_work():
                 value = write()
+        except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
+            error = e
+        self.arrive(value, error=error)
+        if self._rank != 0:
+            return self.wait()
+        values = self.decide()
+        try:
+            with self._at_work():
+                result = commit(values)
         except BaseException as e:
-            self.arrive(error=e)
-            self._finish(list)
-            raise AssertionError("a vote against it was not counted") from e
-        self.arrive(value)
-        return self._finish(commit)
+            self.release(error=e)
+            raise rank_error(self._what, [Failure.of(e, self._rank)], e) from e
+        self.release(result)
+        return result
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Vote, once: for the commit, with a ``value`` for rank 0, or against it with the ``error`` that is why."""
         self._own_error = error
         failure = None if error is None else Failure.of(error, self._rank)
-        vote = pickle.dumps(_Ballot(value, failure))
+        vote = pickle.dumps((value, failure))
         with reaching_the_store(self._what):
             for at in range(0, len(vote), _MOST_BYTES):
                 piece = vote[at : at + _MOST_BYTES]
-                self._append("votes", _PIECE.pack(self._rank, len(piece)) + piece)
+                # pyright: append is declared for some stores only, and with text
+                self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)  # pyright: ignore
             self._append_rank("voters", self._rank)
 
     def pass_by(self) -> None:
@@ -163,12 +132,12 @@ class CommitRound:
             if self._store.check(["decision"]):
                 self._raise_decision()
             votes = self._votes()
-            if failures := [vote.failure for vote in votes if vote.failure is not None]:
+            if failures := [failure for _, failure in votes if failure is not None]:
                 self._decide_against(failures)
             if not decide_once(self._store, "decision", _COMMITTING):
                 self._raise_decision()
         self.may_be_committed = True
-        return [vote.value for vote in votes]
+        return [value for value, _ in votes]
 
     def release(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Rank 0 only, after :meth:`decide`: tell all that it is committed, or the ``error`` that is why not."""
@@ -190,26 +159,18 @@ class CommitRound:
                 self._give_up()
                 self.may_be_committed = True
                 if not self._until(self._is_released):
-                    raise self._unknown()
+                    raise LateRankError(
+                        f"{self._what}: every rank has written, and rank 0 began to commit, but has not said in "
+                        f"{self._timeout.total_seconds():g} s how that ended. Whether it is committed is not known "
+                        "here.",
+                        [0],
+                    )
             good, outcome = pickle.loads(self._store.get("released"))
             self._leave()
         self.may_be_committed = good
         if not good:
             raise rank_error(self._what, outcome, self._own_error)
         return outcome
-
-    def _finish(self, commit: Callable[[list[Any]], Any]) -> Any:
-        if self._rank != 0:
-            return self.wait()
-        values = self.decide()
-        try:
-            with self._at_work():
-                result = commit(values)
-        except BaseException as e:
-            self.release(error=e)
-            raise rank_error(self._what, [Failure.of(e, self._rank)], e) from e
-        self.release(result)
-        return result
 
     @contextlib.contextmanager
     def _at_work(self) -> Generator[None]:
@@ -261,8 +222,8 @@ class CommitRound:
     def _late(self) -> list[int]:
         return sorted(set(range(self._world_size)).difference(self._ranks("voters")))
 
-    def _votes(self) -> list[_Ballot]:
-        """All votes, in the order of ranks."""
+    def _votes(self) -> list[tuple[Any, Failure | None]]:
+        """Return the value and the failure of all ranks, in the order of ranks."""
         votes = [bytearray() for _ in range(self._world_size)]
         data, at = memoryview(self._store.get("votes")), 0
         while at < len(data):
@@ -276,10 +237,7 @@ class CommitRound:
         return memoryview(self._store.get(key)).cast("I") if self._store.check([key]) else ()
 
     def _append_rank(self, key: str, rank: int) -> None:
-        self._append(key, rank.to_bytes(4, sys.byteorder))
-
-    def _append(self, key: str, data: bytes) -> None:
-        self._store.append(key, data)  # pyright: ignore - declared for some stores only, and with text
+        self._store.append(key, rank.to_bytes(4, sys.byteorder))  # pyright: ignore
 
     def _publish(self, good: bool, outcome: object) -> None:
         self._store.set("released", pickle.dumps((good, outcome)))  # pyright: ignore[reportArgumentType]
@@ -304,18 +262,10 @@ class CommitRound:
         self._raise_decision()
 
     def _raise_decision(self) -> None:
-        decision = first_decision(self._store, "decision")
+        decision = pickle.loads(self._store.get("decision"))
         if isinstance(decision, list):
             self._leave()
             raise rank_error(self._what, decision, self._own_error)
-
-    def _unknown(self) -> RankError:
-        late = late_error(self._what, self._timeout, [0])
-        return type(late)(
-            f"{self._what}: every rank has written, and rank 0 began to commit, but has not said in "
-            f"{self._timeout.total_seconds():g} s how that ended. Whether it is committed is not known here.",
-            [0],
-        )
 
     def _leave(self) -> None:
         """The last to leave removes the keys of this round: nobody reads them any more."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import socket
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,7 +23,6 @@ from composerlite.errors import ConfigError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
-    from composerlite.dist.commit_barrier import CommitBarrier
     from composerlite.dist.peer_watch import PeerWatch
     from composerlite.dist.store_barrier import StoreBarrier
 
@@ -175,7 +176,7 @@ class Control:
         store: keys of this run; prefix yours.
         group: a gloo group of all ranks, for the main thread.
         barrier: of all ranks, for the main thread.
-        commits: of checkpoints, for any thread.
+        rounds: numbers of the votes over commits: no key of a vote is ever used again.
         timeout: of every wait that is given none.
         watch: reports ranks that are gone; ``None`` in a run of one process.
     """
@@ -183,9 +184,9 @@ class Control:
     store: Store
     group: ProcessGroup
     barrier: StoreBarrier
-    commits: CommitBarrier
     timeout: timedelta
     watch: PeerWatch | None = None
+    rounds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
 _log = logging.getLogger(__name__)
@@ -270,8 +271,7 @@ def initialize_dist(
         times = _times_initialized[rendezvous]
     store = PrefixStore(f"{times}", store)
     ours = PrefixStore("composerlite", store)
-    from composerlite.dist.commit_barrier import CommitBarrier  # a run of one process has none
-    from composerlite.dist.peer_watch import PeerWatch
+    from composerlite.dist.peer_watch import PeerWatch  # a run of one process has none
     from composerlite.dist.store_barrier import StoreBarrier
 
     barrier = StoreBarrier(PrefixStore("barrier", ours), rank, world_size)
@@ -281,9 +281,8 @@ def initialize_dist(
         chosen = _claim_device(device)
     with barrier.all_succeed("making process groups", limit):
         group = _make_groups(store, rank, world_size, chosen, limit)
-    commits = CommitBarrier(PrefixStore("commits", ours), rank, world_size, barrier.gone)
     watch = PeerWatch(PrefixStore("peers", ours), barrier, limit) if world_size > 1 else None
-    _control = Control(ours, group, barrier, commits, limit, watch)
+    _control = Control(ours, group, barrier, limit, watch)
     # Threads of a group that nobody has ended abort the process now and then when it exits. Nobody waits long for that.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)

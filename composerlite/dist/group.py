@@ -369,7 +369,14 @@ class AllRanks(_Several):
         return super()._through_first(what, each, first, scatter=scatter)
 
     def vote(self, what: str, *, patience: int = 1, longest_work: timedelta = timedelta()) -> Vote:
-        return self._control.commits.round(what, self._control.timeout * patience, longest_work)
+        from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+        from composerlite.dist.commit_barrier import CommitRound
+
+        control = self._control
+        store = PrefixStore(f"commits/{next(control.rounds)}", control.store)
+        gone = control.barrier.gone
+        return CommitRound(store, self.rank, self.size, what, control.timeout * patience, longest_work, gone)
 
     def outcomes(
         self, what: str, error: Exception | None, timeout: timedelta | None = None
@@ -486,27 +493,6 @@ class PiggybackCounter:
         if self._is_alone is None:  # asked while training, when there is the process group, if there will be one
             self._is_alone = get_world_size() == 1
         return self.number() if self._is_alone else self.reduced
-
-
-@final
-class PiggybackCounters:
-    """The counters of a run. Every rank adds the same ones in the same order, before training starts."""
-
-    def __init__(self) -> None:
-        self._counters: list[PiggybackCounter] = []
-
-    def add(self, counter: PiggybackCounter) -> None:
-        """Sum the number of ``counter`` over the ranks in each batch, before ``BATCH_CHECKPOINT``."""
-        self._counters.append(counter)
-
-    def numbers(self) -> list[int]:
-        """Numbers of this rank, to be summed over ranks."""
-        return [counter.number() for counter in self._counters]
-
-    def take_totals(self, totals: Sequence[int]) -> None:
-        """Store the sums of the :meth:`numbers` of all ranks."""
-        for counter, total in zip(self._counters, totals, strict=True):
-            counter.reduced = total
 
 
 _SINGLE = SingleProcess()

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from composerlite.errors import LateRankError, RankError
 
@@ -26,13 +26,6 @@ T = TypeVar("T")
 
 _SHORTEST_PAUSE_SECONDS = 5e-5
 _CHECKS_PER_SECOND = 4000  # of all ranks together, in a long wait
-
-
-class _Dumps(Protocol):
-    def __call__(self, value: object, /) -> bytes: ...
-
-
-_dumps: _Dumps = pickle.dumps
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -70,7 +63,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         try:
-            pickled = _dumps(error)
+            pickled = pickle.dumps(error)
         except Exception:  # noqa: BLE001 - any object may hang on an exception; the text says what happened
             pickled = b""
         late = error.ranks if isinstance(error, LateRankError) else ()
@@ -174,13 +167,8 @@ class Poll:
 
 def decide_once(store: Store, key: str, value: object) -> bool:
     """Set ``key`` to ``value`` unless another rank has set it; true if it is this rank's."""
-    mine = _dumps(value)
+    mine = pickle.dumps(value)
     return store.compare_set(key, "", mine) == mine  # pyright: ignore[reportArgumentType] - takes bytes, says str
-
-
-def first_decision(store: Store, key: str) -> object:
-    """The value of ``key``."""
-    return pickle.loads(store.get(key))
 
 
 _TICKETS = 2**40  # of one run, more than any takes
@@ -327,7 +315,7 @@ class StoreBarrier:
             return [rank for rank in range(self.world_size) if not self._store.check([f"{prefix}/{rank}"])]
 
     def _tell(self, place: _Arrival) -> None:
-        self._store.set(f"at/{self.rank}", _dumps(place))  # pyright: ignore[reportArgumentType] - takes bytes, says str
+        self._store.set(f"at/{self.rank}", pickle.dumps(place))  # pyright: ignore[reportArgumentType] - takes bytes, says str
 
     def _places(self) -> dict[int, _Arrival]:
         keys = {rank: f"at/{rank}" for rank in range(self.world_size)}

@@ -56,7 +56,7 @@ class TensorTransfer(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def exchange(what: str, transfers: Iterable[TensorTransfer]) -> None:
+def exchange(what: str, transfers: Iterable[TensorTransfer], *, in_background: bool = False) -> None:
     """Make all ``transfers``, over the gloo group that training does not use. Every rank calls it.
 
     A rank gives those in which it has a part. There is one order of all transfers, and each rank gives its own in that.
@@ -64,18 +64,15 @@ def exchange(what: str, transfers: Iterable[TensorTransfer]) -> None:
     Args:
         what: is sent, for messages.
         transfers: what to send and to receive.
+        in_background: as for :func:`move`.
 
     Raises:
         RankError: a rank was lost. LateRankError: not every rank came in time.
     """
-    _exchange(what, transfers, get_control().barrier.announce(what), _WINDOW_BYTES, tag=0)
-
-
-def _exchange(
-    what: str, transfers: Iterable[TensorTransfer], ticket: int | None, window_bytes: int, *, tag: int
-) -> None:
     control = get_control()
-    for window in _windows(transfers, window_bytes):
+    ticket = None if in_background else control.barrier.announce(what)
+    tag = _BACKGROUND_TAG if in_background else 0
+    for window in _windows(transfers, 2 * _PIECE_BYTES if in_background else _WINDOW_BYTES):
         parcels = [_Parcel(transfer, control.barrier.rank) for transfer in window]
         with naming_lost_ranks(what, control.timeout, ticket) as group:
             works = [work for parcel in parcels for work in parcel.start(group, tag)]
@@ -141,10 +138,7 @@ def move(
                 piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived)
             )
 
-    if in_background:
-        _exchange(what, transfers(), None, 2 * _PIECE_BYTES, tag=_BACKGROUND_TAG)
-    else:
-        exchange(what, transfers())
+    exchange(what, transfers(), in_background=in_background)
     if failures:
         raise failures[0]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from composerlite import dist
-from composerlite.dist.commit_barrier import CommitBarrier, CommitRound
+from composerlite.dist.commit_barrier import CommitRound
 from composerlite.errors import LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 
@@ -31,7 +31,8 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.store = HashStore()
         self.committed: list[list[Any]] = []
-        self._barriers = [CommitBarrier(self.store, rank, world_size) for rank in range(world_size)]
+        self.size = world_size
+        self._round = 0
         self._threads = ThreadPoolExecutor(4 * world_size)
 
     def save(
@@ -49,8 +50,18 @@ class Ranks:
                 e.add_note(f"may_be_committed={one.may_be_committed}")
                 raise
 
-        limits = [timeout if isinstance(timeout, timedelta) else timeout(barrier.rank) for barrier in self._barriers]
-        rounds = [barrier.round("saving ep1", limit) for barrier, limit in zip(self._barriers, limits, strict=True)]
+        self._round += 1
+        rounds = [
+            CommitRound(
+                PrefixStore(f"{self._round}", self.store),
+                rank,
+                self.size,
+                "saving ep1",
+                timeout if isinstance(timeout, timedelta) else timeout(rank),
+                timedelta(),
+            )
+            for rank in range(self.size)
+        ]
         return [self._threads.submit(take_part, rank, one) for rank, one in enumerate(rounds)]
 
     def close(self) -> None:
@@ -69,7 +80,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def _size(ranks: Ranks) -> int:
-    return len(ranks._barriers)
+    return ranks.size
 
 
 def _errors(saves: list[Future[Any]]) -> list[RankError]:
@@ -349,17 +360,16 @@ def test_one_process_commits_by_itself() -> None:
 
 def _save_while_training(saves: int) -> list[int]:
     """Save in a thread of its own, while the main thread sends tensors and objects."""
-    control = dist.get_control()
     tensor = torch.ones(1000)
 
-    def save(number: int, vote: CommitRound) -> int:
+    def save(number: int, vote: dist.Vote) -> int:
         rank = dist.get_global_rank()
         return vote.run(lambda: rank + number, sum)
 
     with ThreadPoolExecutor(2) as threads:
         pending = []
         for number in range(1, saves + 1):
-            pending.append(threads.submit(save, number, control.commits.round(f"save {number}", LONG)))
+            pending.append(threads.submit(save, number, dist.get_group().vote(f"save {number}")))
             for _ in range(5):
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
                 dist.all_reduce(torch.ones(1))
@@ -374,14 +384,12 @@ def test_ranks_save_while_they_train() -> None:
 
 
 def _die_while_writing(who: int, committed: str) -> str:
-    control = dist.get_control()
-
     def write() -> None:
         if dist.get_global_rank() == who:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    one = control.commits.round("saving ep1", timedelta(hours=1), longest_work=timedelta(hours=1))
+    one = dist.get_group().vote("saving ep1", patience=12, longest_work=timedelta(hours=1))
     return one.run(write, lambda values: committed)
 
 

@@ -20,7 +20,7 @@ from scarce import forbid_threads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, Logger, State, Trainer, dist
+from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
 from composerlite.core import Interruption
 from composerlite.storage import Transfer, WorkerPool, open_store
@@ -215,7 +215,7 @@ def test_functions_save_without_threads(tmp_path: Path) -> None:
 
 
 def a_worker_without_a_thread() -> None:
-    interruption = Interruption(dist.PiggybackCounters())
+    interruption = Interruption([])
     interruption.watch(print, [signal.SIGTERM])
     forbid_threads(spare=1)
     with interruption.shielding_workers(DataLoader(TensorDataset(torch.zeros(1)), num_workers=1)):

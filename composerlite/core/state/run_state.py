@@ -180,7 +180,7 @@ class RunState:
         self.noted_states: dict[int, StateDict] = {}
         self.stop_requested = False
         self.stopped: Time | None = None
-        self.piggyback = dist.PiggybackCounters()
+        self.piggyback: list[dist.PiggybackCounter] = []
         self.interruption = Interruption(self.piggyback)
 
         self._max_duration: Time | None = None

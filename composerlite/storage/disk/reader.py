@@ -35,7 +35,7 @@ _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evic
 _syscall = ctypes.CDLL(None).syscall
 
 UNIT_BYTES = 4 << 20  # what a thread takes at once
-_DIRECT_THREADS = 2  # more threads when they wait for the disk
+_DIRECT_THREADS = 4  # more threads, since they wait for the disk
 
 Unit = tuple[int, int]
 """A part of a file: offsets of its beginning and end."""
@@ -149,7 +149,7 @@ class ParallelReader:
     Args:
         path: the file.
         digest: expected digest; ``None``: nothing is verified.
-        threads: number of threads that read, the caller's included; two more if they wait for the disk.
+        threads: number of threads that read, the caller's included; four more if they wait for the disk.
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.

@@ -121,8 +121,9 @@ class Communicator:
 
     def _sums(self, state: State, *own: int) -> list[int]:
         """Sum the ``own`` numbers over all ranks, and in the same message those of the piggyback counters."""
-        sums = self._group.sum([*own, *state.piggyback.numbers()])
-        state.piggyback.take_totals(sums[len(own) :])
+        sums = self._group.sum([*own, *(counter.number() for counter in state.piggyback)])
+        for counter, total in zip(state.piggyback, sums[len(own) :], strict=True):
+            counter.reduced = total
         return sums[: len(own)]
 
     def _warn(self, ended: int) -> None:
