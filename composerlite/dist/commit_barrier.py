@@ -109,7 +109,7 @@ class CommitRound:
         with reaching_the_store(self._what):
             for at in range(0, len(vote), _MOST_BYTES):
                 piece = vote[at : at + _MOST_BYTES]
-                # pyright: append is declared for some stores only, and with text
+                # torch declares append for some stores only, and with text
                 self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)  # pyright: ignore
             self._append_rank("voters", self._rank)
 
