@@ -77,7 +77,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` and its missing parents, and make their names durable.
+    """Create ``folder`` and missing parents, with durable names.
 
     Raises:
         FileExistsError: ``folder`` or a parent is a file.
@@ -134,8 +134,8 @@ class StagedFile:
         """Return the temporary path of a file.
 
         Args:
-            path: of the file once it is published.
-            save_id: of the save that writes it.
+            path: final path of the file.
+            save_id: id of the save.
 
         Returns:
             The path, beside ``path``.
@@ -210,7 +210,7 @@ def atomic_write(path: Path) -> Generator[IO[bytes]]:
 def pinned_file(path: Path, folder: Path) -> Generator[Path]:
     """Give a file a second name (a hard link) during the block, so that the content stays if the first is removed.
 
-    The second name is that of a locked temporary: :func:`abandoned_temporaries` finds it after a kill.
+    The second name is a locked temporary: :func:`abandoned_temporaries` finds this name after a kill.
 
     Args:
         path: of the file.
@@ -239,7 +239,7 @@ def pinned_file(path: Path, folder: Path) -> Generator[Path]:
 
 
 def _locked(file: IO[bytes], temporary: Path, how: int) -> bool:
-    """Lock a new temporary until this process closes ``file``; close it and return false if a sweep was faster."""
+    """Lock a new temporary until ``file`` is closed; close ``file`` and return false if a sweep was faster."""
     with contextlib.suppress(OSError):  # on a file system without locks a sweep waits for a week
         fcntl.flock(file, how)
     with contextlib.suppress(FileNotFoundError):
@@ -267,13 +267,13 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def is_abandoned(path: Path) -> Generator[bool]:
-    """Yield true if the writer of a temporary file or folder is dead, and lock it during the block.
+    """Yield true if the writer of a temporary file or folder is dead, and lock ``path`` during the block.
 
     False for other kinds of files. Where the file system has no locks: true if nothing changed for a week.
     """
     try:
         if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
-            yield False  # to open a pipe would wait for its other end
+            yield False  # opening a pipe would wait for a writer
             return
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):  # published a moment ago, or owned by another user
@@ -318,7 +318,7 @@ def _move_link(temporary: Path, link: Path, target: str) -> None:
         try:
             temporary.replace(link)
             break
-        except FileNotFoundError:  # a link cannot be locked: a sweep of another process removed it
+        except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
             temporary.symlink_to(target)
     fsync_folder(link.parent)
 
@@ -341,10 +341,10 @@ class FileDigest:
 
     Attributes:
         size_bytes: size of the whole file.
-        xxh3_128: digest of the file without its tail, in hexadecimal.
+        xxh3_128: digest of the file without the tail, in hexadecimal.
         chunk_bytes: size of a chunk; the last chunk is shorter. 0: there are no digests of chunks.
         chunks: XXH3-64 of each chunk, 8 bytes each, big-endian, in base 64.
-        tail_bytes: size of the end of the file, which contains the digest and is not covered by it.
+        tail_bytes: size of the end of the file, where the digest is stored; the digest does not cover the tail.
         tail_xxh3_128: digest of that end, in hexadecimal.
     """
 
@@ -361,7 +361,7 @@ class FileDigest:
         return self.size_bytes - self.tail_bytes
 
     def with_tail(self, tail: bytes) -> FileDigest:
-        """Return the digest of the file after ``tail`` was appended to its body."""
+        """Return the digest of the file after ``tail`` was appended to the body."""
         size, digest = self.body_bytes + len(tail), xxhash.xxh3_128_hexdigest(tail) if tail else ""
         return replace(self, size_bytes=size, tail_bytes=len(tail), tail_xxh3_128=digest)
 

@@ -35,10 +35,10 @@ _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evic
 _syscall = ctypes.CDLL(None).syscall
 
 UNIT_BYTES = 4 << 20  # what a thread takes at once
-_DIRECT_THREADS = 4  # more threads, since they wait for the disk
+_DIRECT_THREADS = 4  # more threads for waits for the disk
 
 Unit = tuple[int, int]
-"""A part of a file: offsets of its beginning and end."""
+"""A part of a file: offsets of the beginning and the end."""
 
 
 class Target(NamedTuple):
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
-    """Yield ``targets`` in lists that are sorted and whose targets do not overlap in the file."""
+    """Yield ``targets`` in sorted lists without overlaps in the file."""
     left = sorted(Target(*target) for target in targets if target[2])
     while left:
         layer: list[Target] = []
@@ -81,7 +81,7 @@ def units_of(
         chunk_bytes: units consist of whole chunks of this size.
         size_bytes: size of the file, where the last chunk ends.
         gap_bytes: read over gaps of up to this size.
-        unit_bytes: size of a unit, unless one chunk is larger.
+        unit_bytes: size of a unit, unless a chunk is larger.
 
     Returns:
         Units in order.
@@ -131,7 +131,7 @@ class ReadTargets:
 
 
 def put(places: ReadTargets, data: memoryview, start: int) -> None:
-    """Copy ``data``, which begins at ``start`` in the file, to its targets."""
+    """Copy ``data``, read at ``start`` in the file, to the targets."""
     source = address_of(data)
     for address, size in places.of(start, start + len(data)):
         if address is not None:
@@ -141,23 +141,23 @@ def put(places: ReadTargets, data: memoryview, start: int) -> None:
 
 @final
 class ParallelReader:
-    """Reads parts of one file. Used as a context manager, or until :meth:`close`.
+    """Reads parts of a file. Used as a context manager, or until :meth:`close`.
 
-    With a digest, every chunk that is touched is read whole and verified on the way; a file without digests of chunks
-    is one chunk. Bytes in the page cache are read from there, the rest with O_DIRECT where the file system takes it.
+    With a digest, every chunk with a wanted byte is read whole and verified on the way; a file without digests of
+    chunks is a single chunk. Cached bytes are read from the page cache, the rest with O_DIRECT where that is possible.
 
     Args:
         path: the file.
         digest: expected digest; ``None``: nothing is verified.
-        threads: number of threads that read, the caller's included; four more if they wait for the disk.
+        threads: number of reading threads, the caller's included; four more when the disk is read.
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.
         tail_bytes: size of the tail, 0 if there is no digest.
-        verified: numbers of the chunks that were read and verified so far.
+        verified: numbers of the chunks read and verified so far.
 
     Raises:
-        CorruptCheckpointError: not a file, or its size is not that of ``digest``.
+        CorruptCheckpointError: not a file, or the size differs from ``digest``.
         OSError: the file does not exist or cannot be read.
     """
 
@@ -165,7 +165,7 @@ class ParallelReader:
         self._path = path
         self._threads = threads
         self.verified: set[int] = set()
-        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe would wait for its writer
+        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe would wait for a writer
         self._direct: int | None = None
         try:
             self.size_bytes = self._check_size(digest)
@@ -177,7 +177,8 @@ class ParallelReader:
             elif digest is not None:
                 self._chunk_bytes, self._chunks = max(1, self.size_bytes), [bytes.fromhex(digest.xxh3_128)]
                 self._hash = xxhash.xxh3_128
-            self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)  # even if it was replaced
+            # The same file, even after a rename.
+            self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
         except ValueError as e:
             self.close()
             raise CorruptCheckpointError(f"the digests of {str(path)!r} are not those of a file: {e}.") from e
@@ -213,7 +214,7 @@ class ParallelReader:
             The bytes.
 
         Raises:
-            CorruptCheckpointError: the file is shorter, or the bytes are not those that were saved.
+            CorruptCheckpointError: the file is shorter, or the bytes are not the saved bytes.
         """
         self._check_range(offset, size)
         data = bytearray(size)
@@ -229,7 +230,7 @@ class ParallelReader:
             progress: called in this thread with numbers of bytes read. Whole chunks are more than the targets.
 
         Raises:
-            CorruptCheckpointError: the file is shorter, or the bytes are not those that were saved; the message says
+            CorruptCheckpointError: the file is shorter, or the bytes are not the saved bytes; the message says
                 where. Wrong bytes may be in memory.
         """
         for offset, _, size in targets:
@@ -245,7 +246,7 @@ class ParallelReader:
             skip: numbers of chunks to leave out, as in :attr:`verified`.
 
         Raises:
-            CorruptCheckpointError: the bytes are not those that were saved; the message says where.
+            CorruptCheckpointError: the bytes are not the saved bytes; the message says where.
         """
         step = self._chunk_bytes
         chunks = [Target(number * step, 0, step) for number in range(len(self._chunks)) if number not in skip]
@@ -282,7 +283,7 @@ class ParallelReader:
         room = UNIT_BYTES + 2 * _BLOCK_BYTES
         memory = borrow_memory(count * room)
         blocks = [memory.view(number * room, room) for number in range(count)]
-        left = iter(units)  # the iterator of a list gives each unit to one thread
+        left = iter(units)  # the iterator of a list gives each unit to a single thread
         done: deque[int] = deque()
         errors: list[BaseException] = []
 
@@ -323,7 +324,7 @@ class ParallelReader:
                 self.verified.update(range(start // self._chunk_bytes, -(-end // self._chunk_bytes)))
 
     def _read_unit(self, places: ReadTargets, block: memoryview, direct: int | None, start: int, end: int) -> None:
-        """Read, verify and put into place one unit, which consists of whole chunks if chunks are verified."""
+        """Read a unit, verify the chunks, and copy the bytes to the targets."""
         digest = self._hash()
         if direct is not None and cached_share(self._buffered, start, end) < 0.5:
             for at, stop in cut(start, end, UNIT_BYTES):
@@ -335,7 +336,7 @@ class ParallelReader:
             return
         source = address_of(block)
         for at, stop in cut(start, end, _PIECE_BYTES):
-            views: list[memoryview] = []  # large parts in place, between them parts of the block
+            views: list[memoryview] = []  # large targets, and parts of the block for the rest
             moves: list[tuple[int, int, int]] = []
             taken = position = 0
             for address, size in places.of(at, stop):
@@ -417,9 +418,9 @@ def verify_file(
 
     Args:
         path: of the file.
-        digest: its expected size and hashes.
+        digest: expected size and hashes.
         progress: called with numbers of bytes read.
-        skip: numbers of chunks that were verified before, as in :attr:`ParallelReader.verified`.
+        skip: numbers of chunks verified before, as in :attr:`ParallelReader.verified`.
 
     Raises:
         CorruptCheckpointError: the size or the bytes differ.

@@ -29,7 +29,7 @@ _PIECE_BYTES = 2 << 20  # copied, then hashed while in the cache of the processo
 _LARGE_WINDOW_BYTES = 32 << 20
 """Window of memory that is written without a copy. Training waits for the interpreter at each call: calls are few."""
 _SMALL_FILE_BYTES = 8 << 20
-_FEW_CORES = 2  # training has one; the other either hashes or writes
+_FEW_CORES = 2  # training has a core; the other core either hashes or writes
 _BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
@@ -41,8 +41,8 @@ class Sink(Protocol):
 
     Attributes:
         size_bytes: bytes appended so far.
-        piece_bytes: best size of one append.
-        seconds: time by activity, among them ``hash``, ``write`` and ``flush``. Complete after :meth:`finish`.
+        piece_bytes: best size of an append.
+        seconds: time by activity: ``hash``, ``write``, ``flush`` and others. Complete after :meth:`finish`.
     """
 
     size_bytes: int
@@ -74,7 +74,7 @@ class Sink(Protocol):
         ...
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return its digest. Nothing can be appended afterwards.
+        """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
 
         Args:
             seal: makes the tail of the file from the digest of the bytes before the tail. ``None``: no tail.
@@ -138,24 +138,24 @@ class _Window(NamedTuple):
 
 @final
 class StreamWriter:
-    """Writes one file from front to back: the caller fills windows of memory, threads write them to the disk.
+    """Writes a file from front to back: the caller fills windows of memory, threads write the windows to the disk.
 
     Windows are written with O_DIRECT, or through the page cache where the file system refuses O_DIRECT. The caller
-    writes a file of up to 8 MiB by itself; also, if there are at most two cores, a file that is in ``memory``: in the
-    background of training, three threads would cost training more than they gain. Used as a context manager: leaving
+    alone writes a file of up to 8 MiB; on one or two cores also a file in ``memory``: more threads would cost training
+    more than the save gains. Used as a context manager: leaving
     the block without :meth:`finish` gives the file up and closes it.
 
     Args:
         path: an existing file, empty.
         size_bytes: size of the file, if known. The space is reserved first, so that a full disk is found at once.
-        memory: memory for the whole file, from which its bytes are written. Appended bytes are put at their offset in
-            the file, unless they are there already. Nobody else may change the memory until :meth:`finish` returns.
-            ``None``: a ring of 48 MiB, whose windows are used again as soon as they are written.
+        memory: memory for the whole file. Appended bytes are put at their offset in the file, unless the source is
+            there already, and written from there. Nobody else may change the memory until :meth:`finish` returns.
+            ``None``: a ring of 48 MiB; a written window is used again.
         chunk_bytes: size of the chunks with a digest; ``None``: as :func:`chunk_bytes_for` says.
 
     Attributes:
         size_bytes: bytes appended so far.
-        piece_bytes: best size of one append.
+        piece_bytes: best size of an append.
         seconds: time by activity. ``hash``: the caller hashed. ``wait``: the caller waited for a free window.
             ``write``: sum over the threads. ``flush``: fsync.
 
@@ -181,7 +181,7 @@ class StreamWriter:
         self._queued: queue.SimpleQueue[tuple[_Window, int, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         with contextlib.ExitStack() as stack:
-            # The first file is written through the page cache, the second, if there is one, past the cache.
+            # The first is written through the page cache, a second past the page cache.
             self._files = [stack.enter_context(path.open("r+b", buffering=0))]
             writers = _WRITERS if size_bytes > _SMALL_FILE_BYTES else 0
             if writers:
@@ -234,7 +234,7 @@ class StreamWriter:
         return crc or 0
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return its digest. Nothing can be appended afterwards.
+        """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
 
         Args:
             seal: makes the tail, which is written before the file is flushed.
@@ -270,7 +270,7 @@ class StreamWriter:
         self._cleanup.close()
 
     def _room(self) -> int:
-        """Return the free bytes of the current window; a full window is queued and the next one taken."""
+        """Return the free bytes of the current window; a full window is queued and the next window taken."""
         if self._filled == len(self._window.view):
             self._queue_window()
             started = time.perf_counter()
@@ -294,7 +294,7 @@ class StreamWriter:
         self.seconds["hash"] += time.perf_counter() - started
 
     def _queue_window(self) -> None:
-        """Pass the current window to the threads, or write it here if there are none."""
+        """Pass the current window to the threads, or write the window here if there are no threads."""
         if self._filled:
             self._digest()
             job = self._window, self.size_bytes - self._filled, self._filled
@@ -310,7 +310,7 @@ class StreamWriter:
             self._write_window(*job)
 
     def _write_window(self, window: _Window, position: int, size: int) -> None:
-        """Write a window and give it back. An error is raised by the next call of the caller."""
+        """Write a window and free the window. The next call of the caller raises an error of this."""
         started = time.perf_counter()
         try:
             if self._error is None:
