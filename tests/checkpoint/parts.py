@@ -105,7 +105,7 @@ def save_archives(
         for rank in (0, 1)
     ]
     for writer in writers:
-        writer.write(None, 1 << 20)
+        writer.write(None)
     manifest = writers[0].commit(record, [writer.finish(record) for writer in writers])
     for writer in writers:
         writer.close(may_be_committed=False)
