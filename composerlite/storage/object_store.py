@@ -193,8 +193,10 @@ class ObjectStore(ABC):
 
     def list_infos(self, prefix: str = "") -> list[ObjectInfo]:
         """Return the result of :meth:`list_objects` sorted by name, also if a subclass returns names there."""
-        found: Iterable[Any] = self.list_objects(prefix)
-        infos = [one if isinstance(one, ObjectInfo) else ObjectInfo(one, self.get_object_size(one)) for one in found]
+        infos = [
+            one if isinstance(one, ObjectInfo) else ObjectInfo(one, self.get_object_size(one))  # pyright: ignore[reportUnnecessaryIsInstance]
+            for one in self.list_objects(prefix)
+        ]
         return sorted(infos, key=lambda info: info.name)
 
     def get_uri(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Libraries of services: imported late, and kept away from the random numbers of training."""
+"""Optional libraries: imported late, and isolated from the random numbers of training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from composerlite.errors import ConfigError
 
 @contextlib.contextmanager
 def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generator[None]:
-    """Wrap the imports of a library that not everybody has.
+    """Wrap the imports of an optional library.
 
     Args:
-        what: is imported, for the message, as in ``"boto3, which S3 needs,"``.
-        extra: of composerlite, that has it.
-        packages: that draw random numbers: see :func:`isolate_sdk_rng`.
+        what: name for the message, such as ``"boto3, which S3 needs,"``.
+        extra: extra of composerlite with the library.
+        packages: packages that draw random numbers: see :func:`isolate_sdk_rng`.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generato
 
 @final
 class _SystemRandom(random.SystemRandom):
-    """Stands in a library for the module ``random``."""
+    """Replaces the module ``random`` in a library."""
 
     Random = random.Random
     SystemRandom = random.SystemRandom
@@ -44,8 +44,8 @@ _system_random = _SystemRandom()
 def isolate_sdk_rng(*packages: str) -> None:
     """Make the loaded modules of ``packages`` draw random numbers from the system, not from ``random``.
 
-    Python has one generator for the whole process, which is seeded and is a part of what a resumed run restores. An
-    upload that draws from it, for a separator or a pause, in another thread and at any time, makes two runs differ.
+    Training seeds the generator of ``random``, and a resumed run restores its state. An upload that draws a number, for
+    a separator or a pause, would make two runs differ.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and getattr(module, "random", None) is random:

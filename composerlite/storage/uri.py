@@ -1,4 +1,4 @@
-"""URIs: the store and the name that ``s3://bucket/run/ep1.pt`` means, opening that store, and downloads by HTTP."""
+"""URIs such as ``s3://bucket/run/ep1.pt``: parse them, open their stores, and download by HTTP."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _STORES = {
     "libcloud": ("composerlite.storage.stores.libcloud", "LibcloudObjectStore"),
     "sftp": ("composerlite.storage.stores.sftp", "SFTPObjectStore"),
 }
-"""Module and class of the store of each scheme. The module imports the SDK; it is imported when a store is opened."""
+"""Module and class of the store of each scheme. The module imports the SDK, so import it late."""
 _DOWNLOADS = ("http", "https")
 _SCHEMES = (*_STORES, *_DOWNLOADS, "file")
 _NEARLY = re.compile(rf"\s*(?P<scheme>{'|'.join(_SCHEMES)}):/+(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
-"""A URI that begins with a space, or has lost a slash, as in a ``pathlib.Path``. No path is meant by it."""
+"""A URI with a space at the beginning, or with one slash, as ``pathlib.Path`` makes. This is not a path."""
 _HOST = re.compile(r"(\[[^\]@]+\]|[^\s:@\[\]?#]+)(:(?P<port>\d{1,5}))?")
-"""Host and port of an address that is downloaded from."""
+"""Host and port of an HTTP address."""
 _IN_ADDRESSES = "%/:=&?~#+!$,;'@()*[]"
-"""Characters that stand for themselves in an address, or mean something there."""
+"""Characters that stay unquoted in an address."""
 _PIECE_BYTES = 1 << 20
 _TIMEOUT_SECONDS = 60.0
 
 
 def parse_uri(uri: str) -> tuple[str, str, str]:
-    """Scheme, bucket and name of ``uri``; for a path, or a ``file://`` URI, two empty strings and the path.
+    """Return scheme, bucket and name of ``uri``; for a path or a ``file://`` URI two empty strings and the path.
 
     >>> parse_uri("s3://bucket/run/ep1.pt")
     ('s3', 'bucket', 'run/ep1.pt')
@@ -44,8 +44,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     ('', '', 'runs/ep1.pt')
 
     Raises:
-        ConfigError: it is empty; the scheme is not known; there is no bucket; it is no URI, but nearly one; or it has a
-            password.
+        ConfigError: ``uri`` is empty, has an unknown scheme, no bucket or a password, or is not quite a URI.
     """
     if not uri.strip():
         raise ConfigError(
@@ -93,7 +92,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
 
 
 def without_secrets(uri: str) -> str:
-    """Return ``uri`` as it may be shown and logged: without a password, and an address without its user and its query.
+    """Return ``uri`` for messages: without a password, and an HTTP address without user and query.
 
     >>> without_secrets("https://user:password@host/ep1.pt?token=1")
     'https://host/ep1.pt'
@@ -106,22 +105,22 @@ def without_secrets(uri: str) -> str:
 
 
 def is_uri(path: str) -> bool:
-    """Return true if ``path`` is something else than a path of this machine."""
+    """Return true if ``path`` is not a path of this machine."""
     return parse_uri(path)[0] != ""
 
 
 def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
-    """The store that holds what ``uri`` names: of its bucket, whatever the name in it.
+    """Open the store of the bucket of ``uri``.
 
     Args:
-        uri: as :func:`parse_uri` takes it, but no path and no download address.
-        backend_kwargs: further arguments of the store's class, as for ``S3ObjectStore``.
+        uri: a URI such as ``s3://bucket``. The name after the bucket is ignored.
+        backend_kwargs: further arguments of the class of the store.
 
     Returns:
-        The store, to be closed by the caller.
+        The store. The caller closes the store.
 
     Raises:
-        ConfigError: the URI names no store, the store's library is not installed, or an argument is wrong.
+        ConfigError: the scheme has no store, the library is not installed, or an argument is wrong.
     """
     scheme, bucket, _ = parse_uri(uri)
     if scheme not in _STORES:
@@ -132,22 +131,22 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
 
 
 def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
-    """The store of ``uri``, ``None`` for a path of this machine."""
+    """Open the store of ``uri``; ``None`` for a path of this machine."""
     return open_store(uri) if is_uri(uri) else None
 
 
 def download_url(url: str, path: Path, progress: Progress | None = None) -> None:
-    """Download ``url`` to the file ``path``, replacing what is there; it appears atomically.
+    """Download ``url`` to the file ``path``. The file appears atomically, in place of an old one.
 
     Args:
-        url: an ``http`` or ``https`` address; spaces and the like may be as they are. Its query is not logged.
-        path: of the local file.
+        url: an ``http`` or ``https`` address. Spaces need not be quoted. The query is not logged.
+        path: path of the local file.
         progress: called with (bytes received, total).
 
     Raises:
-        FileNotFoundError: there is nothing at ``url``. PermissionError: it is not for us.
-        ObjectStoreTransientError: it may succeed when it is tried again. ObjectStoreError: it will not.
-        ConfigError: it is no such address, or has a password in it.
+        FileNotFoundError: the server has nothing at ``url``. PermissionError: the server refuses the download.
+        ObjectStoreTransientError: the download may succeed when it is tried again. ObjectStoreError: any other cause.
+        ConfigError: ``url`` is not an HTTP address, or has a password.
     """
     import http.client  # most processes download nothing
     import socket

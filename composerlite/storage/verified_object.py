@@ -1,4 +1,4 @@
-"""An object read in parts, each verified as it passes."""
+"""VerifiedObject: reads parts of an object and verifies them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from composerlite.types import Piece
 
 @final
 class VerifiedObject:
-    """An object, whose bytes are compared with its digests chunk by chunk as they are read.
+    """An object that is read in whole chunks, each compared with its digest.
 
-    Without digests all that is read is of one single upload: ObjectStoreError if it is replaced meanwhile.
+    Without digests all bytes come from a single upload: ObjectStoreError if the object is replaced.
 
     Args:
-        transfer: to the object's bucket.
-        name: of the object.
-        digest: size and hashes of its content; ``None``: it is not verified.
+        transfer: transfer of the bucket.
+        name: name of the object.
+        digest: size and hashes of the content; ``None``: not verified.
     """
 
     _BATCH_BYTES = 64 << 20
@@ -65,7 +65,7 @@ class VerifiedObject:
             self._read_units(batch, places, progress)
 
     def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
-        """Read whole chunks at the same time, compare them, and copy what is wanted of them."""
+        """Read whole chunks at the same time, compare them, and copy the wanted parts."""
         assert self._digest is not None
         step = self._digest.chunk_bytes
         parts = [bytearray(end - start) for start, end in units]

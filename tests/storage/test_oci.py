@@ -129,7 +129,7 @@ def test_a_missing_configuration_is_a_config_error(
         ("user=", "", "user is missing"),
         ("fingerprint=", "fingerprint=zz", "fingerprint is malformed"),
         ("[DEFAULT]", "[OTHER]", "user is missing"),
-        ("[DEFAULT]", "", "cannot be read"),
+        ("[DEFAULT]", "", "cannot be used"),
     ],
 )
 def test_a_wrong_configuration_is_a_config_error(
@@ -144,7 +144,7 @@ def test_a_wrong_configuration_is_a_config_error(
 
 def test_a_missing_profile_is_a_config_error(kwargs: dict[str, Any]) -> None:
     """A profile that the configuration file does not have is named, with the file."""
-    with pytest.raises(ConfigError, match=rf"{kwargs['config_file']} cannot be read: Profile 'TEAM' not found"):
+    with pytest.raises(ConfigError, match=rf"{kwargs['config_file']} cannot be used: Profile 'TEAM' not found"):
         OCIObjectStore("b", **kwargs, profile="TEAM")
 
 

@@ -1,4 +1,4 @@
-"""LibcloudObjectStore: objects in whatever store Apache Libcloud has a driver for."""
+"""LibcloudObjectStore: objects in a store of any driver of Apache Libcloud."""
 
 from __future__ import annotations
 
@@ -42,33 +42,31 @@ _TIMEOUT_SECONDS = 60.0
 _MISSING = (ContainerDoesNotExistError, ObjectDoesNotExistError)
 _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceUnavailableError)
 _NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
-"""Errors of drivers that take an answer for the service's, such as the page of a proxy."""
+"""Errors of drivers if a proxy answers with a page."""
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
-"""Providers whose drivers list everything, and warn where they are asked for a prefix."""
+"""Providers whose drivers cannot list by prefix."""
 
 
 _TIMES = ("last_modified", "modify_time")
-"""How drivers call the time when an object was written."""
+"""Names that drivers use for the time of an upload."""
 
 
 @final
 class LibcloudObjectStore(BackendStore):
     """Keeps objects in a container of any provider that Apache Libcloud knows.
 
-    What is promised is what the provider's driver does. Those of services make objects appear as a whole; that of
-    provider ``local`` writes files in place, so that a reader may see the beginning of one, and reads a whole file for
-    each range of it: :class:`~composerlite.storage.LocalObjectStore` is for folders. ``create_only`` and
-    :meth:`swap_bytes` are a check followed by a write. Uploads report their progress once, at the end. A driver looks
-    at an object before it reads a range of it: one that is replaced by another of its size between the two is noticed
-    at the next range, if there is one.
+    The guarantees depend on the driver of the provider. Drivers of services make objects appear as a whole. The driver
+    of provider ``local`` writes files in place, and reads a whole file for each range: use
+    :class:`~composerlite.storage.LocalObjectStore` for folders. ``create_only`` and :meth:`swap_bytes` are a check
+    followed by a write. Uploads report their progress once, at the end.
 
     Args:
-        provider: as in ``libcloud.storage.types.Provider``, in upper or lower case.
-        container: exists, and is not made.
+        provider: name in ``libcloud.storage.types.Provider``, in upper or lower case.
+        container: name of the container, which must exist.
         chunk_size: bytes of a piece of a download.
         key_environ: environment variable with the ``key`` of the driver.
-        secret_environ: environment variable with its ``secret``.
-        provider_kwargs: further arguments of the driver, as ``host`` and ``port``.
+        secret_environ: environment variable with the ``secret`` of the driver.
+        provider_kwargs: further arguments of the driver, such as ``host`` and ``port``.
         prefix: put before every name, with a slash between.
     """
 
@@ -176,7 +174,7 @@ class LibcloudObjectStore(BackendStore):
 
     @contextlib.contextmanager
     def _driver(self) -> Generator[Any]:
-        """Lend a driver that no other thread uses meanwhile: each has one connection, and state."""
+        """Lend a driver that no other thread uses: a driver has one connection, and state."""
         with self._lock:
             driver = self._idle.pop() if self._idle else None
         if driver is None:
@@ -221,14 +219,14 @@ class LibcloudObjectStore(BackendStore):
 
 
 def _status(error: Exception) -> int:
-    """Status of an answer of HTTP, 0 if there is none: the drivers put it into a code or a sentence."""
+    """Return the HTTP status of an error, 0 if unknown. Drivers put the status into a code or a sentence."""
     found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)
     return int(error.code) if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
 
 
 @final
 class _TimedConnection(LibcloudConnection):
-    """A connection that waits for uploads, too, no longer than a time: Libcloud's own has none for them."""
+    """A connection with a timeout for uploads. Libcloud's own connection has none."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -246,7 +244,7 @@ def _hang_up(driver: Any) -> None:
 
 
 def _provider(name: str) -> str:
-    """The name by which Libcloud finds the driver, its own or one that was registered with it."""
+    """Return the name of a driver, of Libcloud or registered by the user."""
     known: dict[str, str] = {value.lower(): value for value in DRIVERS}
     known |= {constant.lower(): value for constant, value in vars(Provider).items() if value in DRIVERS}
     if name.lower() not in known:
@@ -255,7 +253,7 @@ def _provider(name: str) -> str:
 
 
 def _from_environment(argument: str, key: str, variable: str | None) -> dict[str, str]:
-    """The driver's argument ``key``, from an environment variable."""
+    """Return the argument ``key`` of the driver, from an environment variable."""
     if variable is None:
         return {}
     if variable not in os.environ:

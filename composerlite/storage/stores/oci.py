@@ -41,7 +41,7 @@ _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
 @final
 @dataclass(frozen=True, slots=True)
 class _UploadedPart:
-    """A part that the service has: how it calls it, and the MD5 of its bytes."""
+    """A part that the service has: its ETag, and the MD5 of its bytes."""
 
     etag: str
     md5: str
@@ -51,24 +51,23 @@ class _UploadedPart:
 class OCIObjectStore(BackendStore):
     """Objects in a bucket of Oracle's Object Storage. Needs ``composerlite[oci]``.
 
-    Credentials are those of a profile of Oracle's configuration file, which ``oci setup config`` writes. Every object
-    and part is sent with its MD5, which the service verifies. The SDK's own retries are off.
-
-    Names are below ``prefix``; no verb returns it.
+    Credentials come from a profile of Oracle's configuration file; ``oci setup config`` writes the file. The service
+    verifies the MD5 of every object and part. The SDK's own retries are off.
 
     Args:
-        bucket: its name. It must exist.
-        prefix: put before every name, with a slash between.
-        namespace: of the tenancy; else the service is asked for it once.
-        config_file: else ``OCI_CONFIG_FILE``, else ``~/.oci/config``.
-        profile: of the configuration file.
-        endpoint_url: of the service, as in ``https://host``; else ``OCI_ENDPOINT_URL``, else that of the region.
-        connect_timeout_seconds: until a connection must be there.
-        read_timeout_seconds: without a byte from the service.
+        bucket: name of the bucket, which must exist.
+        prefix: put before every name, with a slash between. No method returns the prefix.
+        namespace: namespace of the tenancy; ``None``: the service is asked once.
+        config_file: configuration file; otherwise ``OCI_CONFIG_FILE``, or ``~/.oci/config``.
+        profile: profile of the configuration file.
+        endpoint_url: address of the service, such as ``https://host``; otherwise ``OCI_ENDPOINT_URL``, or the address
+            of the region.
+        connect_timeout_seconds: longest wait for a connection.
+        read_timeout_seconds: longest wait for a byte of the service.
 
     Raises:
-        ConfigError: there is no configuration file, no such profile, or a key of it is missing or malformed.
-        PermissionError: the private key that it names cannot be read.
+        ConfigError: the configuration file or the profile does not exist, or a key is missing or malformed.
+        PermissionError: the private key cannot be read.
     """
 
     least_part_bytes = 10 << 20
@@ -92,7 +91,7 @@ class OCIObjectStore(BackendStore):
         endpoint_url = checked_url("OCI", endpoint_url or os.environ.get("OCI_ENDPOINT_URL") or None)
         timeout = (connect_timeout_seconds, read_timeout_seconds)
         path = Path(config_file or os.environ.get("OCI_CONFIG_FILE") or "~/.oci/config").expanduser()
-        self._client = _new_client(_read_config(path, profile), path, endpoint_url, timeout)
+        self._client = _new_client(path, profile, endpoint_url, timeout)
         self._namespace = namespace
         self._lock = threading.Lock()
 
@@ -179,14 +178,14 @@ class OCIObjectStore(BackendStore):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the SDK's ``verb`` for this bucket and return its answer."""
+        """Call the method ``verb`` of the SDK for this bucket."""
         with self._lock:
             if self._namespace is None:
                 self._namespace = str(_checked(self._client.get_namespace()).data)
         return _checked(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
     def _pages(self, verb: str, *args: Any) -> Iterator[Any]:
-        """Yield the items of all pages that the SDK's ``verb`` lists."""
+        """Yield the items of all pages of the method ``verb`` of the SDK."""
         page: dict[str, str] = {}
         while True:
             answer = self._call(verb, *args, **page)
@@ -240,29 +239,12 @@ def _body(data: memoryview) -> bytes | RequestBody:
     return RequestBody(data) if data.nbytes else b""
 
 
-def _read_config(path: Path, profile: str) -> dict[str, Any]:
-    """The settings of ``profile`` in the configuration file ``path``, checked."""
+def _new_client(path: Path, profile: str, endpoint_url: str | None, timeout: tuple[float, float]) -> Any:
+    """Return a client of the SDK without retries, with the settings of ``profile`` in the file ``path``."""
+    config: dict[str, Any] = {}
     try:
-        config: dict[str, Any] = oci.config.from_file(str(path), profile)
+        config = oci.config.from_file(str(path), profile)
         oci.config.validate_config(config)
-    except sdk.ConfigFileNotFound as e:
-        raise ConfigError(
-            f"OCI: there is no configuration file {path}: write one with 'oci setup config', or name another by"
-            " OCI_CONFIG_FILE or config_file."
-        ) from e
-    except sdk.InvalidKeyFilePath as e:
-        raise PermissionError(f"OCI: the private key that key_file in {path} names does not exist: {e}") from e
-    except sdk.InvalidConfig as e:
-        wrong = ", ".join(f"{key} is {why}" for key, why in e.errors.items())
-        raise ConfigError(f"OCI: in profile {profile!r} of {path}: {wrong}.") from e
-    except (sdk.ClientError, configparser.Error, ValueError) as e:  # also an unknown profile
-        raise ConfigError(f"OCI: profile {profile!r} of the configuration file {path} cannot be read: {e}") from e
-    return config
-
-
-def _new_client(config: dict[str, Any], path: Path, endpoint_url: str | None, timeout: tuple[float, float]) -> Any:
-    """The SDK's client, which tries nothing twice and has room for the connections of many threads."""
-    try:
         client = oci.object_storage.ObjectStorageClient(
             config,
             service_endpoint=endpoint_url,
@@ -270,9 +252,16 @@ def _new_client(config: dict[str, Any], path: Path, endpoint_url: str | None, ti
             retry_strategy=oci.retry.NoneRetryStrategy(),
             circuit_breaker_strategy=oci.circuit_breaker.NoCircuitBreakerStrategy(),
         )
-    except (sdk.InvalidPrivateKey, OSError) as e:
-        raise PermissionError(
-            f"OCI: the private key {config.get('key_file')} that {path} names cannot be used: {e}"
+    except (sdk.InvalidKeyFilePath, sdk.InvalidPrivateKey, OSError) as e:
+        key = config.get("key_file", "")
+        raise PermissionError(f"OCI: the private key {key} that key_file in {path} names cannot be used: {e}") from e
+    except sdk.InvalidConfig as e:
+        wrong = ", ".join(f"{key} is {why}" for key, why in e.errors.items())
+        raise ConfigError(f"OCI: in profile {profile!r} of {path}: {wrong}.") from e
+    except (sdk.ClientError, configparser.Error, ValueError) as e:
+        raise ConfigError(
+            f"OCI: profile {profile!r} of the configuration file {path} cannot be used: {e}. Write the file with"
+            " 'oci setup config', or name another one by OCI_CONFIG_FILE or config_file."
         ) from e
     client.base_client.session.get_adapter(client.base_client.endpoint).init_poolmanager(CONNECTIONS, CONNECTIONS)
     return client
@@ -280,7 +269,7 @@ def _new_client(config: dict[str, Any], path: Path, endpoint_url: str | None, ti
 
 @contextlib.contextmanager
 def _suppressed(*codes: str) -> Generator[None]:
-    """Suppress errors of the service with one of ``codes``."""
+    """Treat errors of the service with one of ``codes`` as success."""
     try:
         yield
     except sdk.ServiceError as e:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import os
 import posixpath
 import re
@@ -301,10 +299,7 @@ class SFTPObjectStore(BackendStore):
         ssh = paramiko.SSHClient()
         try:
             ssh.load_system_host_keys(self._known_hosts)
-            is_strict = self._policy == "RejectPolicy"
-            ssh.set_missing_host_key_policy(
-                _Reject(self._known_hosts) if is_strict else getattr(paramiko, self._policy)()
-            )
+            ssh.set_missing_host_key_policy(getattr(paramiko, self._policy)())
             ssh.connect(**self._login)
         except BaseException:
             ssh.close()
@@ -318,6 +313,11 @@ class SFTPObjectStore(BackendStore):
             return PermissionError, (
                 "the server shows another key than the known one. Either the connection is intercepted, or the server "
                 "was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
+            )
+        if isinstance(error, paramiko.SSHException) and "not found in known_hosts" in cause:
+            return PermissionError, (
+                f"the host is not known: {cause}. If you trust the host, add its key with: ssh-keyscan "
+                f"-p {self._login['port']} {self._login['hostname']} >> {self._known_hosts or '~/.ssh/known_hosts'}"
             )
         if isinstance(error, paramiko.PasswordRequiredException):
             return PermissionError, "the key needs a passphrase: give it as password."
@@ -342,22 +342,6 @@ class SFTPObjectStore(BackendStore):
                 return ObjectStoreTransientError, f"the connection failed: {cause}."
             return ObjectStoreError, f"the server says: {cause}."
         return None
-
-
-@final
-class _Reject(paramiko.MissingHostKeyPolicy):
-    """Refuses an unknown host. The error says how to add its key."""
-
-    def __init__(self, known_hosts: str | None) -> None:
-        self._known_hosts = known_hosts or "~/.ssh/known_hosts"
-
-    def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
-        host, _, port = hostname.strip("[").partition("]:")
-        raise PermissionError(
-            f"the host is not known: its {key.get_name()} key is SHA256:{digest}. If that is right, add it with: "
-            f"ssh-keyscan -p {port or 22} {host} >> {self._known_hosts}"
-        )
 
 
 def _hang_up(channel: Any) -> None:
