@@ -24,7 +24,6 @@ from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
 from composerlite.core import Interruption
 from composerlite.storage import Transfer, WorkerPool, open_store
-from composerlite.storage.workers import Batch
 
 WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum
 
@@ -138,20 +137,12 @@ def test_a_killed_run_that_gets_no_threads_resumes(tmp_path: Path, cached: bool)
 
 def a_pool_without_threads() -> None:
     forbid_threads()
-    happened: list[str] = []
-
-    def job(number: int, batch: Batch) -> int:
-        happened.append(f"job {number}")
-        return number
-
     with WorkerPool(4, name="test") as pool:
-        jobs = [functools.partial(job, number) for number in (1, 2)]
-        pool.run(Batch(jobs), lambda moved: happened.append(f"moved {moved}"))
-    assert happened == ["job 1", "moved 1", "job 2", "moved 2"]
+        assert [pool.submit(lambda number=number: number).result() for number in (1, 2)] == [1, 2]
 
 
-def test_progress_is_told_between_jobs_without_threads(tmp_path: Path) -> None:
-    """A bar of an upload moves."""
+def test_a_pool_without_threads_does_the_work_itself(tmp_path: Path) -> None:
+    """Who submits a job gets its result, and waits for it."""
     done = run_forked(a_pool_without_threads, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
