@@ -90,7 +90,7 @@ class SlackLogger(LoggerDestination):
         self._is_silent = dist.get_global_rank() != 0
         self._values: dict[str, Any] = {}
         self._client: Any = None
-        self._background = Background("SlackLogger", jobs="messages", timeout=self._timeout)
+        self._background = Background("SlackLogger", timeout=self._timeout)
 
     @property
     def place(self) -> str | None:
