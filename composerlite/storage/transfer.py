@@ -354,6 +354,11 @@ class Transfer:
             raise
         except (PermissionError, ObjectStoreError) as e:
             _log.info("upload of %r: cannot look for an unfinished upload: %s", name, e)
+        if create_only and unfinished:  # another process may be uploading other bytes under this name
+            size = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
+            first = source.view(0, min(size, source.size_bytes))
+            what = f"upload of {name!r}, comparison"
+            unfinished = [one for one in unfinished if self._retry.run(partial(_has, one, 1, first), what)]
         for upload in unfinished[:-1]:
             self._abort(upload)
         if unfinished:

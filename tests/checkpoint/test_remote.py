@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from parts import save_batch
 from sent_files import publish_files
+from storage.memory_store import MemoryStore
 from storage.servers.moto import moto_server  # noqa: F401
 from storage.servers.seaweedfs import S3Server
 
@@ -272,6 +273,7 @@ def test_what_is_there_is_not_sent_again(remote: Catalog, store: FaultyStore, tm
 def test_one_of_two_runs_gets_a_name(store: FaultyStore, tmp_path: Path, part_bytes: int | None) -> None:
     """Two runs without a lease publish one name at the same time: the later one is told, and the first one's stays."""
     both = [saved(tmp_path / name, 1, run_name=name) for name in ("a", "b")]
+    store = store if part_bytes is None else FaultyStore(MemoryStore())
     sending = threading.Barrier(2)
     verb = "upload_object" if part_bytes is None else "complete"
     store.faults = [Fault(verb=verb, error=None, times=2, first=lambda: sending.wait(20))]

@@ -338,7 +338,7 @@ def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(
     done = run_forked(a_run_that_is_preempted, f"{bucket}/run", closes, cwd=tmp_path)
     assert time.monotonic() - started < 50
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    told = "not uploaded by the end of the grace period" if closes else "before this was done"
+    told = "not done by the end of the grace period" if closes else "before this was done"
     assert re.search(rf"{told}: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
