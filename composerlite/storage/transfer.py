@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -53,7 +54,7 @@ class SameVersion:
     def __init__(self, name: str, size_bytes: int | None = None) -> None:
         self._name = name
         self._size_bytes = size_bytes
-        self._version: str | None = None
+        self._content_version: str | None = None
         self._lock = threading.Lock()
 
     def check(self, found: ObjectRange) -> None:
@@ -64,9 +65,9 @@ class SameVersion:
             CorruptCheckpointError: the size is not the expected one.
         """
         with self._lock:
-            if self._version is None:
-                self._version = found.version
-        if found.version != self._version:
+            if self._content_version is None:
+                self._content_version = found.version
+        if found.version != self._content_version:
             raise ReplacedError(f"object {self._name!r} was replaced while it was read: read it again.")
         if self._size_bytes not in (None, found.size_bytes):
             raise CorruptCheckpointError(
@@ -369,7 +370,16 @@ class Transfer:
                 raise
             except (FileNotFoundError, ObjectStoreError) as e:
                 _log.warning("upload of %r: the unfinished upload cannot be used, starting a new one: %s", name, e)
-        upload = self._retry.run(lambda: self.store.start_parts(name), f"upload of {name!r}, start")
+        known, attempts = {one.upload_id for one in unfinished}, itertools.count()
+
+        def start() -> PartUpload | None:
+            if next(attempts) and not create_only:  # the answer to the first attempt was lost: did it succeed?
+                for one in self.store.unfinished_parts(name):
+                    if one.name == name and one.upload_id not in known:
+                        return one
+            return self.store.start_parts(name)
+
+        upload = self._retry.run(start, f"upload of {name!r}, start")
         assert upload is not None, "the store has least_part_bytes, so it takes parts"
         self._send_parts(upload, source, callback, is_resumed=False, create_only=create_only)
 

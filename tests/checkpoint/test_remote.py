@@ -165,16 +165,17 @@ def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: Fa
     assert len(store.calls) <= 3
 
 
-def test_a_resume_lists_nothing_and_reads_no_record_but_the_newest(
+def test_a_resume_reads_no_record_but_the_newest_and_those_that_links_lead_to(
     remote: Catalog, store: FaultyStore, tmp_path: Path
 ) -> None:
-    """However many checkpoints there are; three requests find the newest, the others download the file."""
+    """However many checkpoints there are; another saver has a link of its own, as for the weights alone."""
     publish(remote, tmp_path, *range(1, 30))
+    manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
+    publish_files(remote, manifest, {manifest.name: path}, link="run/latest-weights.pt")
     store.calls.clear()
     assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba29.pt"
-    assert {name for _, name in store.calls if name.endswith(".pt")} == {"run/ba29.pt"}
-    assert not [verb for verb, _ in store.calls if verb.startswith("list")]
-    assert len(store.calls) <= 9
+    assert {name for _, name in store.calls if name.endswith(".pt")} == {"run/ba29.pt", "run/weights-29.pt"}
+    assert len(store.calls) <= 12
 
 
 @pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "record", "link"])

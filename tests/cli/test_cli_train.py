@@ -211,8 +211,8 @@ def test_a_missing_bucket_is_one_message_and_status_1(
         "save_folder=s3://no-such-bucket/run",
         here,
         status=1,
-        stderr=r"composerlite: error: s3://no-such-bucket/run/file/check-\w+: check that objects can be written: there "
-        r"is no such bucket \([^\n]*\)\.\n",
+        stderr=r"composerlite: error: s3://no-such-bucket/run/file\.check-\w+: check that objects can be written: "
+        r"there is no such bucket \([^\n]*\)\.\n",
     )
     load = ("load_path=s3://no-such-bucket/a.pt", f"save_folder={tmp_path}")
     refused(
@@ -237,7 +237,7 @@ def test_missing_credentials_are_one_message_and_status_1(
         "save_folder=s3://a-bucket/run",
         here,
         status=1,
-        stderr=r"composerlite: error: s3://a-bucket/run/file/check-\w+: check that objects can be written: no usable "
+        stderr=r"composerlite: error: s3://a-bucket/run/file\.check-\w+: check that objects can be written: no usable "
         r"credentials: Unable to locate credentials\.? Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
         r"\.\n",
     )

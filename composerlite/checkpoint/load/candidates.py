@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple, final
 
 from composerlite.checkpoint.load.reader import opened
@@ -13,7 +13,12 @@ from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
 from composerlite.checkpoint.record.naming import name_pattern
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError
+from composerlite.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    UntrustedCheckpointError,
+)
 
 __all__ = ["Candidate", "Listing", "RunBucket", "RunPlace", "UnusableFile", "list_checkpoints", "newest_first"]
 
@@ -132,7 +137,7 @@ def list_checkpoints(
         run_name: name of the run.
         replicas: checkpoints in the memory of several nodes, by the index of their place.
         whole_buckets: list each bucket as a whole. Otherwise follow the link of the bucket to the latest checkpoint, in
-            two or three requests, and list the bucket only if the link cannot be read.
+            three requests, and list the bucket only if the link cannot be read or another link leads further.
 
     Raises:
         IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
@@ -150,10 +155,8 @@ def list_checkpoints(
             source = f"{one.name} in the memory of several nodes"
             known.append(Candidate(one, number, folder / one.name, source, IN_REPLICAS))
         for position, bucket in enumerate(place.buckets):
-            latest = None
-            if bucket.link is not None and not whole_buckets:
-                latest = bucket.remote.latest(bucket.link, run_name)
-            if latest is not None and latest.kind in RESUMABLE:
+            latest = None if whole_buckets else _latest(bucket, run_name)
+            if latest is not None:
                 found, is_complete = [latest], False
             else:
                 found = _records(bucket.remote, bucket.template, run_name, unusable)
@@ -162,6 +165,29 @@ def list_checkpoints(
                 path = uri if one.is_directory else folder / one.name
                 known.append(Candidate(one, number, path, uri, IN_BUCKET, position))
     return Listing(known, unusable, is_complete)
+
+
+def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
+    """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
+
+    A bucket has links of other names if the user renamed the link, or if the run saved files before and saves
+    directories now. If another link leads to a later checkpoint, or to nothing, the link of this bucket may be old.
+    """
+    latest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
+    if bucket.link is None or latest is None or latest.kind not in RESUMABLE:
+        return None
+    for link in bucket.remote.announcements():
+        if link == PurePosixPath(bucket.link).name:
+            continue
+        try:
+            other = bucket.remote.manifest_of(bucket.remote.announced(link)[0])
+        except (FileNotFoundError, CorruptCheckpointError, NewerManifestError, ConfigError) as e:
+            log.debug("%s does not lead to a checkpoint: %s", link, e)
+            return None
+        is_later = other is not None and other.kind in RESUMABLE and other.order > latest.order
+        if other is None or (is_later and other.run_name == run_name):
+            return None
+    return latest
 
 
 def newest_first(known: Sequence[Candidate]) -> list[Candidate]:
@@ -181,7 +207,7 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
     """Return the records of a run in a folder or bucket, and add files with names of the run to ``unusable``.
 
     A file without a record is damaged if the file is no complete torch file. A copy made by hand has the record of
-    another name, and is left out.
+    another name, and is left out unless the copy is damaged.
     """
     manifests, faults = catalog.manifests_and_faults()
     own = [manifest for manifest in manifests if manifest.run_name == run_name]
@@ -203,9 +229,12 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
         error, is_damage = f"{catalog.place.uri(name)!r} has no record of composerlite", False
         error = CorruptCheckpointError(f"{error}: another program wrote it. To load it, name it in load_path.")
         try:
-            if catalog.manifest_of(name) is not None:
+            copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
+            if copy is not None and path is not None:
+                catalog.verify(copy)
+            if copy is not None:
                 continue
-            if (path := catalog.place.path_of(name)) is not None:
+            if path is not None:
                 with opened(path):
                     pass
         except FileNotFoundError:

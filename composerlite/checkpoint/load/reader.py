@@ -204,9 +204,11 @@ def readable(path: Path) -> Generator[None]:
             "code the file holds."
         ) from e
     except CorruptCheckpointError as e:
-        if str(path) in str(e):
-            raise
-        raise CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}") from e
+        named = e
+        if str(path) not in str(e):
+            named = CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}")
+        named.add_note("If another process replaced the file while it was read, load it again.")
+        raise named from e.__cause__ if named is e else e
 
 
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────

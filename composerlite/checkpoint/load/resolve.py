@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
@@ -24,7 +25,7 @@ from composerlite.checkpoint.format.weight_files import (
 )
 from composerlite.checkpoint.load.progress import download_bar, progress_of
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
@@ -426,11 +427,12 @@ def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -
     """Download the object ``name`` to ``folder``, verified by its record if there is a record."""
     above, _, last = name.rpartition("/")
     remote = Bucket(transfer, above)
-    manifest = Catalog(remote).manifest_of(last)
-    if manifest is None or manifest.form != "file":
+    record = record_in(remote, last)
+    if record is None or record.form != "file":
         with download_bar(progress_bar) as update:
             transfer.download(name, folder / last, overwrite=True, callback=update)
         return folder / last
+    manifest = record.lying_at(last) or replace(record, name=last)
     with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
         fetch_checkpoint(remote, manifest, Folder(folder), progress)
     return folder / manifest.name

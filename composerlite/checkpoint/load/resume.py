@@ -225,17 +225,19 @@ def _accept(
     """
     group, lineage = dist.get_group(), Lineage()
     with group.all_or_none(_STEP):
+        renamed: list[Manifest] = []
         for one, error in rejected:
             in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
             catalog = places[one.place].catalog
             if in_folder and isinstance(error, CorruptCheckpointError) and (own := _own_record(one, catalog)):
                 quarantine_checkpoint(catalog.place, own)
+                renamed.append(own)
         for fault in listing.unusable:  # on rank 0
             if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
                 quarantine_file(fault.catalog.place, fault.name)
         place = places[chosen.place]
         if (own := _own_record(chosen, place.catalog)) is not None:
-            _repair_links(place, own if isinstance(chosen.path, Path) else None, run_name)
+            _repair_links(place, own if isinstance(chosen.path, Path) else None, run_name, renamed)
         if group.is_first:
             if chosen.manifest.left_out:
                 message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
@@ -260,22 +262,23 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
 
 
-def _repair_links(place: RunPlace, manifest: Manifest | None, run_name: str) -> None:
+def _repair_links(place: RunPlace, manifest: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
     """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete the links.
 
-    Links with other names, and links to anything but a checkpoint of the saver, stay.
+    Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
     """
     if place.link is None or place.template is None:
         return
     links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
+    gone = {path for one in renamed for path in (one.name, *(file.path for file in one.files))}
     for link, target in place.catalog.place.links().items():
         path, match = place.catalog.folder / link, names.fullmatch(target)
-        if path.exists() or links.fullmatch(link) is None or match is None:
+        if path.exists() or links.fullmatch(link) is None or (match is None and target not in gone):
             continue
         if manifest is None:
             path.unlink(missing_ok=True)
             continue
-        rank = int(match.groupdict().get("rank", 0))
+        rank = 0 if match is None else int(match.groupdict().get("rank", 0))
         is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
         place.catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)
 

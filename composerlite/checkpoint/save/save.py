@@ -210,7 +210,7 @@ class SaveTask:
                 return
             if memory is not None:  # rank 0 has none, so that all ranks write directly
                 staging.give_back(memory)
-            log.info("no memory is ready for a copy of %s: training waits while the state is written", self.path)
+            log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
             self._write()
             staging.prepare(writer.size_bytes)
         except BaseException as e:

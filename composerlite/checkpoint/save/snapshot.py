@@ -221,6 +221,8 @@ class StagingMemory:
         The thread works in small pieces with pauses: no training step takes over 5 % longer. With an accelerator the
         thread pauses half of the time. Nothing happens while memory is lent or being faulted in.
         """
+        if size_bytes <= _LITTLE_BYTES:  # :meth:`reserve` allocates at once
+            return
         with self._lock:
             if self._has(size_bytes) or (memory := self._allocate(size_bytes)) is None:
                 return

@@ -330,7 +330,8 @@ def _answered(error: sdk.ClientError) -> Meaning:
     reason = str(error.response.get("Error", {}).get("Message", "")).rstrip(".")
     cause = f"{status} {code}: {reason}"
     if code in _MISSING:
-        return FileNotFoundError, f"there is no such object, bucket or upload ({cause})."
+        missing = "bucket" if code == "NoSuchBucket" else "object or upload"
+        return FileNotFoundError, f"there is no such {missing} ({cause})."
     if code in ("PreconditionFailed", "412"):
         return FileExistsError, cause
     if code in _NOT_ALLOWED or status in (401, 403):
