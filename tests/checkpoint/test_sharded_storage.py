@@ -106,6 +106,17 @@ def test_plain_dcp_writes_and_reads_with_our_storage(tmp_path: Path) -> None:
     assert Catalog(tmp_path).manifest_of("c") is not None
 
 
+def test_a_planner_that_caches_plans_saves_again(tmp_path: Path) -> None:
+    """The planner of torch gives the plan of the first save to each later one; the directory has the last state."""
+    for number in (1.0, 2.0, 3.0):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        writer = RemoteFileSystemWriter(tmp_path / "c", overwrite=True)
+        dcp.save({"weight": torch.full((3,), number)}, storage_writer=writer, planner=planner, no_dist=True)
+        loaded = {"weight": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)
+        assert loaded["weight"].tolist() == [number] * 3
+
+
 def test_what_plain_dcp_wrote_is_read_and_called_unverified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Large and small tensors, turned ones, values; a warning says that there is nothing to verify them with."""
     state = _state(rows=3000)

@@ -1,4 +1,4 @@
-"""Options of a saver, checked and completed at construction."""
+"""Options of a saver: :func:`save_options` checks the arguments of the callback and fills in defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composerlite.types import StateDict
 __all__ = ["OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "Keep", "Names", "SaveOptions", "save_options"]
 
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
-"""Names in the buckets of loggers where no others are given, as Composer has them; a URI has those of its folder."""
+"""Default names in buckets of loggers, as in Composer. With a URI as save_folder, names below its path are used."""
 
 
 @final
@@ -35,7 +35,7 @@ class Names(NamedTuple):
         latest: of the link to the newest, below the folder; ``None``: no link.
         remote_filename: of a checkpoint in a bucket, from the root of the bucket.
         remote_latest: of the link in a bucket; ``None``: no link.
-        named_buckets: names in buckets that were given as URIs, each with its argument.
+        named_buckets: names in buckets that the user gave as URIs: (URI, name of the argument).
     """
 
     folder: str
@@ -70,8 +70,8 @@ class Keep(NamedTuple):
     Attributes:
         policy: for the folder.
         only_newest: the folder keeps the newest alone.
-        none_here: a checkpoint leaves the folder once it is in a bucket.
-        deletes: some leave the folder when there are newer ones.
+        none_here: a checkpoint is deleted from the folder once it is in a bucket.
+        deletes: some are deleted from the folder when there are newer ones.
         in_bucket: how many of the newest stay in a bucket; -1: all.
         any_ephemeral: some are deleted as soon as there is a newer one.
     """

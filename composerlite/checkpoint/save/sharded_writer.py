@@ -346,6 +346,8 @@ class RemoteFileSystemWriter(StorageWriter):
             A future with a :class:`WrittenFile` for each file, for :meth:`finish`.
         """
         handle, rank, ranks = plan.storage_data
+        if self._handle is not None:  # a planner that caches plans gives those of an earlier save
+            handle = self._handle
         try:
             data: dict[MetadataIndex, Tensor | bytes] = {}
             for item in plan.items:

@@ -1,8 +1,8 @@
 """Copies of a training state. Checkpoints are written from a copy while training continues.
 
-A copy has the layout of the file, so that writing moves no bytes in memory again. Tensors in memory of this machine are
-copied when a save is called. Tensors that only optimizers change may be copied from an accelerator until the next
-optimizer step, on a side stream. Without memory for a copy a save is synchronous.
+A copy has the layout of the file, so that it is written without another copy. Tensors on the CPU are copied when a save
+is called. Tensors that only optimizers change may be copied from an accelerator until the next optimizer step, on a
+side stream. Without memory for a copy a save is synchronous.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ class StagingMemory:
                 time.sleep(min(pauses * (time.perf_counter() - started), _MOST_PAUSE_SECONDS))
             if device is not None:
                 self._devices.pin(memory, device)
-        except OSError as e:
-            log.info("memory for checkpoints could not be prepared: %s", e)
+        except (OSError, RuntimeError) as e:  # pinning by torch raises the latter
+            log.warning("memory for checkpoints could not be prepared: %s", e)
         with self._lock:
             if self._memory is memory:
                 self._is_free = True
