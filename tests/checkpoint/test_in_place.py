@@ -61,6 +61,24 @@ def tensors_of(state: State) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_a_load_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the live tensors, and nowhere else; the chunks with the index are read twice."""
+    state = state_of(large(), stepped=True)
+    path = saved_now(state, tmp_path)
+    read = 0
+    real = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        nonlocal read
+        count = real(*arguments)
+        read += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    load_checkpoint(path, state)
+    assert path.stat().st_size * 0.9 < read < path.stat().st_size * 1.25
+
+
 # ── where the bytes go ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_weights_and_optimizer_state_stay_where_they_are(tmp_path: Path) -> None:
     """The tensors of a state that has stepped keep their memory; their numbers are those of the checkpoint."""

@@ -174,6 +174,7 @@ def read_in_place(
                 wanted = plan.wanted(file.contents)
                 live = plan.places(wanted)
             file.contents, targets = placed(wanted, live, file.unread(), file.ring)
+            del wanted  # what nothing refers to is not read
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
             with naming, half_loaded(bool(targets)):
                 file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)

@@ -483,8 +483,6 @@ class Pipeline:
         Raises:
             SaveError: the contents of its checkpoints cannot be pickled.
         """
-        if self._pending is not None:
-            return  # it found memory, or gets some for the next at its end
         if (size_bytes := form_of(request.state).expected_bytes(request)) is not None:
             self._staging.prepare(size_bytes)
 
