@@ -581,6 +581,6 @@ def expected_bytes(contents: StateDict) -> int:
             dimensions = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
             replicas = math.prod(ranks for ranks, placement in dimensions if placement.is_replicate())
             sizes[storage_id(storage)] = storage.nbytes() // replicas
-        elif isinstance(tensor, Tensor) and dist.get_global_rank() == 0:
+        elif isinstance(tensor, Tensor) and dist.is_dense(tensor) and dist.get_global_rank() == 0:
             sizes[storage_id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
