@@ -112,13 +112,7 @@ class ObjectStoreError(ComposerliteError, RuntimeError):
 
 
 class ObjectStoreTransientError(ObjectStoreError):
-    """An object store failed in a way that may pass: too many requests, a lost connection, a time out.
-
-    Attributes:
-        retry_after_seconds: after which the service says to try again; 0 where it says nothing.
-    """
-
-    retry_after_seconds: float = 0.0
+    """An object store failed in a way that may pass: too many requests, a lost connection, a time out."""
 
 
 class CheckpointError(ComposerliteError, RuntimeError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from composerlite.on_demand import lazy_names
-from composerlite.storage.background import Background, StagedFiles
 from composerlite.storage.disk.files import (
     FileDigest,
     StagedFile,
@@ -16,13 +15,11 @@ from composerlite.storage.disk.files import (
     atomic_write,
     chunk_bytes_for,
     fsync_folder,
-    is_abandoned,
     is_temporary,
     make_folder,
     pinned_file,
     replace_symlink,
     staged_symlink,
-    temporary_name,
 )
 from composerlite.storage.disk.memory import HostMemory, WarmMemory, available_memory, copy_memory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
@@ -47,6 +44,8 @@ from composerlite.storage.uri import (
     without_secrets,
 )
 from composerlite.storage.workers import (
+    Background,
+    StagedFiles,
     WorkerPool,
     leave_by,
     number_of,
@@ -56,16 +55,13 @@ from composerlite.storage.workers import (
 )
 
 if TYPE_CHECKING:
-    from composerlite.storage.stores.local import LocalObjectStore
-    from composerlite.storage.transfer import Transfer, Uploader
-    from composerlite.storage.verified_object import VerifiedObject
+    from composerlite.storage.transfer import Transfer, Uploader, VerifiedObject
 
 __all__ = [
     "Background",
     "Digester",
     "FileDigest",
     "HostMemory",
-    "LocalObjectStore",
     "ObjectInfo",
     "ObjectRange",
     "ObjectStore",
@@ -92,7 +88,6 @@ __all__ = [
     "download_url",
     "fsync_folder",
     "importing_sdk",
-    "is_abandoned",
     "is_name",
     "is_temporary",
     "is_uri",
@@ -108,7 +103,6 @@ __all__ = [
     "retry",
     "seconds_left",
     "staged_symlink",
-    "temporary_name",
     "verify_file",
     "wait_at_exit",
     "wait_no_more",

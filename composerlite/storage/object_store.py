@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -13,6 +14,8 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
+
+_MOST_VERSIONED_BYTES = 64 << 20
 
 Progress = Callable[[int, int], object]
 """Called with (bytes moved, total)."""
@@ -72,24 +75,14 @@ class PartUpload(ABC):
         self.started_at = started_at
 
     @abstractmethod
-    def has(self, number: int, data: memoryview) -> bool:
-        """Check if the store already has a part, sent by this process or an earlier one.
-
-        Args:
-            number: number of the part.
-            data: its content.
-
-        Returns:
-            True if the part ``number`` has exactly the bytes ``data``.
-        """
-
-    @abstractmethod
     def send(self, number: int, data: memoryview) -> None:
         """Send a part, in place of an earlier part of the same number.
 
+        Nothing is sent if the store has the part with the same bytes, from this process or an earlier one.
+
         Args:
             number: number of the part.
-            data: its content.
+            data: content of the part.
 
         Raises:
             PermissionError, ObjectStoreTransientError, ObjectStoreError: as the methods of :class:`ObjectStore`.
@@ -135,11 +128,17 @@ class ObjectStore(ABC):
         least_part_bytes: smallest size of a part, except for the last one; 0 if the store takes no parts.
         most_parts: largest number of parts of an upload.
         reads_ranges: the store can read a range without a download of the whole object.
+        has_versions: each upload of an object has another version, see :class:`ObjectRange`.
+        creates_atomically: ``create_only`` lets exactly one of several processes succeed.
+        swaps_atomically: :meth:`swap_bytes` lets exactly one of several processes replace a version.
     """
 
     least_part_bytes: int = 0
     most_parts: int = 10_000
     reads_ranges: bool = False
+    has_versions: bool = False
+    creates_atomically: bool = False
+    swaps_atomically: bool = False
 
     @abstractmethod
     def upload_object(
@@ -159,7 +158,7 @@ class ObjectStore(ABC):
     def download_object(
         self, name: str, filename: str | Path, overwrite: bool = False, callback: Progress | None = None
     ) -> None:
-        """Write the content of the object ``name`` to the file ``filename``, whose folder must exist.
+        """Write the content of the object ``name`` to the file ``filename`` in an existing folder.
 
         Args:
             name: name of the object.
@@ -177,7 +176,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """List the objects whose names begin with ``prefix``, sorted by name.
+        """List the objects with names below ``prefix``, sorted by name.
 
         The list is empty if no object matches. A subclass may return names instead, as stores of Composer do.
 
@@ -242,13 +241,17 @@ class ObjectStore(ABC):
 
         Args:
             name: name of the object.
-            offset: in bytes.
+            offset: in bytes. A negative offset counts from the end, and stands for 0 if the object is smaller.
             size: in bytes.
 
         Returns:
             The version and size of the object, and an iterator of the bytes, which may raise.
         """
-        size_bytes, data = self.get_object_size(name), self.read_range(name, offset, size)
+        size_bytes = self.get_object_size(name)
+        start, end = span_of(offset, size, size_bytes)
+        data = self.read_range(name, start, end - start)
+        if len(data) != end - start:
+            raise ObjectStoreTransientError(f"{self.get_uri(name)}: read: {len(data)} of {end - start} bytes came.")
         return ObjectRange("", size_bytes, (piece for piece in [data]))
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
@@ -261,25 +264,22 @@ class ObjectStore(ABC):
         Returns:
             Size of the whole object in bytes, and the last ``min(size, most_bytes)`` bytes.
         """
-        size = self.get_object_size(name)
-        length = min(size, most_bytes)
-        tail = self.read_range(name, size - length, length)
-        if len(tail) != length:
-            raise ObjectStoreTransientError(f"{self.get_uri(name)}: read the tail: {len(tail)} of {length} bytes came.")
-        return size, tail
+        found = self.open_range(name, -most_bytes, most_bytes)
+        return found.size_bytes, found.read()
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
         """Return the content of the small object ``name``, and its version for :meth:`swap_bytes`.
 
         Args:
-            name: name of the object.
+            name: name of the object, of up to 64 MiB.
 
         Returns:
-            All bytes, and the version. The version is a digest of the content if the store has no versions, so never
+            All bytes, and the version. The version is a digest of the content unless :attr:`has_versions`, so never
             write the same content twice to an object that is swapped.
         """
-        data = self.read_range(name, 0, self.get_object_size(name))
-        return data, hashlib.sha256(data).hexdigest()
+        found = self.open_range(name, 0, _MOST_VERSIONED_BYTES)
+        data = found.read()
+        return data, found.version if self.has_versions else hashlib.sha256(data).hexdigest()
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
@@ -322,7 +322,7 @@ class ObjectStore(ABC):
         )
 
     def check_writable(self, prefix: str) -> None:
-        """Raise the error of a write if objects whose names begin with ``prefix`` cannot be written.
+        """Raise the error of a write if objects below ``prefix`` cannot be written.
 
         Called before training starts. A store without ``delete_object`` keeps a file ``.writable``.
         """
@@ -356,16 +356,6 @@ class ObjectStore(ABC):
         opened: Any = cls  # each store has its own arguments
         return opened(bucket, **backend_kwargs)
 
-    @property
-    def creates_atomically(self) -> bool:
-        """True if ``create_only`` lets exactly one of several processes succeed."""
-        return False
-
-    @property
-    def swaps_atomically(self) -> bool:
-        """True if :meth:`swap_bytes` lets exactly one of several processes replace a version."""
-        return False
-
     def start_parts(self, name: str) -> PartUpload | None:
         """Begin to send an object in parts; ``None`` if the store takes no parts."""
         return None
@@ -394,6 +384,15 @@ def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectIn
     return sorted(objects, key=lambda info: info.name), sorted(folders)
 
 
+def span_of(offset: int, size: int, size_bytes: int) -> tuple[int, int]:
+    """Return the first and the last byte of a range of an object of ``size_bytes``, as :meth:`ObjectStore.open_range`.
+
+    The last byte does not belong to the range.
+    """
+    start = max(0, size_bytes + offset) if offset < 0 else min(offset, size_bytes)
+    return start, min(start + size, size_bytes)
+
+
 def check_name(name: str) -> str:
     """Return ``name`` if an object can have this name.
 
@@ -401,27 +400,18 @@ def check_name(name: str) -> str:
         ConfigError: the name is empty, begins or ends with a slash, has an empty part, ``.`` or ``..`` between slashes,
             is not UTF-8, or is longer than the 1024 bytes that stores take.
     """
-    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+    if not is_name(name):
         raise ConfigError(
-            f"object name {name!r}: expected parts between slashes, none of them empty, '.' or '..', such as "
-            "'run/ep1.pt'."
+            f"object name {name[:100]!r}: expected up to 1024 bytes of UTF-8, where no part between slashes is empty, "
+            "'.' or '..', such as 'run/ep1.pt'."
         )
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError as e:
-        raise ConfigError(f"object name {name!r} is not UTF-8: rename the file.") from e
-    if size > 1024:
-        raise ConfigError(f"object name {name[:40]!r}… has {size} bytes: stores take 1024.")
     return name
 
 
 def is_name(name: str) -> bool:
     """Return true if an object can have the name ``name``: see :func:`check_name`."""
-    try:
-        check_name(name)
-    except ConfigError:
-        return False
-    return True
+    is_text = re.search("[\0\ud800-\udfff]", name) is None
+    return is_text and len(name.encode()) <= 1024 and not {"", ".", ".."} & set(name.split("/"))
 
 
 def meaning_of_status(status: int) -> type[Exception]:

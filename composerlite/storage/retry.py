@@ -35,7 +35,7 @@ class RetryPolicy:
     """Number of attempts of an operation of an object store, and the pauses between them.
 
     Only an :class:`~composerlite.errors.ObjectStoreTransientError` is retried. A pause is random, between 0 and a bound
-    that doubles every time. The time that the service asks for is added, up to the longest pause.
+    that doubles every time.
 
     Args:
         attempts: total number, the first one included.
@@ -81,8 +81,7 @@ class RetryPolicy:
             try:
                 return operation()
             except ObjectStoreTransientError as e:
-                delay = self._delay(attempt) + min(e.retry_after_seconds, self.longest_delay_seconds)
-                now = time.monotonic()
+                delay, now = self._delay(attempt), time.monotonic()
                 ends = min(ends, now + self.budget_seconds)
                 is_last = attempt >= self.attempts or now + delay >= ends or stopped.is_set()
                 _log_failure(what, attempt, self.attempts, None if is_last else delay, e)

@@ -1,4 +1,6 @@
-"""Transfer: moves objects to and from a store, in parts, with retries. Uploader: does so in the background."""
+"""Transfer: moves objects to and from a store, in parts, with retries. VerifiedObject: reads and verifies an object.
+Uploader: uploads in the background.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, final
 
+import xxhash
+
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.background import Background
-from composerlite.storage.disk.files import StagedFile, check_free, write_all
+from composerlite.storage.disk.files import FileDigest, StagedFile, check_free, write_all
 from composerlite.storage.disk.memory import address_of, memory_at
-from composerlite.storage.disk.reader import ReadTargets, cut, layers, units_of
+from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
-from composerlite.storage.workers import WorkerPool
+from composerlite.storage.workers import Background, WorkerPool
 from composerlite.types import Piece
 
 _MiB = 1 << 20
@@ -54,8 +57,7 @@ class SameVersion:
     def __init__(self, name: str, size_bytes: int | None = None) -> None:
         self._name = name
         self._size_bytes = size_bytes
-        self._content_version: str | None = None
-        self._lock = threading.Lock()
+        self._first: dict[str, str] = {}  # setdefault is atomic
 
     def check(self, found: ObjectRange) -> None:
         """Raise an error if ``found`` belongs to another upload.
@@ -64,10 +66,7 @@ class SameVersion:
             ReplacedError: the version differs from the version of the first answer.
             CorruptCheckpointError: the size is not the expected one.
         """
-        with self._lock:
-            if self._content_version is None:
-                self._content_version = found.version
-        if found.version != self._content_version:
+        if found.version != self._first.setdefault("version", found.version):
             raise ReplacedError(f"object {self._name!r} was replaced while it was read: read it again.")
         if self._size_bytes not in (None, found.size_bytes):
             raise CorruptCheckpointError(
@@ -349,80 +348,60 @@ class Transfer:
         """Send an object in parts. Resume the newest unfinished upload of the name and abort older ones."""
         unfinished: Sequence[PartUpload] = ()
         try:
-            found = self._retry.run(lambda: self.store.unfinished_parts(name), f"list parts of {name!r}")
-            unfinished = [upload for upload in found if upload.name == name]
+            unfinished = self._retry.run(lambda: self._unfinished(name), f"list parts of {name!r}")
         except ObjectStoreTransientError:
             raise
         except (PermissionError, ObjectStoreError) as e:
             _log.info("upload of %r: cannot look for an unfinished upload: %s", name, e)
-        if create_only and unfinished:  # another process may be uploading other bytes under this name
-            size = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
-            first = source.view(0, min(size, source.size_bytes))
-            what = f"upload of {name!r}, comparison"
-            unfinished = [one for one in unfinished if self._retry.run(partial(_has, one, 1, first), what)]
         for upload in unfinished[:-1]:
             self._abort(upload)
         if unfinished:
             try:
-                self._send_parts(unfinished[-1], source, callback, is_resumed=True, create_only=create_only)
+                self._send_parts(unfinished[-1], source, callback, create_only=create_only)
                 return
             except ObjectStoreTransientError:
                 raise
-            except (FileNotFoundError, ObjectStoreError) as e:
+            except (FileNotFoundError, PermissionError, ObjectStoreError) as e:
                 _log.warning("upload of %r: the unfinished upload cannot be used, starting a new one: %s", name, e)
         known, attempts = {one.upload_id for one in unfinished}, itertools.count()
 
         def start() -> PartUpload | None:
-            if next(attempts) and not create_only:  # the answer to the first attempt was lost: did it succeed?
-                for one in self.store.unfinished_parts(name):
-                    if one.name == name and one.upload_id not in known:
+            if next(attempts):  # the answer to the first attempt was lost: did it succeed?
+                for one in self._unfinished(name):
+                    if one.upload_id not in known:
                         return one
             return self.store.start_parts(name)
 
         upload = self._retry.run(start, f"upload of {name!r}, start")
         assert upload is not None, "the store has least_part_bytes, so it takes parts"
-        self._send_parts(upload, source, callback, is_resumed=False, create_only=create_only)
+        self._send_parts(upload, source, callback, create_only=create_only)
 
-    def _send_parts(
-        self, upload: PartUpload, source: _Source, callback: Progress | None, *, is_resumed: bool, create_only: bool
-    ) -> None:
+    def _unfinished(self, name: str) -> list[PartUpload]:
+        return [upload for upload in self.store.unfinished_parts(name) if upload.name == name]
+
+    def _send_parts(self, upload: PartUpload, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         parts = list(source.cut(part_bytes_for(source.size_bytes, self.store, self._part_bytes)))
-        send = partial(self._send_part, upload, source, len(parts), is_resumed)
-        jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
-        batch = _Batch()
+        batch, what = _Batch(), f"upload of {upload.name!r}"
+
+        def send(number: int, part: tuple[int, int], batch: _Batch) -> int:
+            view = source.view(*part)
+            self._retry.run(partial(upload.send, number, view), f"{what}, part {number} of {len(parts)}", batch.stopped)
+            return len(view)
+
         try:
+            jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
             batch.run(self._pool, jobs, self._threads, _summed(callback, source.size_bytes))
             complete = partial(upload.complete, count=len(parts), create_only=create_only)
-            self._put_once(f"upload of {upload.name!r}, completion", complete, upload.name, source)
+            self._put_once(f"{what}, completion", complete, upload.name, source)
         except BaseException as e:
             if isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception):
-                _log.warning("upload of %r: failed; its parts stay for the next upload: %s", upload.name, e)
+                _log.warning("%s: failed; its parts stay for the next upload: %s", what, e)
                 raise
             # A part that arrives after the abort would stay for ever.
             if not batch.drain():
-                _log.warning("upload of %r: a part is still on its way during the abort", upload.name)
+                _log.warning("%s: a part is still on its way during the abort", what)
             self._abort(upload)
             raise
-
-    def _send_part(
-        self,
-        upload: PartUpload,
-        source: _Source,
-        count: int,
-        is_resumed: bool,
-        number: int,
-        part: tuple[int, int],
-        batch: _Batch,
-    ) -> int:
-        view = source.view(*part)
-        what = f"upload of {upload.name!r}, part {number} of {count}"
-
-        def send() -> None:
-            if not (is_resumed and _has(upload, number, view)):
-                upload.send(number, view)
-
-        self._retry.run(send, what, batch.stopped)
-        return len(view)
 
     def _abort(self, upload: PartUpload) -> None:
         """Abort ``upload``. A failure costs only space and is logged."""
@@ -472,7 +451,7 @@ class Transfer:
         callback: Progress | None = None,
         check: Callable[[Path], object] | None = None,
     ) -> None:
-        """Write the content of the object ``name`` to the file ``path``, whose folder must exist.
+        """Write the content of the object ``name`` to the file ``path`` in an existing folder.
 
         The file appears atomically and durably, with the bytes of a single upload.
 
@@ -654,7 +633,7 @@ class Transfer:
         return self._retry.run(lambda: self.store.has_object(name), f"size of {name!r}")
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """List the objects whose names begin with ``prefix``, sorted by name.
+        """List the objects with names below ``prefix``, sorted by name.
 
         Args:
             prefix: beginning of the names; empty for all.
@@ -680,7 +659,7 @@ class Transfer:
         self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
 
     def check_writable(self, name: str) -> None:
-        """Raise the error of a write if objects whose names begin with ``name`` cannot be written."""
+        """Raise the error of a write if objects below ``name`` cannot be written."""
         what = f"check that {self.store.get_uri(name)} can be written to"
         self._retry.run(lambda: self.store.check_writable(name), what)
 
@@ -695,15 +674,70 @@ class Transfer:
         self.close()
 
 
-def _has(upload: PartUpload, number: int, view: memoryview) -> bool:
-    """Return true if the store has this part. Where the store does not answer that, the part is sent again."""
-    try:
-        return upload.has(number, view)
-    except ObjectStoreTransientError:
-        raise
-    except (PermissionError, ObjectStoreError) as e:
-        _log.info("upload of %r: cannot ask for its parts: %s", upload.name, e)
-        return False
+@final
+class VerifiedObject:
+    """An object that is read in whole chunks, each compared with its digest.
+
+    Without digests all bytes come from a single upload: ObjectStoreError if the object is replaced.
+
+    Args:
+        transfer: transfer of the bucket.
+        name: name of the object.
+        digest: size and hashes of the content; ``None``: not verified.
+    """
+
+    _BATCH_BYTES = 64 << 20
+
+    def __init__(self, transfer: Transfer, name: str, digest: FileDigest | None) -> None:
+        self._transfer = transfer
+        self._name = name
+        self._digest = digest
+        self._same = SameVersion(name)
+        try:
+            self._chunks = [] if digest is None else digest.chunk_digests()
+        except ValueError as e:
+            raise CorruptCheckpointError(f"the digests of {name!r} are not those of a file: {e}.") from e
+        if digest is not None and not self._chunks and digest.body_bytes:
+            raise CorruptCheckpointError(f"the record has no digests of the chunks of {name!r}.")
+
+    def read(self, offset: int, size: int) -> bytes:
+        data = bytearray(size)
+        self.read_into([(offset, address_of(data), size)] if size else [])
+        return bytes(data)
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        if self._digest is None:
+            self._transfer.read_into(self._name, targets, progress, self._same)
+            return
+        step, size_bytes = self._digest.chunk_bytes, self._digest.body_bytes
+        for offset, _, size in targets:
+            if offset < 0 or size < 0 or offset + size > size_bytes:
+                raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
+        for layer in layers(targets):
+            places, batch, left = ReadTargets(layer), list[Unit](), self._BATCH_BYTES
+            for start, end in units_of(layer, chunk_bytes=step, size_bytes=size_bytes):
+                batch.append((start, end))
+                left -= end - start
+                if left <= 0:
+                    self._read_units(batch, places, progress)
+                    batch, left = [], self._BATCH_BYTES
+            self._read_units(batch, places, progress)
+
+    def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
+        """Read whole chunks at the same time, compare them, and copy the wanted parts."""
+        assert self._digest is not None
+        step = self._digest.chunk_bytes
+        parts = [bytearray(end - start) for start, end in units]
+        spans = [(start, address_of(part), len(part)) for (start, _), part in zip(units, parts, strict=True)]
+        self._transfer.read_into(self._name, spans, progress)
+        for (start, end), part in zip(units, parts, strict=True):
+            data = memoryview(part)
+            for begin, stop in cut(start, end, step):
+                if xxhash.xxh3_64_digest(data[begin - start : stop - start]) != self._chunks[begin // step]:
+                    raise CorruptCheckpointError(
+                        f"the bytes {begin} to {stop} of {self._name!r} are not those that were saved."
+                    )
+            put(places, data, start)
 
 
 def _copy_to_targets(places: ReadTargets, piece: memoryview, at: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, did_you_mean
+from composerlite.errors import ConfigError, ObjectStoreTransientError, did_you_mean
 from composerlite.storage.disk.files import atomic_write
 from composerlite.storage.object_store import ObjectStore, Progress, meaning_of_status
 
@@ -53,15 +53,15 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
         )
     shown = without_secrets(uri)
     found = _URI.fullmatch(uri)
-    if found is None and (nearly := _NEARLY.fullmatch(uri)) is not None:
+    if found is None:
+        if (nearly := _NEARLY.fullmatch(uri)) is None:
+            return "", "", uri
         rest = shown.partition(":")[2].lstrip("/")
         meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{rest}"
         raise ConfigError(
             f"{shown!r} is no URI: did you mean {meant!r}? "
             "Give it as text: a pathlib.Path takes one of the slashes away."
         )
-    if found is None:
-        return "", "", uri
     scheme, bucket, path = found["scheme"].lower(), found["bucket"], found["path"]
     if scheme == "file":
         if bucket not in ("", "localhost"):
@@ -69,24 +69,17 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
         return "", "", unquote(f"/{path}")
     if scheme not in _STORES and scheme not in _DOWNLOADS:
         raise ConfigError(f"{shown!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, _SCHEMES)}")
-    if not bucket:
-        raise ConfigError(f"{shown!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run'.")
-    user, at, host = bucket.rpartition("@")
-    if scheme in _DOWNLOADS:
-        if at:
-            raise ConfigError(
-                f"{shown!r}: the address has a user in it, or a password. Addresses are logged: download the file with "
-                "a program that takes one, such as curl, and give the path of the file."
-            )
-        found = _HOST.fullmatch(host)
-        if found is None or int(found["port"] or 0) > 65535:
-            raise ConfigError(
-                f"{shown!r}: expected a host and, if any, a port up to 65535, such as '{scheme}://host:80/'."
-            )
-    elif ":" in user:
+    host = _HOST.fullmatch(bucket)
+    if scheme in _DOWNLOADS and (host is None or int(host["port"] or 0) > 65535):
         raise ConfigError(
-            f"{shown!r}: the URI has a password in it. URIs are logged: give it as an argument of the store, or as the "
-            "environment or the configuration files of the service have it."
+            f"{shown!r}: expected '{scheme}://host/path' or '{scheme}://host:port/path', without a user or a password, "
+            "since addresses are logged. Otherwise download the file by another program and give the path of the file."
+        )
+    if not bucket or ":" in bucket.rpartition("@")[0]:
+        raise ConfigError(
+            f"{shown!r}: expected a bucket after the scheme, such as '{scheme}://bucket/run', without a password, "
+            "since URIs are logged. Give a password as an argument of the store, or in the environment or the "
+            "configuration files of the service."
         )
     return scheme, bucket, path
 
@@ -145,12 +138,11 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
 
     Raises:
         FileNotFoundError: the server has nothing at ``url``. PermissionError: the server refuses the download.
-        ObjectStoreTransientError: the download may succeed when it is tried again. ObjectStoreError: any other cause.
+        ObjectStoreTransientError: the download may succeed when it is tried again. ObjectStoreError: the server answers
+            with another error.
         ConfigError: ``url`` is not an HTTP address, or has a password.
     """
     import http.client  # most processes download nothing
-    import socket
-    import ssl
     import urllib.error
     import urllib.request
 
@@ -162,23 +154,16 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
     request = urllib.request.Request(f"{scheme}://{host}/{rest}", headers={"Accept-Encoding": "identity"})
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer, atomic_write(path) as file:
-            announced = answer.headers.get("Content-Length")
-            done = 0
+            announced, done = int(answer.headers.get("Content-Length", 0)), 0
             while piece := answer.read(_PIECE_BYTES):
                 file.write(piece)
                 done += len(piece)
                 if progress is not None:
-                    progress(done, int(announced or 0))
-            if announced is not None and done != int(announced):
+                    progress(done, announced)
+            if done < announced:
                 raise ObjectStoreTransientError(f"{what}: {done} bytes came of {announced}.")
     except urllib.error.HTTPError as e:
         e.close()
         raise meaning_of_status(e.code)(f"{what}: the server answers {e.code} {e.reason}.") from e
-    except (http.client.InvalidURL, UnicodeError) as e:
-        raise ObjectStoreError(f"{what}: {e}") from e
-    except urllib.error.URLError as e:
-        is_unknown_host = isinstance(e.reason, socket.gaierror) and e.reason.errno != socket.EAI_AGAIN
-        may_pass = not (is_unknown_host or isinstance(e.reason, str | ssl.SSLCertVerificationError))
-        raise (ObjectStoreTransientError if may_pass else ObjectStoreError)(f"{what}: {e.reason}") from e
-    except (http.client.HTTPException, ConnectionError, TimeoutError) as e:
+    except (http.client.HTTPException, urllib.error.URLError, ConnectionError, TimeoutError) as e:
         raise ObjectStoreTransientError(f"{what}: {e}") from e

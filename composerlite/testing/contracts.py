@@ -383,7 +383,7 @@ class ObjectStoreContract(ABC):
         assert list(store.unfinished_parts(prefix)) == []
 
     def test_another_process_goes_on_with_parts(self, store: ObjectStore, prefix: str) -> None:
-        """An unfinished upload is found by its name; the store knows which parts it has, by their bytes."""
+        """An unfinished upload is found by its name. A part with other bytes replaces the part that the store has."""
         name = f"{prefix}/parts"
         if (upload := store.start_parts(name)) is None:
             pytest.skip("this store takes objects as a whole only")
@@ -392,9 +392,8 @@ class ObjectStoreContract(ABC):
         upload.send(1, memoryview(first))
         (found,) = store.unfinished_parts(prefix)
         assert (found.name, found.upload_id) == (name, upload.upload_id)
-        assert found.has(1, memoryview(first))
-        assert not found.has(1, memoryview(os.urandom(size)))
-        assert not found.has(2, memoryview(second))
+        found.send(1, memoryview(os.urandom(size)))
+        found.send(1, memoryview(first))
         found.send(2, memoryview(second))
         found.complete(count=2)
         assert store.read_range(name, 0, 2 * size) == first + second

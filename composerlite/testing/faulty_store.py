@@ -26,7 +26,7 @@ class Fault:
     """Fault of some calls of a :class:`FaultyStore`.
 
     Attributes:
-        verb: of the store or of an upload in parts (``has``, ``send``, ``complete``, ``abort``); may have ``*``.
+        verb: of the store or of an upload in parts (``send``, ``complete``, ``abort``); may have ``*``.
         name: of the object, or the prefix; may have ``*``.
         error: makes what is raised; ``None``: nothing is.
         after: number of calls that succeed first.
@@ -64,6 +64,8 @@ class FaultyStore(ObjectStore):
         self.least_part_bytes = store.least_part_bytes
         self.most_parts = store.most_parts
         self.reads_ranges = store.reads_ranges
+        self.creates_atomically = store.creates_atomically
+        self.swaps_atomically = store.swaps_atomically
         self._seen: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -139,14 +141,6 @@ class FaultyStore(ObjectStore):
     def close(self) -> None:
         self._store.close()
 
-    @property
-    def creates_atomically(self) -> bool:
-        return self._store.creates_atomically
-
-    @property
-    def swaps_atomically(self) -> bool:
-        return self._store.swaps_atomically
-
     def start_parts(self, name: str) -> PartUpload | None:
         with self.call("start_parts", name):
             upload = self._store.start_parts(name)
@@ -194,10 +188,6 @@ class _FaultyParts(PartUpload):
         super().__init__(upload.name, upload.upload_id, upload.started_at)
         self._store = store
         self._upload = upload
-
-    def has(self, number: int, data: memoryview) -> bool:
-        with self._store.call("has", self.name):
-            return self._upload.has(number, data)
 
     def send(self, number: int, data: memoryview) -> None:
         with self._store.call("send", self.name, data.nbytes):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 from checkpoint.sharded_parts import same, small_model, states, trained
+from storage.local_store import LocalObjectStore
 
 from composerlite import dist
 from composerlite.checkpoint import (
@@ -19,7 +20,6 @@ from composerlite.checkpoint import (
 )
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.storage.stores.local import LocalObjectStore
 
 
 def all_of_it(root: Path) -> None:

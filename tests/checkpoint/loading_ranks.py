@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoint.parts import new_state
 from checkpoint.tiny_training import CrashError, Record, StopAt, trainer
+from storage.local_store import LocalObjectStore
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,6 @@ from composerlite.core import State
 from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
 from composerlite.storage.object_store import ObjectRange
-from composerlite.storage.stores.local import LocalObjectStore
 
 
 def weights(state: State) -> float:

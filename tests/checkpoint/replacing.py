@@ -28,6 +28,7 @@ from clocks import set_clock
 from kill_points import at_event, changes_something, refuse_new_names
 from parts import new_state, save_archives, value_in
 from sent_files import publish_files
+from storage.local_store import LocalObjectStore
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,7 +54,6 @@ from composerlite.cli.app import app
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.errors import CheckpointNotFoundError
 from composerlite.storage import FileDigest
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
 __all__ = ["KINDS", "Kind", "killed", "overtaken"]

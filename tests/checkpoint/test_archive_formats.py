@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independent_read, pack, tool_output
 from packing import torch_bytes as make_torch_bytes
+from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import read_checkpoint
 from composerlite.checkpoint.format.packing import format_of, is_packed, unpacked
@@ -38,7 +39,6 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
 )
 from composerlite.storage import StagedFile
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.utils import (
     KNOWN_COMPRESSORS,
     download_checkpoint,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from parts import flip, save_archives, save_batch, tree
+from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
 from composerlite.checkpoint.deepspeed.archives import find_archives
@@ -22,7 +23,6 @@ from composerlite.checkpoint.tools.pointing import Pointed
 from composerlite.checkpoint.tools.surveying import survey
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest
-from composerlite.storage.stores.local import LocalObjectStore
 
 BODY = b"1234"
 

@@ -25,6 +25,7 @@ from checkpoint.kill_points import kill_at_every_step
 from checkpoint.parts import tree
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
+from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
 from torch.optim import SGD, AdamW
 
@@ -49,7 +50,6 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
 

@@ -14,6 +14,7 @@ from checkpoint.sharded_parts import small_model
 from combinations import covering
 from parts import save_archives, save_batch, save_directory
 from sent_files import publish_files
+from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
@@ -22,7 +23,6 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.errors import CheckpointError, CorruptCheckpointError, ObjectStoreError
 from composerlite.storage import Transfer, open_store
-from composerlite.storage.stores.local import LocalObjectStore
 
 
 def archives_of_ranks(folder: Path, batch: int) -> Manifest:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from parts import Remember, new_state, save_directory
+from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import load_checkpoint, save_model_and_optim_state
 from composerlite.checkpoint.api.state_dict import save_state_dict
@@ -24,7 +25,6 @@ from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing.faulty_store import FaultyStore
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from forked import run_forked
 from scarce import forbid_threads
+from storage.local_store import LocalObjectStore
 from tiny_training import trainer
 
 from composerlite.checkpoint.place import lease as module
@@ -26,7 +27,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import take_leases, this_process
 from composerlite.errors import RunInUseError
-from composerlite.storage import LocalObjectStore, Transfer, open_store
+from composerlite.storage import Transfer, open_store
 
 HOLD = """
 import os, sys, time

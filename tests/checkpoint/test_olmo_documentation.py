@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint import documented_ranks
 from checkpoint.sharded_parts import same, small_model, states, trained
+from storage.local_store import LocalObjectStore
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,7 +29,6 @@ from composerlite.checkpoint import (
     save_state_dict,
     unshard_checkpoint,
 )
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 from composerlite.utils.checkpoint import DistCPObjectStoreReader, FileSystemReaderWithValidation
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from parts import save_batch
 from sent_files import publish_files
+from storage.local_store import LocalObjectStore
 from storage.memory_store import MemoryStore
 from storage.servers.moto import moto_server  # noqa: F401
 from storage.servers.seaweedfs import S3Server
@@ -30,7 +31,6 @@ from composerlite.errors import (
     ObjectStoreTransientError,
 )
 from composerlite.storage import RetryPolicy, Transfer, Uploader
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
 LINK = "run/latest.pt"

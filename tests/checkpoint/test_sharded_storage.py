@@ -25,6 +25,7 @@ from checkpoint.kill_points import kill_at_every_step
 from checkpoint.parts import tree
 from checkpoint.sharded_parts import same, small_model, states, trained
 from forked import run_forked
+from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -59,7 +60,6 @@ from composerlite.errors import (
 )
 from composerlite.storage import ObjectStore
 from composerlite.storage.object_store import ObjectRange
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 from composerlite.testing.faulty_store import Fault, FaultyStore
 

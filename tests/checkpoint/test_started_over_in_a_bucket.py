@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from parts import new_state, value_in
 from sent_files import publish_files
+from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.restore import read_checkpoint
@@ -17,7 +18,6 @@ from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.checkpoint.save.save import save
 from composerlite.storage import ObjectStore, Transfer
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import Fault, FaultyStore
 
 LINK = "run/latest"

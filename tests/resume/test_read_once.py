@@ -16,6 +16,7 @@ from checkpoint.parts import new_state, save_batch, save_directory
 from resume import read_once_ranks
 from resume.read_once_ranks import SAVED, resume, save
 from resume.small_run import Trace, differences
+from storage.local_store import LocalObjectStore
 
 from composerlite.algorithms import BlurPool
 from composerlite.checkpoint import Catalog
@@ -26,7 +27,6 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError
 from composerlite.storage import Transfer
-from composerlite.storage.stores.local import LocalObjectStore
 from composerlite.testing import run_ranks
 
 OLDER, NEWEST = SAVED

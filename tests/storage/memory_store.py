@@ -7,25 +7,28 @@ from collections.abc import Generator, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any
 
-from composerlite.storage.stores.base import ABSENT, BackendStore, Entry, Meaning
+from composerlite.storage import ObjectInfo
+from composerlite.storage.object_store import span_of
+from composerlite.storage.stores.base import ABSENT, BackendStore, Meaning
 
 
 class MemoryStore(BackendStore):
-    """Keeps objects and parts in dictionaries. Each upload of an object has a number as its version."""
+    """Keeps objects and parts in dictionaries. Each upload of an object has a number as its version.
+
+    Attributes:
+        sent_parts: number of parts that were sent so far.
+    """
 
     least_part_bytes = 1
-    _has_versions = True
+    has_versions = creates_atomically = swaps_atomically = True
 
     def __init__(self) -> None:
         super().__init__("memory://bucket/")
         self._objects: dict[str, tuple[str, bytes]] = {}
         self._uploads: dict[str, tuple[str, datetime, dict[int, bytes]]] = {}
         self._count = 0
+        self.sent_parts = 0
         self._lock = threading.Lock()
-
-    @property
-    def creates_atomically(self) -> bool:
-        return True
 
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         self._set(key, file.read(), version)
@@ -44,9 +47,9 @@ class MemoryStore(BackendStore):
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         version, data = self._get(key)
         yield version, len(data)
-        start = max(0, len(data) + offset) if offset < 0 else offset
-        for at in range(start, min(start + size, len(data)), 1 << 20):
-            yield data[at : min(at + (1 << 20), start + size)]
+        start, end = span_of(offset, size, len(data))
+        for at in range(start, end, 1 << 20):
+            yield data[at : min(at + (1 << 20), end)]
 
     def _stat(self, key: str) -> tuple[str, int]:
         version, data = self._get(key)
@@ -57,8 +60,8 @@ class MemoryStore(BackendStore):
             raise FileNotFoundError("there is no such object")
         return self._objects[key]
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        return [Entry(key, len(data), None) for key, (_, data) in list(self._objects.items()) if key.startswith(prefix)]
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        return [ObjectInfo(key, len(data)) for key, (_, data) in list(self._objects.items()) if key.startswith(prefix)]
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, key: str) -> tuple[str, datetime]:
@@ -80,6 +83,7 @@ class MemoryStore(BackendStore):
         return part if part == data else None
 
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> bytes:
+        self.sent_parts += 1
         part = self._parts(upload_id)[number] = bytes(data)
         return part
 

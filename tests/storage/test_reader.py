@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import os
 import random
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +21,7 @@ from left_open import opened
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import Digester, FileDigest, ParallelReader, chunk_bytes_for, verify_file
+from composerlite.storage.disk import reader as reader_module
 from composerlite.storage.disk.memory import address_of
 
 MiB = 1 << 20
@@ -215,6 +219,50 @@ def test_an_interrupt_ends_the_threads_that_read(tmp_path: Path, chunk_bytes: in
     with reader, pytest.raises(KeyboardInterrupt):
         reader.read_into([(0, address_of(memory), len(memory))], interrupt)
     assert opened() <= before
+
+
+def test_a_second_interrupt_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The memory of the caller is not filled any more when the interrupt is raised, however often Ctrl-C is pressed."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    path, memory = tmp_path / "file", bytearray(40 * MiB)
+    path.write_bytes(memory)
+    reading, may_end = threading.Event(), threading.Event()
+    read_unit = ParallelReader._read_unit
+
+    def slowly(*arguments: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert reading.wait(30)
+            threading.Timer(0.1, _thread.interrupt_main).start()
+            threading.Timer(0.3, may_end.set).start()
+            raise KeyboardInterrupt
+        reading.set()
+        may_end.wait(30)
+        read_unit(*arguments)
+
+    monkeypatch.setattr(ParallelReader, "_read_unit", slowly)
+    with ParallelReader(path) as reader, pytest.raises(KeyboardInterrupt):
+        reader.read_into([(0, address_of(memory), len(memory))])
+    assert may_end.is_set()
+    assert not any(thread.name == "checkpoint-reader" for thread in threading.enumerate())
+
+
+def test_an_older_kernel_tells_what_is_cached(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux before 6.5 has no cachestat: a file that is not in the page cache is still read past the cache."""
+    monkeypatch.setattr(reader_module, "_CACHESTAT", -1)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        try:
+            os.preadv(descriptor, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as e:
+            pytest.skip(f"the file system does not tell: {e}")
+        assert reader_module.cached_share(descriptor, 0, SIZE) == 1.0
+        forget(file)
+        assert reader_module.cached_share(descriptor, 0, SIZE) == 0.0
+    finally:
+        os.close(descriptor)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,11 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from storage.servers.scripted_http import Answer, running_scripted
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import RetryPolicy, Transfer, open_store, retry
+from composerlite.storage import RetryPolicy, retry
 
 QUICK = RetryPolicy(attempts=4, first_delay_seconds=0.001, longest_delay_seconds=0.002)
 
@@ -172,35 +170,3 @@ def test_the_decorator_keeps_names_and_arguments() -> None:
     assert (add(1, b=2), add.__name__, add.__doc__) == (3, "add", "Sum.")
     with pytest.raises(ConfigError, match="num_attempts=0"):
         retry(OSError, num_attempts=0)
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "oci"])
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_service_that_says_when_is_not_asked_before(
-    scheme: str, status: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``Retry-After`` is heeded: an upload does not spend its attempts while the service asks for time."""
-    busy = Answer(status, headers={"Retry-After": "1"})
-    done = Answer(200, b'{"crc32c": "yZRlqg=="}' if scheme == "gs" else b"", {"ETag": '"x"', "opc-request-id": "1"})
-    with running_scripted(busy, done) as service:
-        kwargs: dict[str, dict[str, Any]] = {
-            "s3": {"endpoint_url": service.url, "unsigned": True, "region_name": "us-east-1"},
-            "gs": {},
-            "oci": {"endpoint_url": service.url, "namespace": "n"},
-        }
-        if scheme == "oci":
-            kwargs["oci"]["config_file"] = request.getfixturevalue("oci_server").config_file
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", service.url)
-        with open_store(f"{scheme}://b", **kwargs[scheme]) as store:
-            began = time.monotonic()
-            with Transfer(store, retry=RetryPolicy(attempts=2, first_delay_seconds=0.001)) as transfer:
-                transfer.put_bytes("run/a", b"hello world")
-            assert time.monotonic() - began > 1.0
-            service.script(busy)
-            began = time.monotonic()
-            with (
-                Transfer(store, retry=RetryPolicy(2, 0.001, longest_delay_seconds=0.01)) as transfer,
-                pytest.raises(ObjectStoreTransientError, match="attempts: 2"),
-            ):
-                transfer.put_bytes("run/a", b"hello world")
-            assert time.monotonic() - began < 1.0

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from storage.local_store import LocalObjectStore
 
 from composerlite.errors import ComposerliteError, ObjectStoreError
 from composerlite.storage import Transfer, Uploader
-from composerlite.storage.stores.local import LocalObjectStore
 
 WAIT = 20.0
 

@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -45,6 +44,11 @@ def temporary_name(name: str, save_id: str = "") -> str:
 def is_temporary(name: str) -> bool:
     """Return true if :func:`temporary_name` can return ``name``."""
     return TEMPORARY.fullmatch(name) is not None
+
+
+def final_name(temporary: str) -> str:
+    """Return the ``name`` that :func:`temporary_name` got."""
+    return temporary[1:].rpartition(".tmp-")[0]
 
 
 def open_direct(path: Path, flags: int) -> int | None:
@@ -259,37 +263,27 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
     for temporary in [path for path in sorted(folder.iterdir()) if is_temporary(path.name)]:
         if temporary.is_symlink():
             yield temporary  # a living process renames the link at once
-            continue
-        with is_abandoned(temporary) as dead:
-            if dead and temporary.is_file():
-                yield temporary
+        elif temporary.is_file():
+            try:
+                descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
+            except (FileNotFoundError, PermissionError):  # published a moment ago, or owned by another user
+                continue
+            try:
+                if _is_abandoned(descriptor):
+                    yield temporary
+            finally:
+                os.close(descriptor)
 
 
-@contextlib.contextmanager
-def is_abandoned(path: Path) -> Generator[bool]:
-    """Yield true if the writer of a temporary file or folder is dead, and lock ``path`` during the block.
-
-    False for other kinds of files. Where the file system has no locks: true if nothing changed for a week.
-    """
+def _is_abandoned(descriptor: int) -> bool:
+    """Return true if the writer of a temporary is dead, and lock the temporary."""
     try:
-        if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
-            yield False  # opening a pipe would wait for a writer
-            return
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (FileNotFoundError, PermissionError):  # published a moment ago, or owned by another user
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        except OSError:
-            yield time.time() - os.fstat(file).st_ctime > _ABANDONED_SECONDS
-        else:
-            yield True
-    finally:
-        os.close(file)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(descriptor).st_ctime > _ABANDONED_SECONDS
+    return True
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -148,16 +149,17 @@ def available_memory(root: Path = Path("/")) -> int:
     Returns:
         The smallest number, at least 0.
     """
-    return max(0, min([_free_memory(root), *_left_in_groups(root)]))
+    free = _number_in(root / "proc/meminfo", "MemAvailable")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if free is None else free << 10
+    return max(0, min([free, *_left_in_groups(root)]))
 
 
-def _free_memory(root: Path) -> int:
+def _number_in(file: Path, name: str) -> int | None:
+    """Return the number after ``name`` in a file of the system that has a name in each line; ``None``: it has none."""
     with contextlib.suppress(OSError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        if found := re.search(rf"^{name}:?\s+(\d+)", file.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
@@ -182,19 +184,9 @@ def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Itera
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
-            yield left + _cached_files(folder, cache)
+            yield left + (_number_in(folder / "memory.stat", cache) or 0)  # the system frees cached files first
         if folder == mount:
             return
-
-
-def _cached_files(group: Path, name: str) -> int:
-    """Return the bytes of cached files. Cached files count as used memory, and the system frees them first."""
-    with contextlib.suppress(OSError):
-        for line in (group / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    return 0
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────

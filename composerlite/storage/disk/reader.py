@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -34,7 +35,7 @@ _CACHESTAT = 451  # number of the system call, on all processors
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
-UNIT_BYTES = 4 << 20  # what a thread takes at once
+UNIT_BYTES = 4 << 20  # read by one thread at a time
 _DIRECT_THREADS = 4  # more threads for waits for the disk
 
 Unit = tuple[int, int]
@@ -53,9 +54,7 @@ def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
     """Yield ``targets`` in sorted lists without overlaps in the file."""
     left = sorted(Target(*target) for target in targets if target[2])
     while left:
-        layer: list[Target] = []
-        rest: list[Target] = []
-        end = 0
+        layer, rest, end = list[Target](), list[Target](), 0
         for target in left:
             if target.offset >= end:
                 layer.append(target)
@@ -307,12 +306,14 @@ class ParallelReader:
             work(progress)
             for thread in threads:
                 thread.join()
-        except BaseException as e:  # an interrupt: the caller may use the memory when no thread fills it
+        except BaseException as e:
             errors.append(e)
-            for thread in threads:
-                thread.join()
             raise
         finally:
+            for thread in threads:  # the caller may use the memory when no thread fills it, also after a second Ctrl-C
+                while thread.is_alive():
+                    with contextlib.suppress(KeyboardInterrupt):
+                        thread.join()
             blocks.clear()
             give_memory_back(memory)
         if errors:
@@ -384,31 +385,36 @@ class ParallelReader:
     def _verify(self, digest: xxhash.xxh3_64 | xxhash.xxh3_128, views: Sequence[memoryview], position: int) -> None:
         """Digest ``views``, which begin at ``position`` in the file, and compare at the end of each chunk."""
         for view in views if self._chunks else ():
-            at = 0
-            while at < len(view):
-                number = position // self._chunk_bytes
+            for start, end in cut(position, position + len(view), self._chunk_bytes):
+                digest.update(view[start - position : end - position])
+                number = start // self._chunk_bytes
                 first, last = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, self.size_bytes)
-                part = view[at : at + last - position]
-                digest.update(part)
-                at, position = at + len(part), position + len(part)
-                if position < last:
-                    continue
+                if end < last:
+                    continue  # the next view continues the chunk
                 if digest.digest() != self._chunks[number]:
                     raise CorruptCheckpointError(
                         f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
                         "differ."
                     )
                 digest.reset()
+            position += len(view)
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
     """Return the share of a part of a file that is in the page cache, from 0 to 1; 1 if the system does not tell."""
     counts = _Counts()
     extent = (ctypes.c_uint64 * 2)(start, end - start)
-    if start >= end or _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) != 0:
+    if start >= end:
         return 1.0
-    pages = -(-end // mmap.PAGESIZE) - start // mmap.PAGESIZE
-    return counts[0] / pages
+    if _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) == 0:
+        return counts[0] / (-(-end // mmap.PAGESIZE) - start // mmap.PAGESIZE)
+    try:  # Linux before 6.5: the byte in the middle stands for all
+        os.preadv(descriptor, [bytearray(1)], (start + end) // 2, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return 0.0
+    except OSError:  # the file system does not tell
+        return 1.0
+    return 1.0
 
 
 def verify_file(

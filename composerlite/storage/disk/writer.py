@@ -271,13 +271,13 @@ class StreamWriter:
 
     def _room(self) -> int:
         """Return the free bytes of the current window; a full window is queued and the next window taken."""
+        if self._error is not None:
+            raise self._error
         if self._filled == len(self._window.view):
             self._queue_window()
             started = time.perf_counter()
             self._window = self._free.get()
             self.seconds["wait"] += time.perf_counter() - started
-            if self._error is not None:
-                raise self._error
         return len(self._window.view) - self._filled
 
     def _advance(self, size: int) -> None:

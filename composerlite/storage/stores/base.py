@@ -1,4 +1,4 @@
-"""BackendStore: the common part of all stores. A store adds its requests and the meaning of its errors."""
+"""BackendStore: the common part of all stores. A store adds requests and the meaning of errors."""
 
 # pyright: reportPrivateUsage=false
 # _Parts calls the requests of BackendStore.
@@ -15,10 +15,12 @@ import re
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, final
+from typing import IO, Any, final
 
 from composerlite.errors import ComposerliteError, ConfigError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.object_store import (
@@ -29,6 +31,7 @@ from composerlite.storage.object_store import (
     Progress,
     check_name,
     meaning_of_status,
+    span_of,
     split_level,
 )
 from composerlite.storage.retry import RetryPolicy
@@ -41,27 +44,12 @@ PIECE_BYTES = 1 << 20
 ABSENT = ""
 """The version of an object that does not exist."""
 _WHOLE_BYTES = 64 << 20  # a larger file is uploaded in parts, where the store takes parts
-_MOST_VERSIONED_BYTES = 64 << 20
 _TRANSFER_THREADS = 4
 
 Meaning = tuple[type[Exception], str]
 """Type of the error that a method raises, and the cause in its message."""
 
 log = logging.getLogger(__name__)
-
-
-class Entry(NamedTuple):
-    """An object or a folder in a listing of a backend.
-
-    Attributes:
-        key: key of the object or folder.
-        size_bytes: size of the object; -1 for a folder.
-        modified_at: time of the upload, where the backend tells.
-    """
-
-    key: str
-    size_bytes: int
-    modified_at: datetime | None
 
 
 class BackendStore(ObjectStore):
@@ -77,8 +65,6 @@ class BackendStore(ObjectStore):
     """
 
     reads_ranges = True
-    _has_versions: ClassVar[bool] = False
-    """True if each upload of an object has a version, and ``_put`` compares versions."""
 
     def __init__(self, uri: str, prefix: str = "") -> None:
         self.prefix = f"{check_name(prefix.strip('/'))}/" if prefix.strip("/") else ""
@@ -106,6 +92,9 @@ class BackendStore(ObjectStore):
         self._put_version(operation, name, io.BytesIO(data), len(data), version)
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
+        if not self.swaps_atomically:
+            super().swap_bytes(name, data, version)
+            return
         try:
             self._put_version("swap", name, io.BytesIO(data), len(data), version)
         except (FileExistsError, FileNotFoundError) as e:
@@ -115,32 +104,24 @@ class BackendStore(ObjectStore):
 
     def _put_version(self, operation: str, name: str, file: IO[bytes], size: int, version: str | None) -> None:
         with self._translated(operation, name) as key:
-            compares = self.creates_atomically if version == ABSENT else self.swaps_atomically
-            if version is not None and not compares:
-                self._check_version(name, version)
+            if version == ABSENT and not self.creates_atomically and self.has_object(name):
+                raise FileExistsError
             self._put(key, file, size, version)
 
-    @property
-    def swaps_atomically(self) -> bool:
-        return self._has_versions and self.creates_atomically
-
     def delete_object(self, name: str) -> None:
-        with self._translated("delete", name) as key:
+        with contextlib.suppress(FileNotFoundError), self._translated("delete", name) as key:
             self._delete(key)
 
     def check_writable(self, prefix: str) -> None:
         name = f"{prefix}{'' if not prefix or prefix.endswith('/') else '.'}check-{secrets.token_hex(8)}"
         with self._translated("check that objects can be written", name) as key:
-            upload_id = ""
             if self.least_part_bytes:  # leaves nothing, also without the right to delete objects
-                upload_id, _ = self._start(key)
+                remove = partial(self._abort, key, self._start(key)[0])
             else:
                 self._put(key, io.BytesIO(b"check"), 5, None)
+                remove = partial(self._delete, key)
             try:
-                if upload_id:
-                    self._abort(key, upload_id)
-                else:
-                    self._delete(key)
+                remove()
             except Exception as e:
                 meaning = self._meaning(e)
                 if meaning is None or meaning[0] is not PermissionError:
@@ -158,28 +139,16 @@ class BackendStore(ObjectStore):
         return Transfer(self, threads=_TRANSFER_THREADS, retry=RetryPolicy(attempts=1))
 
     def open_range(self, name: str, offset: int, size: int) -> ObjectRange:
-        answer = self._answer("read", name, offset, size)
+        answer = self._answer(name, offset, size)
         version, size_bytes = next(answer)
         return ObjectRange(version, size_bytes, answer)
 
     def read_range(self, name: str, offset: int, size: int) -> bytes:
-        return b"".join(self.open_range(name, offset, size).pieces)
+        return self.open_range(name, offset, size).read()
 
-    def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
-        answer = self._answer("read the tail", name, -most_bytes, most_bytes)
-        _, size_bytes = next(answer)
-        return size_bytes, b"".join(answer)
-
-    def read_versioned(self, name: str) -> tuple[bytes, str]:
-        if not self._has_versions:
-            return super().read_versioned(name)
-        answer = self._answer("read", name, 0, _MOST_VERSIONED_BYTES)
-        version, _ = next(answer)
-        return b"".join(answer), version
-
-    def _answer(self, operation: str, name: str, offset: int, size: int) -> Generator[Any]:
+    def _answer(self, name: str, offset: int, size: int) -> Generator[Any]:
         """Yield version and size of the object, and then its bytes, with translated errors."""
-        with self._translated(operation, name) as key:
+        with self._translated("read", name) as key:
             if size == 0:
                 yield self._stat(key)
             else:
@@ -193,17 +162,14 @@ class BackendStore(ObjectStore):
         return [info for info in self._infos(prefix, level=False) if not info.name.endswith("/")]
 
     def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
-        # Consoles make an object whose name ends with a slash to show an empty folder: the prefix itself is left out.
+        # Consoles show an empty folder by an object with a slash at the end of the name: the prefix itself is left out.
         return split_level(prefix, (info for info in self._infos(prefix, level=True) if info.name != prefix))
 
     def _infos(self, prefix: str, *, level: bool) -> list[ObjectInfo]:
         """List objects, and folders as names with a slash at the end."""
         begin = len(self.prefix)
         with self._translated("list", prefix, is_prefix=True):
-            found = [
-                ObjectInfo(f"{key[begin:]}/" if size < 0 else key[begin:], size, modified_at)
-                for key, size, modified_at in self._list(self.prefix + prefix, level=level)
-            ]
+            found = [replace(info, name=info.name[begin:]) for info in self._list(self.prefix + prefix, level=level)]
         return sorted(found, key=lambda info: info.name)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,27 +177,28 @@ class BackendStore(ObjectStore):
         if not self.least_part_bytes:
             return None
         with self._translated("start an upload in parts", name) as key:
-            upload_id, started_at = self._start(key)
-        return _Parts(self, name, upload_id, started_at, {})
+            upload = _Parts(self, name, *self._start(key))
+        upload.parts = {}
+        return upload
 
     def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
         begin = len(self.prefix)
         with self._translated("list unfinished uploads", prefix, is_prefix=True):
             found = sorted(self._unfinished(self.prefix + prefix), key=lambda upload: upload[2])
-        return [_Parts(self, key[begin:], upload_id, started_at, None) for key, upload_id, started_at in found]
+        return [_Parts(self, key[begin:], upload_id, started_at) for key, upload_id, started_at in found]
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         """Make the ``size`` bytes of ``file`` the content of an object.
 
-        ``version``: replace only this version; ``ABSENT``: only create. Otherwise raise FileExistsError. A store that
-        cannot do this atomically ignores ``version``: the caller has compared it.
+        ``version``: replace only this version; ``ABSENT``: only create. Otherwise raise FileExistsError. A store whose
+        :attr:`creates_atomically` is false ignores ``version``: the caller has looked for the object.
         """
 
     @abstractmethod
     def _delete(self, key: str) -> None:
-        """Delete an object. A missing object is no error."""
+        """Delete an object. A missing object may be an error."""
 
     @abstractmethod
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
@@ -245,26 +212,23 @@ class BackendStore(ObjectStore):
         """Return version and size of an object."""
 
     @abstractmethod
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        """List the objects whose keys begin with ``prefix``.
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        """List the objects with keys below ``prefix``. The keys are the names.
 
-        ``level``: folders may be listed in place of the objects whose keys have a slash after ``prefix``.
+        ``level``: folders may be listed in place of the objects whose keys have a slash after ``prefix``. The name of a
+        folder ends with a slash.
         """
 
     @abstractmethod
     def _meaning(self, error: Exception) -> Meaning | None:
-        """Translate an error of the library; ``None``: the error is not one of the library."""
-
-    def _headers(self, error: Exception) -> Mapping[str, str]:
-        """Return the headers of the answer that caused an error, with names in lower case."""
-        return {}
+        """Translate an error of the library; ``None``: any other error."""
 
     def _start(self, key: str) -> tuple[str, datetime | None]:
         """Begin an upload in parts; return its id, and the time of its start where the backend tells."""
         raise NotImplementedError
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
-        """List key, id and start of the unfinished uploads whose keys begin with ``prefix``."""
+        """List key, id and start of the unfinished uploads with keys below ``prefix``."""
         return ()
 
     def _list_parts(self, key: str, upload_id: str) -> dict[int, Any]:
@@ -272,11 +236,11 @@ class BackendStore(ObjectStore):
         raise NotImplementedError
 
     def _recognized(self, part: Any, data: memoryview) -> Any:
-        """Return ``part`` as ``_complete`` needs it if its content is ``data``; otherwise ``None``."""
+        """Return ``part`` for ``_complete`` if the content is ``data``; otherwise ``None``."""
         raise NotImplementedError
 
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Any:
-        """Send a part and return it as ``_complete`` needs it."""
+        """Send a part and return the part for ``_complete``."""
         raise NotImplementedError
 
     def _complete(self, key: str, upload_id: str, parts: Sequence[Any], version: str | None) -> None:
@@ -284,18 +248,13 @@ class BackendStore(ObjectStore):
         raise NotImplementedError
 
     def _abort(self, key: str, upload_id: str) -> None:
-        """Abort an upload. An unknown upload is no error."""
+        """Abort an upload. An unknown upload may be an error."""
         raise NotImplementedError
 
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────
-    def _check_version(self, name: str, version: str) -> None:
-        """Raise FileExistsError if the object has another version than ``version``."""
-        if self.has_object(name) if version == ABSENT else self.read_versioned(name)[1] != version:
-            raise FileExistsError
-
     @contextlib.contextmanager
     def _translated(self, operation: str, name: str, *, is_prefix: bool = False) -> Generator[str]:
-        """Give the block the key of ``name``, and translate its errors into those that every store has."""
+        """Give the block the key of ``name``, and translate errors into the errors of every store."""
         key = self.prefix + name if is_prefix else self._key(name)
         try:
             yield key
@@ -310,23 +269,11 @@ class BackendStore(ObjectStore):
                 raise
             kind, cause = meaning
             cause = "there is an object of this name." if kind is FileExistsError else cause
-            raise _error(kind, f"{where}: {cause}", self._headers(e)) from e
+            raise kind(f"{where}: {cause}") from e
 
     def _key(self, name: str) -> str:
         """Return the key of ``name``. ConfigError: no object can have this name."""
         return check_name(self.prefix + name)
-
-
-def _error(kind: type[Exception], message: str, headers: Mapping[str, str]) -> Exception:
-    """Return the error, with the time after which the service allows another attempt.
-
-    A variable in the frame that raises the error would keep the cause and its connection alive until a collection.
-    """
-    error = kind(message)
-    after = headers.get("retry-after", "").strip()
-    if isinstance(error, ObjectStoreTransientError) and re.fullmatch(r"\d{1,6}", after):
-        error.retry_after_seconds = float(after)
-    return error
 
 
 def _of_system(error: Exception) -> Meaning | None:
@@ -344,36 +291,21 @@ def _of_system(error: Exception) -> Meaning | None:
 
 @final
 class _Parts(PartUpload):
-    """An upload in parts to a :class:`BackendStore`.
+    """An upload in parts to a :class:`BackendStore`."""
 
-    Args:
-        parts: parts that the store has; ``None``: the store is asked once.
-    """
-
-    def __init__(
-        self,
-        store: BackendStore,
-        name: str,
-        upload_id: str,
-        started_at: datetime | None,
-        parts: dict[int, Any] | None,
-    ) -> None:
+    def __init__(self, store: BackendStore, name: str, upload_id: str, started_at: datetime | None) -> None:
         super().__init__(name, upload_id, started_at)
+        self.parts: dict[int, Any] | None = None  # the store is asked once
         self._store = store
-        self._parts = parts
         self._lock = threading.Lock()
-
-    def has(self, number: int, data: memoryview) -> bool:
-        with self._store._translated(f"compare part {number}", self.name) as key:
-            part = self._known(key).get(number)
-            found = None if part is None else self._store._recognized(part, data)
-            if found is not None:
-                self._known(key)[number] = found
-        return found is not None
 
     def send(self, number: int, data: memoryview) -> None:
         with self._store._translated(f"send part {number}", self.name) as key:
-            self._known(key)[number] = self._store._send_part(key, self.upload_id, number, data)
+            known = self._known(key)
+            part = known.get(number)
+            if part is not None:
+                part = self._store._recognized(part, data)
+            known[number] = self._store._send_part(key, self.upload_id, number, data) if part is None else part
 
     def complete(self, *, count: int, create_only: bool = False) -> None:
         operation = "complete the upload"
@@ -388,15 +320,15 @@ class _Parts(PartUpload):
             self._store._complete(key, self.upload_id, chosen, ABSENT if create_only else None)
 
     def abort(self) -> None:
-        with self._store._translated("abort the upload", self.name) as key:
+        with contextlib.suppress(FileNotFoundError), self._store._translated("abort the upload", self.name) as key:
             self._store._abort(key, self.upload_id)
 
     def _known(self, key: str) -> dict[int, Any]:
         """Return the parts that the store has."""
         with self._lock:
-            if self._parts is None:
-                self._parts = self._store._list_parts(key, self.upload_id)
-            return self._parts
+            if self.parts is None:
+                self.parts = self._store._list_parts(key, self.upload_id)
+            return self.parts
 
 
 # ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -415,7 +347,7 @@ class RequestBody:
         return iter(lambda: self.read(PIECE_BYTES), b"")
 
     def read(self, size: int = -1) -> memoryview:
-        # Returns more than urllib3 asks for: urllib3 asks for 16 KiB, and sends whatever it gets.
+        # Returns more than urllib3 asks for: urllib3 asks for 16 KiB and sends all bytes of the answer.
         length = len(self._data) if size < 0 else max(size, PIECE_BYTES)
         piece = self._data[self._at : self._at + length]
         self._at += len(piece)
@@ -448,9 +380,9 @@ def ranged_answer(
     """
     content_range = headers.get("content-range")
     total = int(headers["content-length"] if content_range is None else content_range.rpartition("/")[2])
-    start = max(0, total + offset) if offset < 0 else min(offset, total)
+    start, end = span_of(offset, size, total)
     yield version, total
-    skip, left = (start if content_range is None else 0), min(size, total - start)
+    skip, left = (start if content_range is None else 0), end - start
     for piece in pieces:
         wanted = piece[skip : skip + left]
         skip = max(0, skip - len(piece))
@@ -462,7 +394,7 @@ def ranged_answer(
 
 
 def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
-    """Translate an HTTP answer. A page of HTML comes from a proxy, so it does not tell if an object exists.
+    """Translate an HTTP answer. A page of HTML comes from a proxy and does not tell if an object exists.
 
     Args:
         status: status of the answer.
@@ -480,6 +412,11 @@ def base64_md5(data: bytes | memoryview) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
+def body_of(data: memoryview) -> bytes | RequestBody:
+    """Return the body of a request. A small body is bytes: before an SDK sends a file, the service must agree."""
+    return bytes(data) if data.nbytes <= PIECE_BYTES else RequestBody(data)
+
+
 def checked_url(service: str, endpoint_url: str | None) -> str | None:
     """Return ``endpoint_url``. ConfigError: ``endpoint_url`` is neither ``None`` nor an HTTP address."""
     if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
@@ -494,22 +431,3 @@ def root_cause(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return f"{type(error).__name__}: {error}"
-
-
-# ── objects that are files ───────────────────────────────────────────────────────────────────────────────────────
-def files_below(entries: Callable[[str], Iterable[Entry]], prefix: str, *, level: bool) -> Iterator[Entry]:
-    """List files whose keys begin with ``prefix``, in all folders; with ``level`` files and folders of one folder.
-
-    ``entries`` lists one folder, and nothing if the folder does not exist.
-    """
-    folder = prefix.rpartition("/")[0]
-    if folder and any(part in ("", ".", "..") for part in folder.split("/")):
-        return  # no name begins like that
-    folders = [folder]
-    while folders:
-        for entry in entries(folders.pop()):
-            if level or entry.size_bytes >= 0:
-                if entry.key.startswith(prefix):
-                    yield entry
-            elif f"{entry.key}/".startswith(prefix) or prefix.startswith(f"{entry.key}/"):
-                folders.append(entry.key)

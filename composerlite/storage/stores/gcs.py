@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreTransientError, checked_arguments
+from composerlite.storage.object_store import ObjectInfo
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
     BackendStore,
-    Entry,
     Meaning,
     checked_url,
     meaning_of_answer,
@@ -39,17 +39,17 @@ class GCSObjectStore(BackendStore):
 
     With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the store is an ``S3ObjectStore`` for the S3
     protocol of the service (needs ``composerlite[s3]``): large objects go in parts, and ``create_only`` is a check
-    followed by a write. Otherwise credentials are Google's application default ones: the file that
-    ``GOOGLE_APPLICATION_CREDENTIALS`` names, ``gcloud auth application-default login``, or those of the machine. Then
-    objects are created atomically, and sent as a whole. The service verifies a checksum of every upload. The SDK's own
-    retries are off.
+    followed by a write. Otherwise credentials are Google's application default credentials: the file that
+    ``GOOGLE_APPLICATION_CREDENTIALS`` names, ``gcloud auth application-default login``, or credentials of the machine.
+    Then objects are created atomically and sent as a whole. The service verifies a checksum of every upload. The SDK
+    does not retry.
 
     Args:
-        bucket: name of the bucket, which must exist.
+        bucket: name of an existing bucket.
         prefix: put before every name, with a slash between. No method returns the prefix.
         endpoint_url: address of the service, such as ``https://host``; otherwise ``GCS_ENDPOINT_URL``, or Google's. For
             emulators without credentials set ``STORAGE_EMULATOR_HOST`` instead.
-        project: project that pays, if not the credentials' own.
+        project: project that pays; otherwise the project of the credentials.
         connect_timeout_seconds: longest wait for a connection.
         read_timeout_seconds: longest wait for a byte of the service.
 
@@ -58,7 +58,7 @@ class GCSObjectStore(BackendStore):
         PermissionError: there are no credentials.
     """
 
-    _has_versions = True
+    has_versions = creates_atomically = swaps_atomically = True
 
     def __new__(cls, bucket: str, prefix: str = "", **arguments: Any) -> Any:
         key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
@@ -113,10 +113,6 @@ class GCSObjectStore(BackendStore):
                 self._client._http.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
             self._bucket: Any = self._client.bucket(bucket)
 
-    @property
-    def creates_atomically(self) -> bool:
-        return True
-
     def close(self) -> None:
         self._client.close()
 
@@ -127,11 +123,7 @@ class GCSObjectStore(BackendStore):
         blob.upload_from_file(file, size=size, checksum="crc32c", **condition, **self._always)
 
     def _delete(self, key: str) -> None:
-        try:
-            self._bucket.blob(key).delete(**self._always)
-        except Exception as e:
-            if (meaning := self._meaning(e)) is None or meaning[0] is not FileNotFoundError:
-                raise
+        self._bucket.blob(key).delete(**self._always)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         # The SDK returns ranges as a whole, and not the size of the object, which is in a header.
@@ -156,12 +148,12 @@ class GCSObjectStore(BackendStore):
         blob.reload(**self._always)
         return str(blob.generation), int(blob.size)
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        wanted: dict[str, Any] = {"prefix": prefix, **self._always}
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        wanted: dict[str, Any] = {"prefix": prefix, "delimiter": "/" if level else None, **self._always}
         wanted["fields"] = "items(name,size,updated),prefixes,nextPageToken"
-        blobs = self._client.list_blobs(self._bucket, delimiter="/" if level else None, **wanted)
-        yield from (Entry(blob.name, blob.size, blob.updated) for blob in blobs)
-        yield from (Entry(folder.removesuffix("/"), -1, None) for folder in blobs.prefixes)
+        blobs = self._client.list_blobs(self._bucket, **wanted)
+        yield from (ObjectInfo(blob.name, blob.size, blob.updated) for blob in blobs)
+        yield from (ObjectInfo(folder, 0) for folder in blobs.prefixes)
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
@@ -188,6 +180,3 @@ class GCSObjectStore(BackendStore):
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
             return ObjectStoreTransientError, root_cause(error)
         return None
-
-    def _headers(self, error: Exception) -> Mapping[str, str]:
-        return getattr(getattr(error, "response", None), "headers", {})

@@ -8,20 +8,13 @@ import io
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Generator, Iterable, Mapping
 from typing import IO, Any, final
 
-from composerlite.errors import (
-    ConfigError,
-    ObjectStoreError,
-    ObjectStoreTransientError,
-    checked_arguments,
-    did_you_mean,
-)
-from composerlite.storage.object_store import meaning_of_status
+from composerlite.errors import ConfigError, ObjectStoreTransientError, checked_arguments, did_you_mean
+from composerlite.storage.object_store import ObjectInfo, meaning_of_status, span_of
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import BackendStore, Entry, Meaning, ranged_answer
+from composerlite.storage.stores.base import BackendStore, Meaning, ranged_answer
 
 with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "requests", "urllib3")):
     import requests
@@ -44,9 +37,7 @@ _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceU
 _NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
 """Errors of drivers if a proxy answers with a page."""
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
-"""Providers whose drivers cannot list by prefix."""
-
-
+"""Providers with drivers that cannot list by prefix."""
 _TIMES = ("last_modified", "modify_time")
 """Names that drivers use for the time of an upload."""
 
@@ -56,13 +47,13 @@ class LibcloudObjectStore(BackendStore):
     """Keeps objects in a container of any provider that Apache Libcloud knows.
 
     The guarantees depend on the driver of the provider. Drivers of services make objects appear as a whole. The driver
-    of provider ``local`` writes files in place, and reads a whole file for each range: use
-    :class:`~composerlite.storage.LocalObjectStore` for folders. ``create_only`` and :meth:`swap_bytes` are a check
-    followed by a write. Uploads report their progress once, at the end.
+    of provider ``local`` writes files in place, and reads a whole file for each range: use a path for a folder.
+    ``create_only`` and :meth:`swap_bytes` are a check followed by a write. Uploads report their progress once, at the
+    end.
 
     Args:
-        provider: name in ``libcloud.storage.types.Provider``, in upper or lower case.
-        container: name of the container, which must exist.
+        provider: value in ``libcloud.storage.types.Provider``, such as ``s3_us_west``, in upper or lower case.
+        container: name of an existing container.
         chunk_size: bytes of a piece of a download.
         key_environ: environment variable with the ``key`` of the driver.
         secret_environ: environment variable with the ``secret`` of the driver.
@@ -91,7 +82,6 @@ class LibcloudObjectStore(BackendStore):
             **_from_environment("key_environ", "key", key_environ),
             **_from_environment("secret_environ", "secret", secret_environ),
         }
-        self._lock = threading.Lock()
         self._idle = [self._new_driver()]
 
     @classmethod
@@ -102,10 +92,8 @@ class LibcloudObjectStore(BackendStore):
         return cls(**named)
 
     def close(self) -> None:
-        with self._lock:
-            drivers, self._idle = self._idle, []
-        for driver in drivers:
-            _hang_up(driver)
+        while self._idle:
+            _hang_up(self._idle.pop())
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
@@ -119,30 +107,21 @@ class LibcloudObjectStore(BackendStore):
 
     def _delete(self, key: str) -> None:
         with self._driver() as driver:
-            try:
-                found = driver.get_object(self.container, key)
-            except _MISSING:
-                driver.get_container(self.container)
-                return
-            with contextlib.suppress(FileNotFoundError, ObjectDoesNotExistError):  # deleted by another process since
-                if not driver.delete_object(found):
-                    raise LibcloudError("the driver says that it could not", driver=driver)
+            if not driver.delete_object(driver.get_object(self.container, key)):
+                raise LibcloudError("the driver says that it could not", driver=driver)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         with self._driver() as driver:
             found = driver.get_object(self.container, key)
             total = int(found.size)
-            start = max(0, total + offset) if offset < 0 else min(offset, total)
-            end = min(start + size, total)
-            headers = {"content-length": str(total)}
+            start, end = span_of(offset, size, total)
+            headers, pieces = {"content-length": str(total)}, ()
             if 0 < end - start < total:
-                try:
+                with contextlib.suppress(NotImplementedError):  # some drivers cannot read ranges
                     pieces = driver.download_object_range_as_stream(found, start, end, chunk_size=self._chunk_size)
                     headers["content-range"] = f"bytes {start}-{end - 1}/{total}"
-                except NotImplementedError:  # the driver cannot read ranges
-                    pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size)
-            else:
-                pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size) if end > start else ()
+            if end > start and "content-range" not in headers:
+                pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size)
             version = f"{found.size} {found.hash} {[found.extra.get(time) for time in _TIMES]}"
             yield from ranged_answer(version, headers, pieces, offset, size)
 
@@ -150,7 +129,7 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             return "", int(driver.get_object(self.container, key).size)
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
@@ -158,7 +137,7 @@ class LibcloudObjectStore(BackendStore):
                 listed = driver.list_container_objects(container, prefix=asked)
             except ObjectDoesNotExistError as e:
                 raise ConnectionError("an object was deleted during the listing") from e
-        return [Entry(found.name, int(found.size), None) for found in listed if found.name.startswith(prefix)]
+        return [ObjectInfo(found.name, int(found.size)) for found in listed if found.name.startswith(prefix)]
 
     # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _new_driver(self) -> Any:
@@ -175,23 +154,19 @@ class LibcloudObjectStore(BackendStore):
     @contextlib.contextmanager
     def _driver(self) -> Generator[Any]:
         """Lend a driver that no other thread uses: a driver has one connection, and state."""
-        with self._lock:
-            driver = self._idle.pop() if self._idle else None
-        if driver is None:
+        try:
+            driver = self._idle.pop()
+        except IndexError:
             driver = self._new_driver()
         try:
             yield driver
-        except BaseException as e:
-            if isinstance(e, _MISSING):
-                self._give_back(driver)
-            else:
-                _hang_up(driver)  # an answer may be under way
-            raise
-        self._give_back(driver)
-
-    def _give_back(self, driver: Any) -> None:
-        with self._lock:
+        except _MISSING:
             self._idle.append(driver)
+            raise
+        except BaseException:
+            _hang_up(driver)  # an answer may be under way
+            raise
+        self._idle.append(driver)
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
@@ -200,18 +175,12 @@ class LibcloudObjectStore(BackendStore):
         is_missing_file = isinstance(error, FileNotFoundError) and self.provider == Provider.LOCAL
         if isinstance(error, ObjectDoesNotExistError) or is_missing_file:
             return FileNotFoundError, f"there is no such object ({self.provider})."
-        if isinstance(error, requests.exceptions.SSLError):
-            return ObjectStoreError, f"the service cannot be trusted: {error}"
         if isinstance(error, InvalidCredsError):
             return PermissionError, f"{self.provider} refuses the key or does not allow this: {error}"
-        if isinstance(error, PermissionError):
-            return PermissionError, str(error)
         if isinstance(error, (*_LOST, ConnectionError, TimeoutError)):
             return ObjectStoreTransientError, f"{self.provider}: {error or type(error).__name__}"
         if isinstance(error, BaseHTTPError | LibcloudError | ObjectError):
             return meaning_of_status(_status(error)), f"{self.provider}: {error}"
-        if isinstance(error, OSError) and not isinstance(error, FileExistsError):
-            return ObjectStoreError, f"{self.provider}: {error}"
         if isinstance(error, _NOT_UNDERSTOOD):
             said = f"{type(error).__name__}: {error}"
             return ObjectStoreTransientError, f"{self.provider}: the driver does not understand the answer: {said}"
@@ -245,11 +214,9 @@ def _hang_up(driver: Any) -> None:
 
 def _provider(name: str) -> str:
     """Return the name of a driver, of Libcloud or registered by the user."""
-    known: dict[str, str] = {value.lower(): value for value in DRIVERS}
-    known |= {constant.lower(): value for constant, value in vars(Provider).items() if value in DRIVERS}
-    if name.lower() not in known:
-        raise ConfigError(f"provider={name!r} does not exist.{did_you_mean(name.lower(), known)}")
-    return known[name.lower()]
+    if name.lower() not in DRIVERS:
+        raise ConfigError(f"provider={name!r} does not exist.{did_you_mean(name.lower(), DRIVERS)}")
+    return name.lower()
 
 
 def _from_environment(argument: str, key: str, variable: str | None) -> dict[str, str]:

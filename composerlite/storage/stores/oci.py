@@ -6,23 +6,22 @@ import configparser
 import contextlib
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
+from composerlite.storage.object_store import ObjectInfo
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
     BackendStore,
-    Entry,
     Meaning,
-    RequestBody,
     base64_md5,
+    body_of,
     checked_url,
     meaning_of_answer,
     range_header,
@@ -36,15 +35,8 @@ with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=(
     from urllib3.exceptions import HTTPError
 
 _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _UploadedPart:
-    """A part that the service has: its ETag, and the MD5 of its bytes."""
-
-    etag: str
-    md5: str
+_Part = tuple[str, str]
+"""A part that the service has: its ETag, and the MD5 of its bytes."""
 
 
 @final
@@ -55,7 +47,7 @@ class OCIObjectStore(BackendStore):
     verifies the MD5 of every object and part. The SDK's own retries are off.
 
     Args:
-        bucket: name of the bucket, which must exist.
+        bucket: name of an existing bucket.
         prefix: put before every name, with a slash between. No method returns the prefix.
         namespace: namespace of the tenancy; ``None``: the service is asked once.
         config_file: configuration file; otherwise ``OCI_CONFIG_FILE``, or ``~/.oci/config``.
@@ -66,12 +58,12 @@ class OCIObjectStore(BackendStore):
         read_timeout_seconds: longest wait for a byte of the service.
 
     Raises:
-        ConfigError: the configuration file or the profile does not exist, or a key is missing or malformed.
-        PermissionError: the private key cannot be read.
+        ConfigError: the configuration file, the profile or the private key does not exist, or a value is missing or
+            malformed.
     """
 
     least_part_bytes = 10 << 20
-    _has_versions = True
+    has_versions = creates_atomically = swaps_atomically = True
 
     @checked_arguments
     def __init__(
@@ -95,21 +87,16 @@ class OCIObjectStore(BackendStore):
         self._namespace = namespace
         self._lock = threading.Lock()
 
-    @property
-    def creates_atomically(self) -> bool:
-        return True
-
     def close(self) -> None:
         self._client.base_client.session.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         data = memoryview(file.read())
-        self._call("put_object", key, _body(data), content_md5=base64_md5(data), **_condition(version))
+        self._call("put_object", key, body_of(data), content_md5=base64_md5(data), **_condition(version))
 
     def _delete(self, key: str) -> None:
-        with _suppressed("ObjectNotFound"):
-            self._call("delete_object", key)
+        self._call("delete_object", key)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         try:
@@ -127,18 +114,13 @@ class OCIObjectStore(BackendStore):
         headers = self._call("head_object", key).headers
         return headers["etag"], int(headers["content-length"])
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        start: dict[str, str] = {}
-        wanted = {"prefix": prefix, "fields": "name,size,timeModified"} | ({"delimiter": "/"} if level else {})
-        while True:
-            page = self._call("list_objects", **wanted, **start).data
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        delimiter = {"delimiter": "/"} if level else {}
+        for page in self._pages("list_objects", prefix=prefix, fields="name,size,timeModified", **delimiter):
             for entry in page.objects:
-                yield Entry(entry.name, entry.size, entry.time_modified)
+                yield ObjectInfo(entry.name, entry.size, entry.time_modified)
             for folder in page.prefixes or ():
-                yield Entry(folder.removesuffix("/"), -1, None)
-            if not page.next_start_with:
-                return
-            start = {"start": page.next_start_with}
+                yield ObjectInfo(folder, 0)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _start(self, key: str) -> tuple[str, datetime | None]:
@@ -147,34 +129,34 @@ class OCIObjectStore(BackendStore):
         return answer.upload_id, answer.time_created
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
-        for entry in self._pages("list_multipart_uploads"):
-            if entry.object.startswith(prefix):
-                yield entry.object, entry.upload_id, entry.time_created
+        for page in self._pages("list_multipart_uploads"):
+            for entry in page:
+                if entry.object.startswith(prefix):
+                    yield entry.object, entry.upload_id, entry.time_created
 
-    def _list_parts(self, key: str, upload_id: str) -> dict[int, _UploadedPart]:
-        entries = self._pages("list_multipart_upload_parts", key, upload_id)
-        return {entry.part_number: _UploadedPart(entry.etag, entry.md5) for entry in entries}
+    def _list_parts(self, key: str, upload_id: str) -> dict[int, _Part]:
+        pages = self._pages("list_multipart_upload_parts", key, upload_id)
+        return {entry.part_number: (entry.etag, entry.md5) for page in pages for entry in page}
 
-    def _recognized(self, part: _UploadedPart, data: memoryview) -> _UploadedPart | None:
-        return part if part.md5 == base64_md5(data) else None
+    def _recognized(self, part: _Part, data: memoryview) -> _Part | None:
+        return part if part[1] == base64_md5(data) else None
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _UploadedPart:
+    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _Part:
         md5 = base64_md5(data)
-        answer = self._call("upload_part", key, upload_id, number, _body(data), content_md5=md5)
-        return _UploadedPart(answer.headers["etag"], md5)
+        answer = self._call("upload_part", key, upload_id, number, body_of(data), content_md5=md5)
+        return answer.headers["etag"], md5
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_UploadedPart], version: str | None) -> None:
+    def _complete(self, key: str, upload_id: str, parts: Sequence[_Part], version: str | None) -> None:
         models = oci.object_storage.models
         chosen = [
-            models.CommitMultipartUploadPartDetails(part_num=number, etag=part.etag)
-            for number, part in enumerate(parts, 1)
+            models.CommitMultipartUploadPartDetails(part_num=number, etag=etag)
+            for number, (etag, _) in enumerate(parts, 1)
         ]
         details = models.CommitMultipartUploadDetails(parts_to_commit=chosen)
         self._call("commit_multipart_upload", key, upload_id, details, **_condition(version))
 
     def _abort(self, key: str, upload_id: str) -> None:
-        with _suppressed("NoSuchUpload", "InvalidUploadId"):
-            self._call("abort_multipart_upload", key, upload_id)
+        self._call("abort_multipart_upload", key, upload_id)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
@@ -184,15 +166,18 @@ class OCIObjectStore(BackendStore):
                 self._namespace = str(_checked(self._client.get_namespace()).data)
         return _checked(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
-    def _pages(self, verb: str, *args: Any) -> Iterator[Any]:
-        """Yield the items of all pages of the method ``verb`` of the SDK."""
-        page: dict[str, str] = {}
+    def _pages(self, verb: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield the data of all pages that the method ``verb`` of the SDK returns."""
+        more: dict[str, Any] = {}
         while True:
-            answer = self._call(verb, *args, **page)
-            yield from answer.data
-            if not answer.has_next_page:
+            answer = self._call(verb, *args, **kwargs, **more)
+            yield answer.data
+            if start := getattr(answer.data, "next_start_with", None):  # of a listing of objects
+                more = {"start": start}
+            elif answer.has_next_page:
+                more = {"page": answer.next_page}
+            else:
                 return
-            page = {"page": answer.next_page}
 
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, sdk.ServiceError):
@@ -201,9 +186,6 @@ class OCIObjectStore(BackendStore):
         if isinstance(error, lost):
             return ObjectStoreTransientError, root_cause(error)
         return (ObjectStoreError, str(error)) if isinstance(error, sdk.ClientError) else None
-
-    def _headers(self, error: Exception) -> Mapping[str, str]:
-        return error.headers if isinstance(error, sdk.ServiceError) else {}
 
 
 def _condition(version: str | None) -> dict[str, str]:
@@ -226,17 +208,14 @@ def _answered(error: sdk.ServiceError) -> Meaning:
     """Translate an answer of the service."""
     cause = f"{error.status} {error.code or ''}: {error.message}"
     if error.code == "NotAuthorizedOrNotFound":
-        cause = f"{cause} (The service does not tell a missing object from one that the user may not see.)"
-    if error.status == 401:
-        cause += ". Check that user, fingerprint and key_file of the configuration match, and the clock."
+        return PermissionError, f"{cause} (The service does not tell if the object or the right to see it is missing.)"
+    if error.code == "InvalidUploadId":
+        return FileNotFoundError, cause
     if error.code in _TRANSIENT_CODES:
         return ObjectStoreTransientError, cause
+    if error.status == 401:
+        cause += ". Check that user, fingerprint and key_file of the configuration match, and the clock."
     return meaning_of_answer(error.status, cause, "" if error.code else str(error.message))
-
-
-def _body(data: memoryview) -> bytes | RequestBody:
-    """Return an empty body as bytes: the SDK would send a file in another encoding."""
-    return RequestBody(data) if data.nbytes else b""
 
 
 def _new_client(path: Path, profile: str, endpoint_url: str | None, timeout: tuple[float, float]) -> Any:
@@ -252,26 +231,11 @@ def _new_client(path: Path, profile: str, endpoint_url: str | None, timeout: tup
             retry_strategy=oci.retry.NoneRetryStrategy(),
             circuit_breaker_strategy=oci.circuit_breaker.NoCircuitBreakerStrategy(),
         )
-    except (sdk.InvalidKeyFilePath, sdk.InvalidPrivateKey, OSError) as e:
-        key = config.get("key_file", "")
-        raise PermissionError(f"OCI: the private key {key} that key_file in {path} names cannot be used: {e}") from e
-    except sdk.InvalidConfig as e:
-        wrong = ", ".join(f"{key} is {why}" for key, why in e.errors.items())
-        raise ConfigError(f"OCI: in profile {profile!r} of {path}: {wrong}.") from e
-    except (sdk.ClientError, configparser.Error, ValueError) as e:
+    except (sdk.ClientError, configparser.Error, ValueError, OSError) as e:
         raise ConfigError(
-            f"OCI: profile {profile!r} of the configuration file {path} cannot be used: {e}. Write the file with"
-            " 'oci setup config', or name another one by OCI_CONFIG_FILE or config_file."
+            f"OCI: profile {profile!r} of the configuration file {path} cannot be used: {e}. Check the private key, "
+            f"key_file={config.get('key_file')!r}. Write the file with 'oci setup config', or name another one by "
+            "OCI_CONFIG_FILE or config_file."
         ) from e
     client.base_client.session.get_adapter(client.base_client.endpoint).init_poolmanager(CONNECTIONS, CONNECTIONS)
     return client
-
-
-@contextlib.contextmanager
-def _suppressed(*codes: str) -> Generator[None]:
-    """Treat errors of the service with one of ``codes`` as success."""
-    try:
-        yield
-    except sdk.ServiceError as e:
-        if e.code not in codes:
-            raise

@@ -6,8 +6,7 @@ import base64
 import contextlib
 import hashlib
 import os
-from collections.abc import Container, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, Any, Literal, final
 from urllib.parse import urlsplit
@@ -15,17 +14,16 @@ from urllib.parse import urlsplit
 from isal import isal_zlib
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
-from composerlite.storage.object_store import meaning_of_status
+from composerlite.storage.object_store import ObjectInfo, meaning_of_status
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import (
     ABSENT,
     CONNECTIONS,
     PIECE_BYTES,
     BackendStore,
-    Entry,
     Meaning,
-    RequestBody,
     base64_md5,
+    body_of,
     log,
     range_header,
     ranged_answer,
@@ -43,19 +41,19 @@ _VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")
 """Services (CoreWeave's) that take the bucket only as a part of the host's name."""
 _NOT_S3 = "it is not that of an S3 service, or was cut short"
 _NOT_ALLOWED = {
-    *("AccessDenied", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"),
-    *("ExpiredTokenException", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidSecurity", "InvalidToken"),
-    *("RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired"),
-    *("UnauthorizedAccess", "UnrecognizedClientException"),
+    *("AuthorizationHeaderMalformed", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "InvalidToken"),
+    *("RequestExpired", "TokenRefreshRequired", "UnrecognizedClientException"),
 }
+"""Codes of answers with status 400."""
 _TRANSIENT = {
-    *("BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "InvalidDigest"),
-    *("OperationAborted", "RequestLimitExceeded", "RequestTimeout", "RequestTimeoutException", "ServiceUnavailable"),
-    *("SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "XAmzContentChecksumMismatch"),
-    "XAmzContentSHA256Mismatch",
+    *("BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InvalidDigest", "OperationAborted"),
+    *("RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
+    *("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
 }
-_NO_OBJECT = {"NoSuchKey", "NotFound", "404"}
-_MISSING = _NO_OBJECT | {"NoSuchBucket", "InvalidBucketName", "NoSuchUpload"}
+"""Codes of answers with status 400 or 409."""
+_MISSING = {"NoSuchKey", "NotFound", "404", "NoSuchBucket", "InvalidBucketName", "NoSuchUpload"}
+_PART_FIELDS = ("PartNumber", "ETag", "ChecksumCRC32")
+"""Fields of a part that the request which completes an upload takes."""
 _NO_CREDENTIALS = (
     *(sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.NoAuthTokenError, sdk.TokenRetrievalError),
     *(sdk.SSOError, sdk.UnknownCredentialError, sdk.UnknownTokenProviderError),
@@ -64,17 +62,7 @@ _LOST = (
     *(sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, HTTPError),
     *(sdk.MetadataRetrievalError, sdk.CredentialRetrievalError, ResponseParserError),
 )
-"""Lost connections, answers that were cut short, and credentials whose source did not answer."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part that the service has. ``crc32``: in base 64, empty if unknown."""
-
-    size_bytes: int
-    etag: str
-    crc32: str
+"""Lost connections, incomplete answers, and credentials from a source that did not answer."""
 
 
 @final
@@ -86,9 +74,9 @@ class S3ObjectStore(BackendStore):
     are off.
 
     Args:
-        bucket: name of the bucket, which must exist.
+        bucket: name of an existing bucket.
         prefix: put before every name, with a slash between. No method returns the prefix.
-        region_name: region of the bucket; otherwise that of the environment or profile.
+        region_name: region of the bucket; otherwise the region of the environment or the profile.
         endpoint_url: address of the service, such as ``https://host:9000``; otherwise ``S3_ENDPOINT_URL``,
             ``AWS_ENDPOINT_URL``, the profile, or Amazon. With an address, buckets are addressed by path, those of
             CoreWeave by host, unless ``client_config`` has ``{"s3": {"addressing_style": …}}``.
@@ -112,7 +100,7 @@ class S3ObjectStore(BackendStore):
     """
 
     least_part_bytes = 5 << 20
-    _has_versions = True
+    has_versions = True
 
     @checked_arguments
     def __init__(
@@ -144,7 +132,7 @@ class S3ObjectStore(BackendStore):
         super().__init__(f"{scheme}://{bucket}/", prefix)
         self.bucket = bucket
         self._checksum = checksum
-        self._conditional = conditional_writes
+        self.creates_atomically = self.swaps_atomically = conditional_writes
         acl = os.environ.get("S3_CANNED_ACL", "") if canned_acl is None else canned_acl
         self._acl = {"ACL": acl} if acl else {}
         given = dict(client_config or {})
@@ -181,10 +169,6 @@ class S3ObjectStore(BackendStore):
             except (sdk.ProfileNotFound, TypeError, ValueError) as e:
                 raise ConfigError(f"S3ObjectStore: {e}") from e
 
-    @property
-    def creates_atomically(self) -> bool:
-        return self._conditional
-
     def close(self) -> None:
         self._client.close()
 
@@ -196,14 +180,14 @@ class S3ObjectStore(BackendStore):
     def _condition(self, version: str | None) -> Generator[dict[str, str]]:
         """Give the block the arguments of a request that replaces only ``version``."""
         condition: dict[str, str] = {}
-        if version is not None and self._conditional:
+        if version is not None and self.creates_atomically:
             condition = {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
         try:
             yield condition
         except sdk.ClientError as e:
             if not condition or not _is_not_offered(e):
                 raise
-            self._conditional = False
+            self.creates_atomically = self.swaps_atomically = False
             cause = f"{self._uri} has no conditional writes: the next attempt checks first and then writes"
             log.warning("%s", cause)
             raise ObjectStoreTransientError(cause) from e
@@ -217,13 +201,12 @@ class S3ObjectStore(BackendStore):
         data = memoryview(file.read())
         how = {**self._at(key), **self._digest(data), **self._acl}
         with self._condition(version) as condition:
-            _field(self._client.put_object(Body=_body(data), **how, **condition), "ETag")
+            _field(self._client.put_object(Body=body_of(data), **how, **condition), "ETag")
 
     def _delete(self, key: str) -> None:
-        with _suppressed(_NO_OBJECT):
-            answer = self._client.delete_object(**self._at(key))["ResponseMetadata"]
-            if answer["HTTPStatusCode"] != 204 and int(answer["HTTPHeaders"].get("content-length", 0)):
-                raise ConnectionError(f"the answer has a body: {_NOT_S3}")
+        answer = self._client.delete_object(**self._at(key))["ResponseMetadata"]
+        if answer["HTTPStatusCode"] != 204 and int(answer["HTTPHeaders"].get("content-length", 0)):
+            raise ConnectionError(f"the answer has a body: {_NOT_S3}")
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         try:
@@ -242,14 +225,14 @@ class S3ObjectStore(BackendStore):
         answer = self._client.head_object(**self._at(key))
         return _field(answer, "ETag"), _field(answer, "ContentLength")
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
         delimiter = {"Delimiter": "/"} if level else {}
         for page in self._pages("list_objects_v2", Bucket=self.bucket, Prefix=prefix, **delimiter):
             _field(page, "IsTruncated")  # an empty answer is not an empty listing
             for entry in page.get("Contents", ()):
-                yield Entry(entry["Key"], entry["Size"], entry.get("LastModified"))
+                yield ObjectInfo(entry["Key"], entry["Size"], entry.get("LastModified"))
             for folder in page.get("CommonPrefixes", ()):
-                yield Entry(folder["Prefix"].removesuffix("/"), -1, None)
+                yield ObjectInfo(folder["Prefix"], 0)
 
     def _pages(self, verb: str, **arguments: str) -> Iterable[Mapping[str, Any]]:
         return self._client.get_paginator(verb).paginate(**arguments)
@@ -265,40 +248,33 @@ class S3ObjectStore(BackendStore):
             for entry in page.get("Uploads", ()):
                 yield entry["Key"], entry["UploadId"], entry["Initiated"].astimezone(UTC)
 
-    def _list_parts(self, key: str, upload_id: str) -> dict[int, _Part]:
-        return {
-            entry["PartNumber"]: _Part(entry["Size"], entry["ETag"], entry.get("ChecksumCRC32", ""))
-            for page in self._pages("list_parts", **self._at(key, upload_id))
-            for entry in page.get("Parts", ())
-        }
+    def _list_parts(self, key: str, upload_id: str) -> dict[int, Mapping[str, Any]]:
+        pages = self._pages("list_parts", **self._at(key, upload_id))
+        return {entry["PartNumber"]: entry for page in pages for entry in page.get("Parts", ())}
 
-    def _recognized(self, part: _Part, data: memoryview) -> _Part | None:
-        crc32 = _crc32(data) if self._checksum == "crc32" else ""
-        if part.crc32:
-            is_same = part.crc32 == crc32
+    def _recognized(self, part: Mapping[str, Any], data: memoryview) -> Mapping[str, Any] | None:
+        digest = self._digest(data)
+        if "ChecksumCRC32" in part:
+            is_same = part["ChecksumCRC32"] == digest.get("ChecksumCRC32")
         else:
-            is_same = part.etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
+            is_same = part["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
         # Some services do not return the CRC of a part, and still want it for the completion.
-        return replace(part, crc32=crc32) if is_same and part.size_bytes == data.nbytes else None
+        return {**part, **digest} if is_same and part.get("Size", data.nbytes) == data.nbytes else None
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _Part:
+    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Mapping[str, Any]:
         digest = self._digest(data)
         where = self._at(key, upload_id)
-        answer = self._client.upload_part(**where, PartNumber=number, Body=_body(data), **digest)
-        return _Part(data.nbytes, _field(answer, "ETag"), digest.get("ChecksumCRC32", ""))
+        answer = self._client.upload_part(**where, PartNumber=number, Body=body_of(data), **digest)
+        return {"PartNumber": number, "ETag": _field(answer, "ETag"), **digest}
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[_Part], version: str | None) -> None:
-        named = [
-            {"PartNumber": number, "ETag": part.etag} | ({"ChecksumCRC32": part.crc32} if part.crc32 else {})
-            for number, part in enumerate(parts, 1)
-        ]
+    def _complete(self, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]], version: str | None) -> None:
+        named = [{field: part[field] for field in _PART_FIELDS if field in part} for part in parts]
         how = {**self._at(key, upload_id), "MultipartUpload": {"Parts": named}}
         with self._condition(version) as condition:
             _field(self._client.complete_multipart_upload(**how, **condition), "ETag")
 
     def _abort(self, key: str, upload_id: str) -> None:
-        with _suppressed({"NoSuchUpload"}):
-            self._client.abort_multipart_upload(**self._at(key, upload_id))
+        self._client.abort_multipart_upload(**self._at(key, upload_id))
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
@@ -318,10 +294,6 @@ class S3ObjectStore(BackendStore):
         if type(error) is RuntimeError and "credentials" in str(error):  # the SDK got expired credentials
             return PermissionError, str(error)
         return None
-
-    def _headers(self, error: Exception) -> Mapping[str, str]:
-        is_answer = isinstance(error, sdk.ClientError)
-        return error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if is_answer else {}
 
 
 def _answered(error: sdk.ClientError) -> Meaning:
@@ -354,26 +326,11 @@ def _code(error: sdk.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
-@contextlib.contextmanager
-def _suppressed(codes: Container[str]) -> Generator[None]:
-    """Treat answers with these codes as success."""
-    try:
-        yield
-    except sdk.ClientError as e:
-        if _code(e) not in codes:
-            raise
-
-
 def _field(answer: Mapping[str, Any], name: str) -> Any:
     """Return a field of an answer. A proxy may answer 200 with a page that has no such field."""
     if name not in answer:
         raise ConnectionError(f"the answer has no {name}: {_NOT_S3}")
     return answer[name]
-
-
-def _body(data: memoryview) -> bytes | RequestBody:
-    """Return a small body as bytes: before it sends a file the SDK waits for the service to agree."""
-    return bytes(data) if data.nbytes <= PIECE_BYTES else RequestBody(data)
 
 
 def _crc32(data: memoryview) -> str:

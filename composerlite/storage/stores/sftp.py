@@ -6,12 +6,10 @@ import contextlib
 import os
 import posixpath
 import re
-import socket
 import stat
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -22,10 +20,10 @@ from composerlite.errors import (
     checked_arguments,
     did_you_mean,
 )
-from composerlite.storage.disk.files import is_temporary, temporary_name
+from composerlite.storage.disk.files import final_name, is_temporary, temporary_name
+from composerlite.storage.object_store import ObjectInfo, is_name, span_of
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Entry, Meaning, files_below
-from composerlite.storage.stores.local import name_of_temporary
+from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Meaning
 
 with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
     import paramiko
@@ -74,6 +72,8 @@ class SFTPObjectStore(BackendStore):
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
     """
 
+    creates_atomically = True
+
     @checked_arguments
     def __init__(
         self,
@@ -95,7 +95,6 @@ class SFTPObjectStore(BackendStore):
             hint = did_you_mean(missing_host_key_policy, _POLICIES)
             raise ConfigError(f"missing_host_key_policy={missing_host_key_policy!r} is no policy.{hint}")
         self._known_hosts = _file("known_hosts_filename", known_hosts_filename, known_hosts_filename_environ)
-        self._policy = missing_host_key_policy
         key = _file("key_filename", key_filename, key_filename_environ)
         self._root = cwd.rstrip("/") or ("/" if cwd else ".")
         address = f"{f'{username}@' if username else ''}{f'[{host}]' if ':' in host else host}:{port}"
@@ -115,39 +114,26 @@ class SFTPObjectStore(BackendStore):
         }
         self._slots = threading.BoundedSemaphore(_CHANNELS)
         self._lock = threading.Lock()
-        self._ssh: paramiko.SSHClient | None = None
+        self._ssh = paramiko.SSHClient()
+        self._ssh.load_system_host_keys(self._known_hosts)
+        self._ssh.set_missing_host_key_policy(getattr(paramiko, missing_host_key_policy)())
         self._idle: list[Any] = []
 
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> SFTPObjectStore:
-        user, _, address = bucket.rpartition("@")
-        if ":" in user:
+        found = re.fullmatch(r"((?P<user>[^:]+)@)?(?P<host>\[[^\]]+\]|[^:@]+)(:(?P<port>\d{1,5}))?", bucket)
+        if found is None:  # the message must not repeat a password
             raise ConfigError(
-                "sftp:// takes no password in the URI, where it is logged: give key_filename or password."
+                "the URI of an SFTP server: expected user@host:port, such as 'sftp://user@host:22/run', without a "
+                "password: give key_filename or password."
             )
-        found = re.fullmatch(r"(?P<host>\[[^\]]+\]|[^:]+)(:(?P<port>\d{1,5}))?", address)
-        if found is None:
-            raise ConfigError(f"sftp://{bucket}: expected user@host:port, such as 'sftp://user@host:22/run'.")
-        named: dict[str, Any] = {"username": user} if user else {}
-        if found["port"] is not None:
-            named["port"] = int(found["port"])
+        named: dict[str, Any] = {"username": found["user"], "port": int(found["port"] or 22)}
         return cls(found["host"].strip("[]"), **{**named, **backend_kwargs})
-
-    @property
-    def creates_atomically(self) -> bool:
-        return True
 
     def close(self) -> None:
         with self._lock:
-            ssh, self._ssh, self._idle = self._ssh, None, []
-        if ssh is not None:
-            ssh.close()
-
-    def _key(self, name: str) -> str:
-        key = super()._key(name)
-        if is_temporary(posixpath.basename(key)):
-            raise ConfigError(f"object name {name!r}: this is the name of an unfinished file. Choose another one.")
-        return key
+            self._idle = []
+            self._ssh.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
@@ -178,8 +164,7 @@ class SFTPObjectStore(BackendStore):
         with self._channel() as channel, _opened(channel, self._path(key), "r") as file:
             version, total = _version(file.stat())
             yield version, total
-            start = max(0, total + offset) if offset < 0 else offset
-            end = min(start + size, total)
+            start, end = span_of(offset, size, total)
             ranges = [(at, min(PIECE_BYTES, end - at)) for at in range(start, end, PIECE_BYTES)]
             yield from file.readv(ranges, max_concurrent_prefetch_requests=_REQUESTS)
 
@@ -187,8 +172,9 @@ class SFTPObjectStore(BackendStore):
         with self._channel() as channel:
             return _version(channel.stat(self._path(key)))
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        return [entry for entry in self._all(prefix, level=level) if not is_temporary(posixpath.basename(entry.key))]
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        found = self._files(prefix, level=level)
+        return (entry for entry in found if not is_temporary(posixpath.basename(entry.name)))
 
     def _delete(self, key: str) -> None:
         folder, _ = posixpath.split(path := self._path(key))
@@ -198,21 +184,20 @@ class SFTPObjectStore(BackendStore):
             except OSError:
                 if _is_there(channel, path, of_type=stat.S_ISREG):
                     raise
-                self._check_root(channel)
             with contextlib.suppress(OSError):  # the folder has other files
                 while folder != self._root:
                     channel.rmdir(folder)
                     folder = posixpath.dirname(folder)
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
-        for entry in self._all("", level=False):
-            folder, last = posixpath.split(entry.key)
-            key = posixpath.join(folder, name_of_temporary(last))
+        for entry in self._files("", level=False):
+            folder, last = posixpath.split(entry.name)
+            key = posixpath.join(folder, final_name(last))
             if is_temporary(last) and key.startswith(prefix) and entry.modified_at is not None:
-                yield key, entry.key, entry.modified_at
+                yield key, entry.name, entry.modified_at
 
     def _abort(self, key: str, upload_id: str) -> None:
-        with self._channel() as channel, contextlib.suppress(FileNotFoundError):
+        with self._channel() as channel:
             channel.remove(self._path(upload_id))
 
     # ── files and folders ────────────────────────────────────────────────────────────────────────────────────────
@@ -236,25 +221,37 @@ class SFTPObjectStore(BackendStore):
                 if not _is_there(channel, folder, of_type=stat.S_ISDIR):  # made by another process since
                     raise
 
-    def _all(self, prefix: str, *, level: bool) -> list[Entry]:
-        """List files with the prefix, unfinished files included."""
-        with self._channel() as channel:
-            self._check_root(channel)
-            return list(files_below(partial(self._entries, channel), prefix, level=level))
+    def _files(self, prefix: str, *, level: bool) -> Iterator[ObjectInfo]:
+        """List files with keys below ``prefix``, in all folders; with ``level`` files and folders of one folder.
 
-    def _entries(self, channel: paramiko.SFTPClient, folder: str) -> Iterator[Entry]:
-        """Yield the files and folders in ``folder``."""
-        try:
-            found = channel.listdir_attr(self._path(folder))
-        except FileNotFoundError:
-            return
+        Temporary files are listed, too.
+        """
+        folders = [prefix.rpartition("/")[0]]
+        if folders[0] and not is_name(folders[0]):
+            return  # no object is there
+        while folders:
+            for entry in self._entries(folders.pop()):
+                if level or not entry.name.endswith("/"):
+                    if entry.name.startswith(prefix):
+                        yield entry
+                elif entry.name.startswith(prefix) or prefix.startswith(entry.name):
+                    folders.append(entry.name.removesuffix("/"))
+
+    def _entries(self, folder: str) -> Iterator[ObjectInfo]:
+        """Yield the files and folders in ``folder``. The names of folders end with a slash."""
+        with self._channel() as channel:
+            try:
+                found = channel.listdir_attr(self._path(folder))
+            except FileNotFoundError:
+                self._check_root(channel)
+                return
         for entry in found:
             key, mode = posixpath.join(folder, entry.filename), entry.st_mode or 0
             if stat.S_ISDIR(mode):
-                yield Entry(key, -1, None)
+                yield ObjectInfo(f"{key}/", 0)
             elif stat.S_ISREG(mode):
                 changed = datetime.fromtimestamp(entry.st_mtime, UTC) if entry.st_mtime else None
-                yield Entry(key, entry.st_size or 0, changed)
+                yield ObjectInfo(key, entry.st_size or 0, changed)
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
@@ -265,46 +262,34 @@ class SFTPObjectStore(BackendStore):
                 channel = self._take_channel()
             try:
                 yield channel
-            except OSError as e:
+            except BaseException as e:
                 if isinstance(e, _LOST):
                     _hang_up(channel)
-                    raise
-                if channel.sock.closed:
+                elif not isinstance(e, OSError):
+                    channel.close()  # answers may be under way
+                elif channel.sock.closed:
                     raise ConnectionError(str(e)) from e
-                self._idle.append(channel)
-                raise
-            except _LOST:
-                _hang_up(channel)
-                raise
-            except BaseException:
-                channel.close()  # answers may be under way
+                else:
+                    self._idle.append(channel)  # the server refused an operation
                 raise
             self._idle.append(channel)
 
     def _take_channel(self) -> Any:
         """Return an idle or a new channel. Connect first if there is no connection."""
-        transport = None if self._ssh is None else self._ssh.get_transport()
-        if self._ssh is None or transport is None or not transport.is_active():
-            if self._ssh is not None:
+        transport = self._ssh.get_transport()
+        if transport is None or not transport.is_active():
+            self._idle = []
+            try:
                 self._ssh.close()
-            self._ssh, self._idle = None, []
-            self._ssh = self._connect()
+                self._ssh.connect(**self._login)
+            except BaseException:
+                self._ssh.close()
+                raise
         if self._idle:
             return self._idle.pop()
         channel: Any = self._ssh.open_sftp()
         channel.get_channel().settimeout(self._answer_timeout)
         return channel
-
-    def _connect(self) -> paramiko.SSHClient:
-        ssh = paramiko.SSHClient()
-        try:
-            ssh.load_system_host_keys(self._known_hosts)
-            ssh.set_missing_host_key_policy(getattr(paramiko, self._policy)())
-            ssh.connect(**self._login)
-        except BaseException:
-            ssh.close()
-            raise
-        return ssh
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
@@ -319,21 +304,12 @@ class SFTPObjectStore(BackendStore):
                 f"the host is not known: {cause}. If you trust the host, add its key with: ssh-keyscan "
                 f"-p {self._login['port']} {self._login['hostname']} >> {self._known_hosts or '~/.ssh/known_hosts'}"
             )
-        if isinstance(error, paramiko.PasswordRequiredException):
-            return PermissionError, "the key needs a passphrase: give it as password."
-        if isinstance(error, paramiko.SSHException) and "No authentication methods available" in cause:
-            return PermissionError, "there is neither a key nor a password to log in with: give key_filename."
         # paramiko reports a connection that is lost during the login as a refused one
-        if isinstance(error, paramiko.AuthenticationException) and "EOF" not in cause and "timeout" not in cause:
-            return PermissionError, f"the server refuses the login: {cause} Check username, key and password."
-        if isinstance(error, ssh_exception.IncompatiblePeer):
-            return ObjectStoreError, f"the connection failed: {cause}."
-        if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
-            return ObjectStoreError, f"there is no such host: {cause}."
+        is_refused = isinstance(error, paramiko.AuthenticationException) and not re.search("EOF|timeout", cause)
+        if is_refused or "No authentication methods available" in cause:
+            return PermissionError, f"the login failed: {cause} Check username, key and password."
         if isinstance(error, (*_LOST, ssh_exception.NoValidConnectionsError)):
             return ObjectStoreTransientError, f"the connection failed: {cause}."
-        if isinstance(error, UnicodeDecodeError):
-            return ObjectStoreError, f"a file name on the server is not UTF-8: {error}."
         if isinstance(error, OSError) and error.filename is None:  # otherwise the file is on this machine
             for kind in (FileNotFoundError, FileExistsError, PermissionError):
                 if isinstance(error, kind):

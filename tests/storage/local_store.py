@@ -1,4 +1,4 @@
-"""LocalObjectStore: objects that are the files below a folder."""
+"""LocalObjectStore: a store without a service, whose objects are the files below a folder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import IO, Any, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
-from composerlite.storage.disk.files import StagedFile, abandoned_temporaries, fsync_folder, is_temporary, make_folder
-from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Entry, Meaning, files_below
+from composerlite.storage.disk.files import (
+    StagedFile,
+    abandoned_temporaries,
+    final_name,
+    fsync_folder,
+    is_temporary,
+    make_folder,
+)
+from composerlite.storage.object_store import ObjectInfo, is_name, span_of
+from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Meaning
 
 _TRANSIENT = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.ENETDOWN, errno.ENETUNREACH}
 """Errors of network file systems when a server is away for a moment."""
-_ID_LENGTH = len(".tmp-0123456789abcdef")
-
-
-def name_of_temporary(name: str) -> str:
-    """Return the name of the file that a temporary file called ``name`` was to become."""
-    return name[1:-_ID_LENGTH]
 
 
 @final
@@ -39,25 +41,19 @@ class LocalObjectStore(BackendStore):
         folder: must exist. A missing folder is a missing bucket.
     """
 
+    creates_atomically = swaps_atomically = True
+
     @checked_arguments
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
         super().__init__(f"{self.folder.as_uri()}/")
-
-    @property
-    def creates_atomically(self) -> bool:
-        return True
-
-    @property
-    def swaps_atomically(self) -> bool:
-        return True
 
     def get_uri(self, name: str) -> str:
         return (self.folder / name).as_uri()
 
     def _key(self, name: str) -> str:
         key = super()._key(name)
-        if any(is_temporary(part) for part in key.split("/")):
+        if _has_temporary(key):
             raise ConfigError(f"object name {name!r}: this is the name of an unfinished file. Choose another one.")
         return key
 
@@ -69,7 +65,8 @@ class LocalObjectStore(BackendStore):
                 # NFS locks only files that are open for writing. The lock of another swap is a transient error.
                 current = locked.enter_context(path.open("rb+"))
                 fcntl.flock(current, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._check_version(key, version)
+                if self.read_versioned(key)[1] != version:
+                    raise FileExistsError
             try:
                 make_folder(path.parent)
                 staged = StagedFile(path)
@@ -85,21 +82,19 @@ class LocalObjectStore(BackendStore):
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         with self._opened(key) as file:
             total = os.fstat(file.fileno()).st_size
-            start = max(0, total + offset) if offset < 0 else offset
             yield _version(file), total
+            start, end = span_of(offset, size, total)
             file.seek(start)
-            left = min(size, total - start)
-            while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
-                left -= len(piece)
+            while start < end and (piece := file.read(min(end - start, PIECE_BYTES))):
+                start += len(piece)
                 yield piece
 
     def _stat(self, key: str) -> tuple[str, int]:
         with self._opened(key) as file:
             return _version(file), os.fstat(file.fileno()).st_size
 
-    def _list(self, prefix: str, *, level: bool) -> Iterable[Entry]:
-        self._path("x")
-        return files_below(self._entries, prefix, level=level)
+    def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
+        return (entry for entry in self._files(prefix, level=level) if not _has_temporary(entry.name))
 
     def _delete(self, key: str) -> None:
         path = self._path(key)
@@ -112,14 +107,16 @@ class LocalObjectStore(BackendStore):
                 path.rmdir()
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
-        for folder, _, _ in os.walk(self.folder):
-            for temporary in abandoned_temporaries(Path(folder)):
-                key = temporary.relative_to(self.folder).with_name(name_of_temporary(temporary.name)).as_posix()
-                if key.startswith(prefix):
-                    yield key, str(temporary), datetime.fromtimestamp(temporary.lstat().st_mtime, UTC)
+        for entry in self._files("", level=False):
+            folder, slash, last = entry.name.rpartition("/")
+            if is_temporary(last) and entry.modified_at is not None:
+                key = f"{folder}{slash}{final_name(last)}"
+                path = self.folder / entry.name
+                if key.startswith(prefix) and path in abandoned_temporaries(path.parent):
+                    yield key, entry.name, entry.modified_at
 
     def _abort(self, key: str, upload_id: str) -> None:
-        Path(upload_id).unlink(missing_ok=True)
+        (self.folder / upload_id).unlink()
 
     # ── files and folders ────────────────────────────────────────────────────────────────────────────────────────
     def _path(self, key: str) -> Path:
@@ -145,8 +142,26 @@ class LocalObjectStore(BackendStore):
         with os.fdopen(descriptor, "rb") as file:
             yield file
 
-    def _entries(self, folder: str) -> Iterator[Entry]:
-        """Yield the files and folders in ``folder`` that are objects or hold objects."""
+    def _files(self, prefix: str, *, level: bool) -> Iterator[ObjectInfo]:
+        """List files whose keys begin with ``prefix``, in all folders; with ``level`` files and folders of one folder.
+
+        Temporary files are listed, too.
+        """
+        folder = prefix.rpartition("/")[0]
+        if folder and any(part in ("", ".", "..") for part in folder.split("/")):
+            return  # no name begins like that
+        folders = [folder]
+        while folders:
+            for entry in self._entries(folders.pop()):
+                if level or not entry.name.endswith("/"):
+                    if entry.name.startswith(prefix):
+                        yield entry
+                elif entry.name.startswith(prefix) or prefix.startswith(entry.name):
+                    folders.append(entry.name.removesuffix("/"))
+
+    def _entries(self, folder: str) -> Iterator[ObjectInfo]:
+        """Yield the files and folders in ``folder``. The names of folders end with a slash."""
+        self._path("x")
         try:
             entries = list(os.scandir(self._path(f"{folder}/x" if folder else "x").parent))
         except OSError as e:
@@ -155,14 +170,14 @@ class LocalObjectStore(BackendStore):
             raise
         for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if is_temporary(entry.name) or not _is_text(key):
+            if not is_name(key):  # such as a name that is not UTF-8
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield Entry(key, -1, None)
+                yield ObjectInfo(f"{key}/", 0)
             elif entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):  # deleted since
                     status = entry.stat(follow_symlinks=False)
-                    yield Entry(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+                    yield ObjectInfo(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
     def _meaning(self, error: Exception) -> Meaning | None:
         if not isinstance(error, OSError):
@@ -184,10 +199,6 @@ def _version(file: IO[bytes]) -> str:
     return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
-def _is_text(name: str) -> bool:
-    """Return true if ``name`` can be written as UTF-8. A file with another name is no object."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _has_temporary(key: str) -> bool:
+    """Return true if a part of ``key`` is the name of a temporary file or folder."""
+    return any(is_temporary(part) for part in key.split("/"))
