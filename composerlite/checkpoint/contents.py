@@ -100,6 +100,11 @@ class TrainingState(Protocol):
     def schedulers(self) -> Sequence[LRScheduler]: ...
 
     @property
+    def algorithms(self) -> Sequence[object]:
+        """Algorithms. A load may add some of the checkpoint, which change the model."""
+        ...
+
+    @property
     def dataloader_len(self) -> SupportsInt | None:
         """Batches of an epoch, if known."""
         ...

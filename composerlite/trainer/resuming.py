@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -13,13 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
-from composerlite.checkpoint.contents import Loaded, RestorePlan, check_ignore_keys
-from composerlite.checkpoint.load.resolve import source_of
-from composerlite.checkpoint.load.restore import read_in_place
-from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
+from composerlite.checkpoint.contents import check_ignore_keys
+from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, advising, choose
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
-from composerlite.errors import ConfigError, IncompatibleCheckpointError, naming
+from composerlite.errors import ConfigError, naming
 from composerlite.storage import ObjectStore, parse_uri, without_secrets
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
 from composerlite.trainer.differences import ChangedSetting, reconcile_optimizer
@@ -97,7 +93,7 @@ def load_or_resume(
     if path is not None:
         state.load_path = without_secrets(str(path))  # it is logged, and recorded in checkpoints
         if choice is not None and resumed:
-            generators = _restored(state, choice, settings, loggers)
+            generators = _restored(state, choice, settings)
         else:
             generators = _load(state, str(path), settings)
         state.loaded_generators = state.loaded_generators if generators is None else generators
@@ -132,54 +128,13 @@ def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any
     )
 
 
-def _read(
-    state: State,
-    settings: LoadSettings,
-    loggers: Iterable[LoggerDestination],
-    algorithms: Sequence[object],
-    path: Path | str,
-) -> Loaded:
-    """Read a checkpoint of the run into ``state``, which had these ``algorithms`` before any was read.
-
-    The load_… arguments do not apply: a run that resumes takes back all of it.
-
-    Raises:
-        IncompatibleCheckpointError: it does not fit, or the model was changed for one that proved to be damaged.
-    """
-    if added := [one for one in state.algorithms if one not in algorithms]:
-        raise IncompatibleCheckpointError(
-            f"the newest checkpoint is damaged, and {', '.join(map(repr, added))} changed the model to load it: no "
-            f"other can be restored now. Pass the same in algorithms=[…] to resume from {str(path)!r}."
-        )
-    name, store = _in_a_store(str(path), loggers)
-    with _advising(path):
-        plan = RestorePlan(state, source_of(name))
-        return read_in_place(
-            name, plan, store, progress_bar=settings.load_progress_bar, trust=settings.trust_checkpoint
-        )
-
-
-def _restored(
-    state: State, choice: Choice, settings: LoadSettings, loggers: Iterable[LoggerDestination]
-) -> list[dict[str, Any]] | None:
+def _restored(state: State, choice: Choice, settings: LoadSettings) -> list[dict[str, Any]] | None:
     """Restore the chosen checkpoint of the run; return the states of its random generators."""
-    with _advising(str(choice.place)):
+    with advising(str(choice.place)):
         if choice.loaded is not None:
             return choice.loaded.restore()
-        name, store = _in_a_store(str(choice.place), loggers)  # DeepSpeed reads and restores at once
-        return load_checkpoint(name, state, object_store=store, trust_checkpoint=settings.trust_checkpoint)
-
-
-@contextlib.contextmanager
-def _advising(path: Path | str) -> Generator[None]:
-    """Add to the error of a checkpoint that does not fit what to do about a run that resumes from it."""
-    try:
-        yield
-    except IncompatibleCheckpointError as e:
-        raise IncompatibleCheckpointError(
-            f"{e}\nautoresume takes back all of a run: the load_… arguments apply to load_path alone. To leave parts "
-            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(str(path))!r}."
-        ) from e
+        # DeepSpeed reads and restores at once.
+        return load_checkpoint(str(choice.place), state, trust_checkpoint=settings.trust_checkpoint)
 
 
 def _newest_checkpoint(
@@ -205,24 +160,18 @@ def _newest_checkpoint(
             for saver in savers:
                 saver.saver.take_leases(state.run_name, settings.autoresume_timeout)
     places = [_place_of(saver) for saver in savers]
-    read = functools.partial(_read, state, settings, loggers, list(state.algorithms))
-    read = None if state.deepspeed is not None else read
-    choice = choose(places, state.run_name, read, progress_bar=settings.load_progress_bar)
+    choice = choose(
+        places,
+        state.run_name,
+        state if state.deepspeed is None else None,
+        [logger.uploader.transfer.store for logger in loggers if logger.uploader is not None],
+        trust=settings.trust_checkpoint,
+        progress_bar=settings.load_progress_bar,
+    )
     if choice.place is None:
         folders = ", ".join(saver.options.names.folder.replace("{run_name}", state.run_name) for saver in savers)
         log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, folders)
     return choice
-
-
-def _in_a_store(uri: str, loggers: Iterable[LoggerDestination]) -> tuple[str, ObjectStore | None]:
-    """``uri`` as a name in the store of the logger that uploads there, which has settings of its own; else as it is."""
-    for logger in loggers:
-        if logger.uploader is not None:
-            store = logger.uploader.transfer.store
-            root = store.get_uri("x").removesuffix("x")
-            if uri.startswith(root):
-                return uri.removeprefix(root), store
-    return uri, None
 
 
 def _place_of(saver: CheckpointSaver) -> RunPlace:

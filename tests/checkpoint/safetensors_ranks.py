@@ -174,7 +174,7 @@ def read(place: str) -> dict[str, Any]:
         wanted = distribute_tensor(torch.zeros_like(whole), mesh, [how])
         counted.clear()
         with located(place, None, progress_bar=False, trust=False) as found, counting(counted):
-            with RemoteFileSystemReader(found.folder(None)) as reader:
+            with RemoteFileSystemReader(found.opened(None)[0]) as reader:
                 key = f"model.{name}"
                 sharded.load_leaves(reader, {key: wanted}, group=dist.get_group())
                 told[name] = {"needed": wanted.to_local().nbytes, "read": reader.bytes_read}

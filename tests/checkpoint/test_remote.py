@@ -201,6 +201,14 @@ def test_a_damaged_newest_is_passed_over(
         assert "ba2.pt" in caplog.text
 
 
+def test_a_whole_one_comes_before_a_newer_part(remote: Catalog, tmp_path: Path) -> None:
+    """The latest was saved without its optimizer: the one before is taken, which no link names."""
+    publish(remote, tmp_path, 1)
+    manifest, path = saved(tmp_path, 2, ignore_keys=["state/optimizers"])
+    publish_files(remote, manifest, {manifest.name: path}, link=LINK)
+    assert elsewhere(remote, tmp_path) == tmp_path / "elsewhere" / "ba1.pt"
+
+
 def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
     """Of the same checkpoint here and in the bucket, the one here is taken."""
     publish(remote, tmp_path, 1, 2)

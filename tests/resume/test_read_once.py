@@ -20,8 +20,7 @@ from storage.local_store import LocalObjectStore
 
 from composerlite.algorithms import BlurPool
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.contents import Loaded, RestorePlan
-from composerlite.checkpoint.load.restore import read_in_place
+from composerlite.checkpoint.load import resume as resume_module
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
@@ -142,12 +141,8 @@ def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
         (part,) = (tmp_path / "bucket" / "run" / "ba2").glob("*.distcp")
         flip(part, part.stat().st_size // 2)
 
-        def read(path: Path | str) -> Loaded:
-            plan = RestorePlan(state, str(path))
-            return read_in_place(f"run/{Path(path).name}", plan, store, progress_bar=False, trust=False)
-
         places = [RunPlace(Catalog(tmp_path / "empty"), None, None, [RunBucket(remote, "run/latest")])]
-        choice = choose(places, "run", read)
+        choice = choose(places, "run", state, [store])
     assert str(choice.place).endswith("run/ba1")
     assert choice.loaded is not None
     choice.loaded.restore()
@@ -155,15 +150,16 @@ def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
     assert all((weight == 1).all() for weight in state.model.parameters())
 
 
-def test_memory_that_fails_while_it_is_read_is_not_lost(tmp_path: Path) -> None:
+def test_memory_that_fails_while_it_is_read_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state may be changed by then: the run ends with the error of the system, and does not start over."""
 
-    def fail(path: Path | str) -> Loaded:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+    def fail(name: str, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
     save_batch(tmp_path, 1)
+    monkeypatch.setattr(resume_module, "read_in_place", fail)
     with pytest.raises(OSError, match=r"Input/output error.*ba1\.pt"):
-        choose([RunPlace(Catalog(tmp_path), "ba{batch}.pt", in_memory=True)], "run", fail)
+        choose([RunPlace(Catalog(tmp_path), "ba{batch}.pt", in_memory=True)], "run", new_state())
 
 
 def test_a_directory_is_read_once_by_all_ranks_together(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from composerlite._torch_compat import EXTRA_STATE
 from composerlite.checkpoint.api.state_fit import (
     check_fit,
     check_groups,
-    group_names,
     is_flattened,
     is_group_members,
     match_settings_of_schedulers,
@@ -449,21 +448,22 @@ def _checked_state(
     if optim is not None:
         is_stored = functools.partial(_has_optimizer_state, metadata, mapping, sorted(metadata.state_dict_metadata))
         state["optim"] = optimizer_state_to_fill(model, optim, is_stored, strict=strict)
+    swap_param_keys(state, mapping, metadata, quiet=True)
+    groups: list[StateDict] = []
+    if optim is not None:
+        groups = state["optim"]["param_groups"]
         flatten = is_flattened(metadata, default=flatten)
-        match_settings_of_schedulers(state["optim"]["param_groups"], metadata, mapping, flattened=flatten)
+        match_settings_of_schedulers(groups, metadata, flattened=flatten)
         if flatten:
             state["optim"] = flattened(state["optim"])
-    swap_param_keys(state, mapping, metadata, quiet=True)
-    for name in filter(
-        lambda name: name.endswith(EXTRA_STATE), state["model"]
-    ):  # of any type and size: as it was saved
-        if leaves := leaves_of(metadata, f"model.{name}"):
+    for name in state["model"]:
+        # An extra state may have any type and size.
+        if name.endswith(EXTRA_STATE) and (leaves := leaves_of(metadata, f"model.{name}")):
             values = sharded.unread(metadata, leaves)
             state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", leaves, values))
     check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
     if optim is not None:
-        groups = group_names(model, optim, state["optim"], mapping, metadata)
-        check_groups(reader, groups, flatten=flatten, strict=strict)
+        check_groups(reader, [group["params"] for group in groups], flatten=flatten, strict=strict)
     return state
 
 

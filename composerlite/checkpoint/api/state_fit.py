@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from composerlite.checkpoint.format.sharded_index import owner_of
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS, optimizer_state
-from composerlite.checkpoint.load.state_keys import swap_param_keys
+from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS
 from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_fit",
     "check_groups",
-    "group_names",
     "is_flattened",
     "is_group_members",
     "match_settings_of_schedulers",
@@ -92,41 +89,31 @@ def near(key: str, known: Iterable[str]) -> str:
 
 def is_flattened(metadata: Metadata, *, default: bool) -> bool:
     """Return true if the settings of the optimizer's groups were saved for every parameter."""
-    groups = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
-    if not groups:
+    stored = metadata.state_dict_metadata
+    if not any(key.startswith("optim.param_groups.") for key in stored):
         return default
-    path = sharded.key_path(metadata, groups[0])
-    if len(path) > 2:
-        return type(path[2]) is not int
-    return "optim.param_groups.0.params" not in groups
+    return "optim.param_groups.0.params" not in stored
 
 
-def match_settings_of_schedulers(
-    groups: Sequence[StateDict], metadata: Metadata, mapping: Mapping[str, str], *, flattened: bool
-) -> None:
+def match_settings_of_schedulers(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:
     """Give ``groups`` the same settings of schedulers as the checkpoint, such as ``initial_lr``.
 
     A scheduler may be made before a load or after the load, so a setting of one side alone is no difference.
+
+    Args:
+        groups: of the optimizer, with the names of the checkpoint.
+        metadata: of the checkpoint.
+        flattened: the checkpoint has a flattened state.
     """
     stored = metadata.state_dict_metadata
     for number, group in enumerate(groups):
-        names = [mapping.get(name, name) for name in group["params"]] if flattened else [str(number)]
+        names = group["params"] if flattened else [str(number)]
         for setting in SETTINGS_OF_SCHEDULERS:
             keys = [f"optim.param_groups.{name}.{setting}" for name in names]
             if keys and all(key in stored for key in keys):
                 group.setdefault(setting, sharded.unread(metadata, keys[:1])[keys[0]])
             else:
                 group.pop(setting, None)
-
-
-def group_names(
-    model: nn.Module, optim: Optimizer, state: StateDict, mapping: Mapping[str, str], metadata: Metadata
-) -> list[list[str]]:
-    """Return the names of the parameters in each group of ``optim``, with the names of the checkpoint."""
-    if "param_groups" not in state:  # a flattened state has no groups
-        state = optimizer_state(model, optim)
-        swap_param_keys({"optim": state}, mapping, metadata, quiet=True)
-    return [group["params"] for group in state["param_groups"]]
 
 
 def is_group_members(key: str) -> bool:
@@ -188,12 +175,12 @@ def _flat_problems(
         name, _, setting = key.removeprefix("optim.param_groups.").rpartition(".")
         settings.setdefault(name, {})[setting] = value
     for number, names in enumerate(groups):
-        known = [name for name in names if name in settings]
-        for name in known[1:]:
-            first = settings[known[0]]
-            differing = [key for key, value in settings[name].items() if key in first and first[key] != value]
-            if differing:
-                yield (
-                    f"{known[0]!r} and {name!r}, which are in group {number} here, were saved with "
-                    f"{differing[0]}={first[differing[0]]!r} and {settings[name][differing[0]]!r}"
-                )
+        first: dict[str, tuple[str, Any]] = {}
+        for name in names:
+            for setting, value in settings.get(name, {}).items():
+                other, expected = first.setdefault(setting, (name, value))
+                if expected != value:
+                    yield (
+                        f"{other!r} and {name!r}, which are in group {number} here, were saved with "
+                        f"{setting}={expected!r} and {value!r}"
+                    )

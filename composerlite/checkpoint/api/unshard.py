@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -25,7 +25,6 @@ from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 __all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
 
 log = logging.getLogger(__name__)
-_INDEX = ".index.json"
 _VALUE_BYTES = 1024
 """Bytes that a value which is no tensor takes in a file, about."""
 
@@ -140,41 +139,51 @@ def unshard_checkpoint(
         )
     if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
         raise ConfigError(f"dir={os.fspath(dir)!r}: unshard_zero writes the weights of an archive of DeepSpeed.")
-    target = _local_folder(os.fspath(target_dir))
+    if is_uri(os.fspath(target_dir)):
+        raise ConfigError(f"target_dir={target_dir!r}: expected a folder of this machine; upload it then.")
+    target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
     suffix = ".safetensors" if use_safetensors else ".pt"
     with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
-        stored = reader.read_metadata().state_dict_metadata
-        wants_optim = (
-            not use_safetensors and any(key.startswith("optim.") for key in stored) if optim is None else optim
-        )
-        keys = {part: _keys_of(part, stored) for part in (["model", "optim"] if wants_optim else ["model"])}
-        if lacks := [part for part, found in keys.items() if not found]:
-            raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {lacks[0]}.")
-        is_one_file = strategy.name is UnshardStrategyType.one_file
-        names = {part: part + suffix if is_one_file else part for part in keys}
-        _check_free(target, names.values(), overwrite=save_overwrite)
-        make_folder(target)
-        for old in [*names.values()][1:] if is_one_file else [f"{part}/{part}{suffix}{_INDEX}" for part in keys]:
-            (target / old).unlink(missing_ok=True)
-        for part, found in keys.items():
-            _write_part(reader, target / part, found, strategy, suffix)
+        if optim is None:
+            stored = reader.read_metadata().state_dict_metadata
+            optim = not use_safetensors and any(key.startswith("optim.") for key in stored)
+        parts = ["model", "optim"] if optim else ["model"]
+        written = _write_parts(reader, target, parts, strategy, suffix, overwrite=save_overwrite)
     if not quiet:
-        log.info("wrote %s to %s", " and ".join(names.values()), target)
-    return target / names["model"], target / names["optim"] if "optim" in names else None
+        log.info("wrote %s", " and ".join(map(str, written)))
+    return written[0], written[1] if optim else None
 
 
-def _local_folder(target_dir: str) -> Path:
-    if is_uri(target_dir):
-        raise ConfigError(f"target_dir={target_dir!r}: expected a folder of this machine; upload it then.")
-    return Path(parse_uri(target_dir)[2])
-
-
-def _check_free(target: Path, names: Iterable[str], *, overwrite: bool) -> None:
-    """Check that nothing in ``target`` has one of ``names``; an empty folder does not count."""
-    for path in () if overwrite else [target / name for name in names]:
+def _write_parts(
+    reader: sharded.RemoteFileSystemReader,
+    target: Path,
+    parts: Sequence[str],
+    strategy: UnshardStrategy,
+    suffix: str,
+    *,
+    overwrite: bool,
+) -> list[Path]:
+    """Write ``parts`` of a checkpoint below ``target``; return the file or the folder of each."""
+    stored = reader.read_metadata().state_dict_metadata
+    keys = [_keys_of(part, stored) for part in parts]
+    if lacks := [part for part, found in zip(parts, keys, strict=True) if not found]:
+        raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {lacks[0]}.")
+    is_one_file = strategy.name is UnshardStrategyType.one_file
+    paths = [target / (part + suffix if is_one_file else part) for part in parts]
+    for path in () if overwrite else paths:
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
             raise CheckpointExistsError(f"{str(path)!r} exists already: pass another folder, or save_overwrite=True.")
+    # After a kill, no old index and no old optimizer are beside new files.
+    for old in paths[1:] if is_one_file else [_index_of(path, suffix) for path in paths]:
+        old.unlink(missing_ok=True)
+    for path, names in zip(paths, keys, strict=True):
+        _write_part(reader, path, names, strategy, suffix)
+    return paths
+
+
+def _index_of(folder: Path, suffix: str) -> Path:
+    return folder / f"{folder.name}{suffix}.index.json"
 
 
 def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
@@ -186,63 +195,58 @@ def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
 
 
 def _write_part(
-    reader: sharded.RemoteFileSystemReader, path: Path, keys: Mapping[str, str], strategy: UnshardStrategy, suffix: str
+    reader: sharded.RemoteFileSystemReader, path: Path, names: Mapping[str, str], strategy: UnshardStrategy, suffix: str
 ) -> None:
-    """Write the model or the optimizer: the file ``path`` with ``suffix``, or the folder ``path`` with an index.
+    """Write the model or the optimizer.
 
     Args:
         reader: of the checkpoint.
-        path: of the file without its suffix, or of the folder.
-        keys: in the index of the checkpoint, with the names below the model or the optimizer.
+        path: of the file, or of the folder with several files and an index.
+        names: names below the model or the optimizer, by the keys of the checkpoint.
         strategy: how keys are divided into files.
         suffix: of the files.
     """
     metadata = reader.read_metadata()
     is_one_file = strategy.name is UnshardStrategyType.one_file
-    sizes = {key: _size_bytes(metadata.state_dict_metadata[key]) for key in keys}
-    folder = path.parent if is_one_file else path
-    make_folder(folder)
-    places: dict[str, str] = {}
-    for name, group in (
-        _files(keys, sizes, strategy, suffix).items() if not is_one_file else [(path.name + suffix, keys)]
-    ):
-        values = sharded.load_flat(reader, group)
-        contents: Any = {keys[key]: values[key] for key in group}
+    sizes = {key: _size_bytes(metadata.state_dict_metadata[key]) for key in names}
+    files = {path: list(names)} if is_one_file else _files(path, names, sizes, strategy.chunk_size_bytes, suffix)
+    make_folder(path.parent if is_one_file else path)
+    for file, keys in files.items():
+        values = sharded.load_flat(reader, keys)
+        contents: Any = {names[key]: values[key] for key in keys}
         if suffix == ".safetensors":
-            write_safetensors(folder / name, contents)
+            write_safetensors(file, contents)
+        elif is_one_file:
+            write_torch(file, nested(metadata, keys[0].removesuffix(f".{names[keys[0]]}"), keys, values))
         else:
-            first, *_ = group
-            prefix = first.removesuffix(f".{keys[first]}")
-            write_torch(folder / name, nested(metadata, prefix, list(group), values) if is_one_file else contents)
-        places |= dict.fromkeys(contents, name)
+            write_torch(file, contents)
     if not is_one_file:
+        places = {names[key]: file.name for file, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        with atomic_write(folder / f"{path.name}{suffix}{_INDEX}") as file:
-            file.write(json.dumps(index, indent=1).encode())
+        with atomic_write(_index_of(path, suffix)) as out:
+            out.write(json.dumps(index, indent=1).encode())
 
 
 def _files(
-    keys: Mapping[str, str], sizes: Mapping[str, int], strategy: UnshardStrategy, suffix: str
-) -> dict[str, list[str]]:
-    """Divide ``keys`` into files, by the names of the files. No two names differ in upper and lower case alone."""
-    files: dict[str, list[str]] = {}
-    if strategy.chunk_size_bytes is None:
+    folder: Path, names: Mapping[str, str], sizes: Mapping[str, int], chunk_bytes: int | None, suffix: str
+) -> dict[Path, list[str]]:
+    """Divide keys into files. No two names of files differ in upper and lower case alone."""
+    files: dict[Path, list[str]] = {}
+    if chunk_bytes is None:
         taken: set[str] = set()
-        for key, name in keys.items():
+        for key, name in names.items():
             stem = file = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:200]
-            number = 1
-            while file.lower() in taken:
-                number += 1
-                file = f"{stem}~{number}"
+            if file.lower() in taken:
+                file = f"{stem}~{len(taken)}"
             taken.add(file.lower())
-            files[file + suffix] = [key]
+            files[folder / (file + suffix)] = [key]
         return files
-    size = 0
-    for key in keys:
-        if not files or size + sizes[key] > strategy.chunk_size_bytes:
-            files[f"chunk-{len(files):05}{suffix}"] = []
-            size = 0
-        files[f"chunk-{len(files) - 1:05}{suffix}"].append(key)
+    chunk, size = list[str](), 0
+    for key in names:
+        if not files or size + sizes[key] > chunk_bytes:
+            chunk, size = [], 0
+            files[folder / f"chunk-{len(files):05}{suffix}"] = chunk
+        chunk.append(key)
         size += sizes[key]
     return files
 

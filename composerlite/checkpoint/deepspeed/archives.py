@@ -23,17 +23,8 @@ from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
 from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
-from composerlite.checkpoint.load.resolve import (
-    engine_folder,
-    fetched,
-    followed,
-    resolved,
-    transferring,
-)
-from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.load.resolve import engine_folder, fetched, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.errors import (
@@ -42,7 +33,7 @@ from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri, parse_uri, verify_file
+from composerlite.storage import FileDigest, ObjectStore, ParallelReader, verify_file
 from composerlite.types import StateDict
 
 __all__ = [
@@ -59,10 +50,6 @@ MODEL_STATES = "model_states.pt"
 """End of the name of the file with a rank's states of the model."""
 _FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
-
-
-def _all(contents: StateDict) -> StateDict:
-    return contents
 
 
 @final
@@ -91,15 +78,24 @@ class RankFiles:
         lack = "it is no archive"
         if size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
             lack = f"it has no {DEEPSPEED!r} in it"
-            self._members = _members(source, size_bytes)
-            self.names = sorted(match[1] for name in self._members if (match := _FILE.fullmatch(name)) is not None)
+            members = _members(source, size_bytes)
+            self._files = {match[1]: members[name] for name in members if (match := _FILE.fullmatch(name)) is not None}
+            self.names = sorted(self._files)
+            if STATES in members:
+                self._files[STATES] = members[STATES]
             if self.names:
                 return
         raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
 
     def member(self, name: str) -> Window:
-        """Return one of DeepSpeed's files, by its name."""
-        return self._members[f"{DEEPSPEED}/{name}"]
+        """Return one of DeepSpeed's files, or ``composer_states.pt``.
+
+        Raises:
+            CorruptCheckpointError: there is no such file.
+        """
+        if name not in self._files:
+            raise CorruptCheckpointError(f"it has no {name!r} in it")
+        return self._files[name]
 
     def the_file(self, end: str) -> str:
         """Return the name of the one file of DeepSpeed that ends with ``end``.
@@ -115,48 +111,31 @@ class RankFiles:
             )
         return found[0]
 
-    def model_states(self, *, prune: Callable[[StateDict], StateDict] = _all) -> StateDict:
-        """Read the states of the model; ``prune`` selects the parts to read. Raises as :meth:`the_file`."""
-        return self.contents(self.the_file(MODEL_STATES), prune=prune)
-
     def contents(
         self,
         name: str,
         types: Mapping[str, type] | None = None,
         *,
         trust: bool = False,
-        prune: Callable[[StateDict], StateDict] = _all,
+        prune: Callable[[StateDict], StateDict] | None = None,
     ) -> StateDict:
-        """Read one of DeepSpeed's files.
+        """Read one of DeepSpeed's files, or ``composer_states.pt``.
 
         Args:
             name: of the file.
-            types: the classes that may be in the file; ``None``: placeholders for them.
+            types: the classes that may be in the file; ``None``: placeholders for the classes of DeepSpeed.
             trust: load any type, **running whatever code the file holds**.
             prune: selects the parts of the contents to read.
 
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
         """
-        return self._read(f"{DEEPSPEED}/{name}", stand_ins() if types is None else types, trust, prune)
-
-    def states(self, *, trust: bool = False) -> StateDict:
-        """Read ``composer_states.pt``.
-
-        Raises:
-            CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
-        """
-        return self._read(STATES, {}, trust, _all)
-
-    def _read(
-        self, name: str, types: Mapping[str, type], trust: bool, prune: Callable[[StateDict], StateDict]
-    ) -> StateDict:
-        if (member := self._members.get(name)) is None:
-            raise CorruptCheckpointError(f"it has no {name!r} in it")
-        size, sums = member.size_bytes, self.check_sums
+        member, types = self.member(name), stand_ins() if types is None else types
         try:
-            file = TorchFile(member, size, peek=member.read, trust=trust, check_sums=sums, types=types)
-            file.contents = prune(file.contents)
+            file = TorchFile(
+                member, member.size_bytes, peek=member.read, trust=trust, check_sums=self.check_sums, types=types
+            )
+            file.contents = file.contents if prune is None else prune(file.contents)
             file.read()
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"its {name!r}: {e}") from e
@@ -291,17 +270,13 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
                 "deepspeed_config saves. Its weights load with load_weights_only=True; a run without deepspeed_config "
                 "continues from all of it; 'composerlite checkpoint convert' writes its weights to a file."
             )
-    if object_store is None and not is_uri(first):
-        path = resolved(Path(parse_uri(first)[2]))
-        if not path.is_file():
+    with place_of(first, object_store) as (place, last):
+        if (path := place.path_of(last)) is not None and not path.is_file():
             raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
-        path = path.resolve()
-        manifest, names = _recorded(Folder(path.parent), path.name, str(path), in_store=False)
-    else:
-        with transferring(first, object_store) as (transfer, wanted):
-            key = followed(transfer, wanted)
-            folder, _, last = key.rpartition("/")
-            manifest, names = _recorded(Bucket(transfer, folder), last, key, in_store=object_store is not None)
+        home, name = home_of(place, last)
+        manifest = Catalog(home).manifest_of(name)
+        paths = [] if manifest is None else [record.path for record in manifest.files]
+        names = [home.uri(path) if object_store is None else str(home.top / path)[1:] for path in paths]
     if manifest is not None and manifest.kind == "deepspeed":
         return Archives(names, manifest)
     if manifest is not None:
@@ -312,17 +287,9 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
-        states = archive.model_states(prune=lambda contents: {"ranks": contents.get("dp_world_size")})
-    if not isinstance(states["ranks"], int) or states["ranks"] < 1:
+        name = archive.the_file(MODEL_STATES)
+        ranks = archive.contents(name, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
+    if not isinstance(ranks, int) or ranks < 1:
         raise CorruptCheckpointError(f"checkpoint {first!r} does not say the number of ranks that saved it")
     log.warning("checkpoint %s has no record: loading it unverified", first)
-    return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in range(states["ranks"])], None)
-
-
-def _recorded(place: Place, name: str, key: str, *, in_store: bool) -> tuple[Manifest | None, list[str]]:
-    """Return the record of the checkpoint ``name``, and the names of its files: keys of a store, or paths and URIs."""
-    place, name = home_of(place, name)
-    manifest = Catalog(place).manifest_of(name)
-    files = [] if manifest is None else [record.path for record in manifest.files]
-    root = key.removesuffix(name)
-    return manifest, [root + path if in_store else place.uri(path) for path in files]
+    return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in range(ranks)], None)

@@ -7,7 +7,6 @@ DeepSpeed converts the files. For weights alone, rank 0 merges the weights and s
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from composerlite.checkpoint.deepspeed.archives import (
 from composerlite.checkpoint.deepspeed.weights import pieces_of
 from composerlite.checkpoint.foreign.deepspeed import merged_weights, untrained
 from composerlite.checkpoint.foreign.keys import common_rename
-from composerlite.checkpoint.format.torch_reader import item_contents
+from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
 from composerlite.checkpoint.load.resolve import engine_folder, fetched
@@ -231,25 +230,17 @@ class _Load:
 
     def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
         """Read a file in the ``archive`` of rank 0, on every rank."""
-        raw = None
-        if self.group.is_first:
-            assert archive is not None
-            member = archive.member(name)
-            raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
+        raw: RawFile | None = None
+        with self.group.all_or_none(f"reading {self.source}"):
+            if self.group.is_first:
+                assert archive is not None
+                member = archive.member(name)
+                raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
         return spread_file(raw, f"{name} of {self.source}", trust=self.trust)
 
     def _states(self, archive: RankFiles | None) -> StateDict:
         """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""
-
-        def packed() -> bytes:
-            assert archive is not None
-            with readable(archive.path):
-                buffer = io.BytesIO()
-                torch.save(archive.states(trust=self.trust), buffer)
-                return buffer.getvalue()
-
-        data = self.group.from_first(f"reading {self.source}", packed)
-        contents = torch.load(io.BytesIO(data), weights_only=False) if self.trust else item_contents(data)
+        contents = self._of_first(archive, STATES)
         with self.group.all_or_none("comparing the checkpoint with the run"):
             wanted = self.plan.wanted(contents)
             self.plan.places(wanted)

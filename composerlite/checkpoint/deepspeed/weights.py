@@ -34,7 +34,7 @@ def pieces_of(archives: Sequence[RankFiles]) -> list[Piece]:
     pieces: list[Piece] = []
     for archive in archives:
         has_model = any(name.endswith(MODEL_STATES) for name in archive.names)
-        model = archive.model_states(prune=_model_keys) if has_model else {}
+        model = archive.contents(archive.the_file(MODEL_STATES), prune=_model_keys) if has_model else {}
         pieces.append(Piece(model, archive.contents(archive.the_file(_OPTIMIZER), prune=_weight_keys)))
     return pieces
 

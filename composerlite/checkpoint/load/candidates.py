@@ -1,4 +1,4 @@
-"""The checkpoints of a run in folders and buckets, and other files with names of the run."""
+"""The checkpoints of a run in folders and buckets, and other files with names of the run: list, sort, set aside."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, final
 
+from composerlite import dist
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import quarantine_checkpoint, quarantine_file
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import (
@@ -20,7 +22,16 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 
-__all__ = ["Candidate", "Listing", "RunBucket", "RunPlace", "UnusableFile", "list_checkpoints", "newest_first"]
+__all__ = [
+    "Candidate",
+    "Listing",
+    "RunBucket",
+    "RunPlace",
+    "UnusableFile",
+    "list_checkpoints",
+    "newest_first",
+    "set_aside",
+]
 
 log = logging.getLogger(__name__)
 IN_BUCKET, IN_FOLDER, IN_REPLICAS, IN_MEMORY = range(4)
@@ -94,18 +105,14 @@ class UnusableFile(NamedTuple):
         catalog: the folder or bucket.
         name: name in the folder or bucket.
         error: the reason.
-        is_damage: rename the file once a good checkpoint is found, since the run will save this name again.
+        is_damage: rename the file once a good checkpoint is found, since the run will save this name again. Otherwise
+            the file stays, and may be a newer checkpoint.
     """
 
     catalog: Catalog
     name: str
     error: CorruptCheckpointError | OSError
     is_damage: bool
-
-    @property
-    def is_unread(self) -> bool:
-        """True if the file is not renamed, and may be a newer checkpoint."""
-        return isinstance(self.error, OSError) or self.catalog.place.path_of("") is None
 
 
 @final
@@ -174,7 +181,7 @@ def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
     directories now. If another link leads to a later checkpoint, or to nothing, the link of this bucket may be old.
     """
     latest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
-    if bucket.link is None or latest is None or latest.kind not in RESUMABLE:
+    if bucket.link is None or latest is None or latest.kind not in RESUMABLE or latest.left_out:
         return None
     for link in bucket.remote.announcements():
         if link == PurePosixPath(bucket.link).name:
@@ -246,3 +253,56 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
         log.warning("skipped: %s", error)
         unusable.append(UnusableFile(catalog, name, error, is_damage))
     return own
+
+
+# ── once a good checkpoint is found ──────────────────────────────────────────────────────────────────────────────────
+def set_aside(
+    damaged: Sequence[Candidate], chosen: Candidate, listing: Listing, places: Sequence[RunPlace], run_name: str
+) -> None:
+    """Rename damaged checkpoints in folders, since the run will save these names again, and repair links.
+
+    Every rank calls this. Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other
+    node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
+    """
+    renamed: list[Manifest] = []
+    for one in damaged:
+        in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
+        catalog = places[one.place].catalog
+        if in_folder and (own := _own_record(one, catalog)) is not None:
+            quarantine_checkpoint(catalog.place, own)
+            renamed.append(own)
+    for fault in listing.unusable:  # on rank 0
+        if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
+            quarantine_file(fault.catalog.place, fault.name)
+    place = places[chosen.place]
+    if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
+        _repair_links(place, own, run_name, renamed)
+
+
+def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
+    """Return the record of a checkpoint on this rank's disk; ``None``: another rank changes this disk."""
+    manifest = candidate.manifest
+    if dist.get_global_rank() == 0:
+        return manifest
+    if dist.get_local_rank() != 0 or manifest.node is None:
+        return None
+    own = catalog.readable([manifest.name])
+    return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
+
+
+def _repair_links(place: RunPlace, manifest: Manifest, run_name: str, renamed: Sequence[Manifest]) -> None:
+    """Point the broken links of the run's saver to the checkpoint of ``manifest``.
+
+    Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
+    """
+    if place.link is None or place.template is None:
+        return
+    links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
+    gone = {path for one in renamed for path in (one.name, *(file.path for file in one.files))}
+    for link, target in place.catalog.place.links().items():
+        match = names.fullmatch(target)
+        is_broken = not (place.catalog.folder / link).exists()
+        if is_broken and links.fullmatch(link) is not None and (match is not None or target in gone):
+            rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+            is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
+            place.catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)

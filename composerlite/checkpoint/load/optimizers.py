@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from composerlite.checkpoint.foreign.taken import unflattened
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict, items_of
 
@@ -81,7 +82,11 @@ def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) ->
     Settings that schedulers have added to the groups stay if ``state`` does not have them.
     """
     if "param_groups" not in state:
-        state = _unflattened(optimizer_state(model, optim)["param_groups"], state)
+        groups = optimizer_state(model, optim)["param_groups"]
+        found = unflattened(state, [group["params"] for group in groups])
+        for group, settings in zip(groups, found["param_groups"] or groups, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+        state = {"state": found["state"], "param_groups": groups}
     before = [{key: group[key] for key in SETTINGS_OF_SCHEDULERS if key in group} for group in optim.param_groups]
     with _without_a_step(optim):
         set_optimizer_state_dict(model, optim, state, options=_options(strict=False))
@@ -176,37 +181,8 @@ def _without_state(optim: Optimizer) -> Generator[None]:
 # ── the layout in which every parameter has the settings of its group ────────────────────────────────────────────────
 def flattened(state: StateDict) -> StateDict:
     """Return ``state`` with keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, as torch flattens it."""
-    flat: StateDict = {}
-    for name, fields in state["state"].items():
-        flat.update(_leaves(fields, f"state.{name}"))
+    flat = {f"state.{name}.{key}": value for name, fields in state["state"].items() for key, value in fields.items()}
     for group in state["param_groups"]:
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
     return flat
-
-
-def _leaves(fields: StateDict, prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            yield from _leaves(cast("StateDict", value), f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", value
-
-
-def _unflattened(groups: Sequence[StateDict], flat: StateDict) -> StateDict:
-    """Return a state from the result of :func:`flattened`, for groups of parameters, with the settings in ``flat``."""
-    names = {name for group in groups for name in group["params"]}
-    state: StateDict = {}
-    for key, value in flat.items():
-        kind, *parts = key.split(".")
-        for end in range(1, len(parts)):
-            if kind == "state" and (name := ".".join(parts[:end])) in names:
-                fields = state.setdefault(name, {})
-                for part in parts[end:-1]:
-                    fields = fields.setdefault(part, {})
-                fields[parts[-1]] = value
-    for group in groups:
-        for name in reversed(group["params"]):
-            stored = {key: f"param_groups.{name}.{key}" for key in (*group, *SETTINGS_OF_SCHEDULERS) if key != "params"}
-            group.update({key: flat[place] for key, place in stored.items() if place in flat})
-    return {"state": state, "param_groups": list(groups)}

@@ -120,11 +120,10 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
-    with (
-        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
-        readable(path),
-        contextlib.ExitStack() as stack,
-    ):
+    with readable(path), contextlib.ExitStack() as stack:
+        progress: OnBytes = int
+        if progress_bar:
+            progress = stack.enter_context(progress_of(f"reading {path.name}", path.stat().st_size, progress_bar))
         place, name = home_of(Folder(path.parent), path.name)
         catalog = Catalog(place)
         manifest = catalog.manifest_of(name)
@@ -192,23 +191,27 @@ def readable(path: Path) -> Generator[None]:
     try:
         yield
     except RefusedError as e:
-        way_out = "which is not known to be safe to load in that form. Only if the file is yours "
-        if e.allowable:
-            kind = e.name.rsplit(".", 1)[-1]
-            way_out = (
-                "which is not known to be safe to load. If it is yours, allow the type with "
-                f"torch.serialization.add_safe_globals([{kind}]), or "
-            )
-        raise UntrustedCheckpointError(
-            f"checkpoint {str(path)!r} holds {e.name}, {way_out}load with trust_checkpoint=True, which runs whatever "
-            "code the file holds."
-        ) from e
+        raise _untrusted(str(path), e) from e
     except CorruptCheckpointError as e:
         named = e
         if str(path) not in str(e):
             named = CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}")
         named.add_note("If another process replaced the file while it was read, load it again.")
         raise named from e.__cause__ if named is e else e
+
+
+def _untrusted(name: str, refused: RefusedError) -> UntrustedCheckpointError:
+    way_out = "which is not known to be safe to load in that form. Only if the file is yours "
+    if refused.allowable:
+        kind = refused.name.rsplit(".", 1)[-1]
+        way_out = (
+            "which is not known to be safe to load. If it is yours, allow the type with "
+            f"torch.serialization.add_safe_globals([{kind}]), or "
+        )
+    return UntrustedCheckpointError(
+        f"checkpoint {name!r} holds {refused.name}, {way_out}load with trust_checkpoint=True, which runs whatever code "
+        "the file holds."
+    )
 
 
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────
@@ -264,8 +267,11 @@ def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFi
     group = dist.get_group()
     source = _SharedBytes(raw)
     with group.all_or_none(f"opening {what}"):
-        if raw is not None:
-            source.read_headers(raw, trust=trust)
+        try:
+            if raw is not None:
+                source.read_headers(raw, trust=trust)
+        except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
+            raise _untrusted(what, e) from e
     with dist.node_broadcast(f"reading {what}", [0] * group.size) as spread:
         size_bytes, check_sums, comment_bytes = source.share(spread)
         # The other ranks get bytes that rank 0 has compared with the sums.

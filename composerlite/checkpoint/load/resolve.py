@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Literal, NamedTuple, final
+from typing import Literal, NamedTuple, final
 
 from composerlite import storage
 from composerlite.checkpoint.format import INDEX, MODEL
@@ -35,15 +35,13 @@ from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
     StagedFile,
+    Transfer,
     is_uri,
     open_store,
     parse_uri,
     replace_symlink,
     without_secrets,
 )
-
-if TYPE_CHECKING:
-    from composerlite.storage import Transfer
 
 __all__ = [
     "Located",
@@ -55,9 +53,9 @@ __all__ = [
     "get_file",
     "is_read_in_place",
     "located",
+    "place_of",
     "resolved",
     "source_of",
-    "transferring",
 ]
 
 _MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
@@ -73,36 +71,29 @@ class Located(NamedTuple):
             directory; ``'step'``, a directory with the model and the optimizer in a directory below; ``'weights'``, a
             file of safetensors.
         path: path on this machine; ``None``: only rank 0 has the file, or the checkpoint is in a store.
-        uri: URI, if the checkpoint is in a store.
-        key: name in that store.
+        key: name in the store.
     """
 
     name: str
     kind: Literal["file", "sharded", "step", "weights"]
     path: Path | None = None
-    uri: str = ""
     key: str = ""
 
-    def folder(self, object_store: ObjectStore | None) -> ShardedDirectory:
-        """Open the directory, or the folder of a file of weights; of a step, the directory of the model."""
-        if self.kind == "step":
-            return self.step_folder(object_store).model()
-        if self.kind == "weights" and self.path is not None:
-            path = Path(os.path.realpath(self.path))
-            return ShardedDirectory(Folder(path.parent), "", path.name)
-        if self.kind == "weights":
-            store = open_store(self.uri) if object_store is None else object_store
-            folder, _, file = self.key.rpartition("/")
-            return ShardedDirectory(Bucket.of(store, closes=object_store is None), folder, file)
-        if object_store is None or self.path is not None:
-            return ShardedDirectory.of(self.path or self.uri)
-        return ShardedDirectory.in_store(object_store, self.key)
+    def opened(self, object_store: ObjectStore | None) -> tuple[ShardedDirectory, StepFolder | None]:
+        """Open the directory, or the folder of a file of weights; of a step, the directory of the model, and the step.
 
-    def step_folder(self, object_store: ObjectStore | None) -> StepFolder:
-        """Open the directory of the step."""
-        if object_store is None or self.path is not None:
-            return StepFolder.of(self.path or self.uri)
-        return StepFolder.in_store(object_store, self.key)
+        The caller closes the step, or else the directory.
+        """
+        if self.path is not None:
+            place, last = Folder(self.path.parent), self.path.name
+        else:
+            above, _, last = self.key.rpartition("/")
+            store = open_store(self.name) if object_store is None else object_store
+            place = Bucket.of(store, above, closes=object_store is None)
+        if self.kind == "step":
+            step = StepFolder(place, last)
+            return step.model(), step
+        return ShardedDirectory(place, "", last) if self.kind == "weights" else ShardedDirectory(place, last), None
 
 
 def source_of(name: str) -> str:
@@ -130,65 +121,73 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, 
     from composerlite import dist  # imports torch, not needed for a listing
 
     group = dist.get_group()
-    is_here = object_store is None and not is_uri(name)
     with contextlib.ExitStack() as stack:
         found: Located | None = None
         with group.all_or_none("finding the checkpoint"):
-            if group.is_first and is_here:
-                found = _find_here(stack, name, trust=trust)
-            elif group.is_first:
-                found = _find_elsewhere(stack, name, object_store, progress_bar=progress_bar, trust=trust)
+            if group.is_first:
+                found = _find(stack, name, object_store, progress_bar=progress_bar, trust=trust)
         found = group.broadcast(found)
         assert found is not None
-        is_download = not is_here and found.kind == "file"
+        is_download = found.kind == "file" and (object_store is not None or is_uri(name))
         yield found._replace(path=None) if is_download and not group.is_first else found
 
 
-def _find_here(stack: contextlib.ExitStack, name: str, *, trust: bool) -> Located:
-    path = resolved(Path(parse_uri(name)[2]))
-    if (path / MODEL / INDEX).is_file():
-        return Located(name, "step", path)
-    if is_read_in_place(path):
-        return Located(name, "weights" if path.is_file() else "sharded", path)
-    if (found := stack.enter_context(engine_folder(name, None))) is not None:
-        return _merged(stack, name, *found, trust=trust)
-    return Located(name, "file", path)
-
-
-def _find_elsewhere(
+def _find(
     stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
 ) -> Located:
-    if object_store is None and parse_uri(name)[0] in ("http", "https"):
+    """Find a checkpoint. What is downloaded or merged is deleted when ``stack`` is closed."""
+    if _is_address(name, object_store):
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
-    with transferring(name, object_store) as (transfer, wanted):
-        key = followed(transfer, wanted).rstrip("/")
-        uri = transfer.store.get_uri(key) if key else name
-        if key and transfer.exists(key):
-            if key.endswith(WEIGHTS_SUFFIX):
-                return Located(name, "weights", uri=uri, key=key)
-            path = _download(transfer, key, _temporary_folder(stack), progress_bar)
-            return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
-        if key and transfer.exists(f"{key}/{MODEL}/{INDEX}"):
-            return Located(name, "step", uri=uri, key=key)
-        if key and transfer.exists(f"{key}/{INDEX}"):
-            return Located(name, "sharded", uri=uri, key=key)
-        if (found := stack.enter_context(engine_folder(name, object_store))) is not None:
-            return _merged(stack, name, *found, trust=trust)
-        if key and holds_weights(Bucket(transfer).names(key)):
-            return Located(name, "sharded", uri=uri, key=key)
+    place, last = stack.enter_context(place_of(name, object_store))
+    path, key, uri = place.path_of(last), str(place.top / last)[1:], place.uri(last)
+    if not last:
+        raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is the top of a disk or a bucket.")
+    if place.exists(last):
+        if path is None and not last.endswith(WEIGHTS_SUFFIX):
+            name, path = without_secrets(name), _download(place, last, _temporary_folder(stack), progress_bar)
+        return Located(name, "weights" if path is None or is_read_in_place(path) else "file", path, key)
+    if place.exists(f"{last}/{MODEL}/{INDEX}"):
+        return Located(name, "step", path, key)
+    if place.exists(f"{last}/{INDEX}") or holds_weights(place.names(last)):
+        return Located(name, "sharded", path, key)
+    if (save := deepspeed_save(place, last)) is not None:
+        from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
+
+        return Located(name, "file", merged_file(place, save, _temporary_folder(stack), trust=trust))
+    if path is not None:
+        return Located(name, "file", path)  # reading raises the error
     raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is no object, and no directory of a checkpoint.")
-
-
-def _merged(stack: contextlib.ExitStack, name: str, place: Place, save: str, *, trust: bool) -> Located:
-    """Write one save of DeepSpeed's engine as one file."""
-    from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
-
-    return Located(name, "file", merged_file(place, save, _temporary_folder(stack), trust=trust))
 
 
 def _temporary_folder(stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
+
+
+def _is_address(name: str, object_store: ObjectStore | None) -> bool:
+    return object_store is None and parse_uri(name)[0] in ("http", "https")
+
+
+@contextlib.contextmanager
+def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Place, str]]:
+    """Open the folder or the part of a bucket with the checkpoint ``name``. Yield it, and the name in it.
+
+    Links are followed. The checkpoint may be missing.
+
+    Args:
+        name: a path, a URI of a store, or a name in ``object_store``.
+        object_store: the store that ``name`` is a name in.
+    """
+    if object_store is None and not is_uri(name):
+        path = Path(os.path.realpath(resolved(Path(parse_uri(name)[2]))))
+        yield Folder(path.parent), path.name
+        return
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(open_store(name)) if object_store is None else object_store
+        transfer = stack.enter_context(Transfer(store))
+        key = followed(transfer, parse_uri(name)[2] if object_store is None else name)
+        above, _, last = key.rstrip("/").rpartition("/")
+        yield Bucket(transfer, above), last
 
 
 @contextlib.contextmanager
@@ -197,19 +196,12 @@ def engine_folder(name: str, object_store: ObjectStore | None) -> Generator[tupl
 
     ``None``: ``name`` is something else.
     """
-    with contextlib.ExitStack() as stack:
-        place: Place | None = None
-        folder = ""
-        if object_store is None and not is_uri(name):
-            path = Path(os.path.realpath(resolved(Path(parse_uri(name)[2]))))
-            if path.is_dir():
-                place, folder = Folder(path.parent), path.name
-        elif object_store is not None or parse_uri(name)[0] not in ("http", "https"):
-            transfer, wanted = stack.enter_context(transferring(name, object_store))
-            above, _, folder = followed(transfer, wanted).rstrip("/").rpartition("/")
-            place = Bucket(transfer, above) if folder else None
-        save = None if place is None else deepspeed_save(place, folder)
-        yield None if place is None or save is None else (place, save)
+    if _is_address(name, object_store):
+        yield None
+        return
+    with place_of(name, object_store) as (place, last):
+        save = None if not last or place.exists(last) else deepspeed_save(place, last)
+        yield None if save is None else (place, save)
 
 
 def deepspeed_save(place: Place, folder: str) -> str | None:
@@ -237,7 +229,8 @@ def is_read_in_place(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return is_safetensors(file.read(9)) or path.suffix == WEIGHTS_SUFFIX
+        beginning = file.read(9)
+    return path.suffix == WEIGHTS_SUFFIX or (not beginning.startswith(b"PK") and is_safetensors(beginning))
 
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
@@ -273,7 +266,7 @@ def fetched(
         yield resolved(Path(parse_uri(text)[2]))
         return
     with tempfile.TemporaryDirectory(prefix="composerlite-", dir=near) as folder:
-        if object_store is None and parse_uri(text)[0] in ("http", "https"):
+        if _is_address(text, object_store):
             target = Path(folder) / (PurePosixPath(text.partition("?")[0]).name or "checkpoint.pt")
             what = f"downloading {without_secrets(text)}"
             try:
@@ -282,11 +275,11 @@ def fetched(
             except FileNotFoundError as e:
                 raise CheckpointNotFoundError(str(e)) from e
         else:
-            with transferring(path, object_store) as (transfer, name):
+            with place_of(text, object_store) as (place, name):
                 try:
-                    target = _download(transfer, followed(transfer, name), Path(folder), progress_bar)
+                    target = _download(place, name, Path(folder), progress_bar)
                 except FileNotFoundError as e:
-                    raise CheckpointNotFoundError(f"there is no checkpoint {transfer.store.get_uri(name)}: {e}") from e
+                    raise CheckpointNotFoundError(f"there is no checkpoint {place.uri(name)}: {e}") from e
         yield target
 
 
@@ -411,28 +404,14 @@ def followed(transfer: Transfer, name: str) -> str:
     raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads to a loop of links.")
 
 
-# ── downloads ────────────────────────────────────────────────────────────────────────────────────────────────────────
-@contextlib.contextmanager
-def transferring(path: str | Path, object_store: ObjectStore | None) -> Generator[tuple[Transfer, str]]:
-    """Open a transfer for ``path``, and yield it with the name of the object."""
-    if object_store is not None:
-        with storage.Transfer(object_store) as transfer:
-            yield transfer, str(path)
-        return
-    with open_store(str(path)) as store, storage.Transfer(store) as transfer:
-        yield transfer, parse_uri(str(path))[2]
-
-
-def _download(transfer: Transfer, name: str, folder: Path, progress_bar: bool) -> Path:
-    """Download the object ``name`` to ``folder``, verified by its record if there is a record."""
-    above, _, last = name.rpartition("/")
-    remote = Bucket(transfer, above)
-    record = record_in(remote, last)
+def _download(place: Place, name: str, folder: Path, progress_bar: bool) -> Path:
+    """Download the file ``name`` of a bucket to ``folder``, verified by its record if there is a record."""
+    record = record_in(place, name)
     if record is None or record.form != "file":
-        with download_bar(progress_bar) as update:
-            transfer.download(name, folder / last, overwrite=True, callback=update)
-        return folder / last
-    manifest = record.lying_at(last) or replace(record, name=last)
+        with progress_of("downloading a checkpoint", place.size(name), progress_bar) as progress:
+            place.fetch(name, folder / name, None, progress)
+        return folder / name
+    manifest = record.lying_at(name) or replace(record, name=name)
     with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
-        fetch_checkpoint(remote, manifest, Folder(folder), progress)
+        fetch_checkpoint(place, manifest, Folder(folder), progress)
     return folder / manifest.name

@@ -162,8 +162,8 @@ def read_in_place(
         if place.kind != "file":
             from composerlite.checkpoint.load.sharded import load_directory
 
-            step = place.step_folder(object_store) if place.kind == "step" else None
-            return load_directory(place.folder(object_store), plan, step)
+            folder, step = place.opened(object_store)
+            return load_directory(folder, plan, step)
         if dist.get_world_size() == 1:
             assert place.path is not None
             opening = opened(place.path, trust=trust, progress_bar=progress_bar)
@@ -336,36 +336,19 @@ def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
         and live.layout is torch.strided
         and live.dtype is saved.dtype
         and live.shape == saved.shape
-        and _same_order(live, saved, first.saved)
+        and live.stride() == saved.stride() == first.saved.stride()
         and live.data_ptr() == first.live.data_ptr()
         and saved.dtype is first.saved.dtype
         and saved.numel() * saved.itemsize == record.size > 0
-        and _is_dense(saved)
+        and _extent(saved) == saved.numel()
         and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())
     )
 
 
-def _same_order(*tensors: Tensor) -> bool:
-    """Check that the elements of tensors of one shape follow each other in the same order."""
-    strides = {tensor.stride() for tensor in tensors}
-    return len(strides) == 1 or all(_strides(tensor) == _strides(tensors[0]) for tensor in tensors)
-
-
-def _strides(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return (size, stride) of each dimension with more than one element."""
-    return [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[0] != 1]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Check that the elements of ``tensor`` are contiguous in memory, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in _strides(tensor)):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last element in memory, those between them included."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
 def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
@@ -374,10 +357,8 @@ def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
     for storage, pairs in groups.items():
         for _, live in pairs:
             if live is not None and type(live) in (Tensor, nn.Parameter) and live.layout is torch.strided:
-                dense = live.is_contiguous()
-                extent = live.numel() if dense else 1 + sum((size - 1) * stride for size, stride in _strides(live))
                 start = live.data_ptr()
-                owners.setdefault((start, start + extent * live.itemsize), set()).add(storage)
+                owners.setdefault((start, start + _extent(live) * live.itemsize), set()).add(storage)
     shared = {span for span, storages in owners.items() if len(storages) > 1}
     widest = (0, 0)
     for here in sorted(owners):

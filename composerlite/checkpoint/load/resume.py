@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, final
 
 from composerlite import dist
-from composerlite.checkpoint.contents import Loaded
+from composerlite.checkpoint.contents import Loaded, RestorePlan, TrainingState
 from composerlite.checkpoint.load.candidates import (
-    IN_FOLDER,
-    IN_MEMORY,
     IN_REPLICAS,
     Candidate,
     Listing,
@@ -23,18 +22,20 @@ from composerlite.checkpoint.load.candidates import (
     RunPlace,
     list_checkpoints,
     newest_first,
+    set_aside,
 )
 from composerlite.checkpoint.load.progress import progress_of
+from composerlite.checkpoint.load.resolve import source_of
+from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import fetch_checkpoint, quarantine_checkpoint, quarantine_file
+from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
-from composerlite.checkpoint.record.naming import name_pattern
-from composerlite.errors import CheckpointError, CorruptCheckpointError, RankError
-from composerlite.storage import verify_file
+from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
+from composerlite.storage import ObjectStore, verify_file, without_secrets
 from composerlite.types import Lineage
 
-__all__ = ["Choice", "RunBucket", "RunPlace", "choose"]
+__all__ = ["Choice", "RunBucket", "RunPlace", "advising", "choose"]
 
 log = logging.getLogger(__name__)
 _STEP = "choosing the checkpoint to resume from"
@@ -68,15 +69,17 @@ class _IncompleteError(OSError):
 def choose(
     places: Sequence[RunPlace],
     run_name: str,
-    read: Callable[[Path | str], Loaded] | None = None,
+    state: TrainingState | None = None,
+    stores: Sequence[ObjectStore] = (),
     *,
+    trust: bool = False,
     progress_bar: bool = False,
 ) -> Choice:
-    """Restore the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
+    """Read the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
 
     Candidates are the checkpoints of the newest attempt and its ancestors; checkpoints of abandoned attempts are never
-    restored. A file in a bucket is first downloaded to the folder. ``read`` verifies the bytes of a candidate while
-    reading; all other bytes in a folder are verified afterwards.
+    restored. A file in a bucket is first downloaded to the folder. Bytes are verified while tensors are read into
+    ``state``; all other bytes in a folder are verified afterwards.
 
     A candidate is skipped if damaged, marked as ``not_finite``, or in a folder unreadable for a rank. Once an older
     candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket stay: this machine
@@ -89,29 +92,38 @@ def choose(
     Args:
         places: the places of each saver of the run.
         run_name: name of the run.
-        read: function that reads a candidate into the state of the run, on all ranks. If ``read`` raises
-            CorruptCheckpointError, or an OSError for a candidate in a folder, the next candidate is read. ``None``:
-            candidates are only verified.
-        progress_bar: show a progress bar on a terminal while a large file is downloaded.
+        state: the state to read a candidate into; ``None``: candidates are only verified.
+        stores: open stores, used for the URIs in them. Other stores are opened by URI.
+        trust: load any type, **running any code in the file**.
+        progress_bar: show a progress bar on a terminal while a large file is downloaded or read.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good.
-        IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
+        IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest; or a
+            candidate does not fit ``state``.
         OSError: a folder exists and cannot be read; or there are checkpoints, and none is readable for every rank.
         ObjectStoreError: a bucket does not answer.
         PermissionError: a bucket denies access.
     """
     group = dist.get_group()
+    algorithms = [] if state is None else list(state.algorithms)
     replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
-    listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
-    rejected: list[Rejected] = []
-    with group.all_or_none(_STEP):
-        if group.is_first:
-            listing = list_checkpoints(places, run_name, replicas)
-            queue = newest_first(listing.known)
-    while (candidate := group.broadcast(queue.pop(0) if queue else None)) is not None:
+    listing, queue, rejected = Listing(), list[Candidate](), list[Rejected]()  # the first two on rank 0 only
+    while True:
+        with group.all_or_none(_STEP):
+            if group.is_first and not (rejected and listing.is_complete):  # at first, only the latest of a bucket
+                listing = list_checkpoints(places, run_name, replicas, whole_buckets=bool(rejected))
+                tried = {(one.source, one.manifest.id) for one, _ in rejected}
+                queue = [one for one in newest_first(listing.known) if (one.source, one.manifest.id) not in tried]
+        candidate = group.broadcast(queue.pop(0) if queue else None)
+        if candidate is None:
+            return Choice(None, _first_attempt(listing, rejected, places, run_name))
+        loaded: Loaded | None = None
         try:
-            loaded = _read_and_verify(candidate, places[candidate.place], read, progress_bar=progress_bar)
+            share = _fetch(candidate, places[candidate.place], progress_bar=progress_bar)
+            if state is not None:
+                loaded = _read(candidate, state, algorithms, stores, trust=trust, progress_bar=progress_bar)
+            _verify_rest(share, candidate, places[candidate.place].catalog, loaded)
         except RankError:
             raise  # the ranks can no longer reach each other
         except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
@@ -120,34 +132,22 @@ def choose(
             rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
         else:
             return Choice(candidate.path, _accept(candidate, listing, rejected, places, run_name), loaded)
-        gc.collect()  # there may not be memory for two checkpoints
-        with group.all_or_none(_STEP):
-            if group.is_first:
-                log.warning("skipped %s: %s", candidate.source, rejected[-1][1])
-                if candidate.bucket is not None and not listing.is_complete:
-                    listing = list_checkpoints(places, run_name, replicas, whole_buckets=True)
-                    tried = {(one.source, one.manifest.id) for one, _ in rejected}
-                    queue = [one for one in newest_first(listing.known) if (one.source, one.manifest.id) not in tried]
-    lineage = Lineage()
-    with group.all_or_none(_STEP):
         if group.is_first:
-            _check_that_there_is_none(listing, rejected, places, run_name)
-            for place in places:
-                _repair_links(place, None, run_name)
-            lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
-    return Choice(None, group.broadcast(lineage))
+            log.warning("skipped %s: %s", candidate.source, rejected[-1][1])
+        gc.collect()  # there may not be memory for two checkpoints
 
 
-def _read_and_verify(
-    candidate: Candidate, place: RunPlace, read: Callable[[Path | str], Loaded] | None, *, progress_bar: bool
-) -> Loaded | None:
-    """Read a candidate, and verify all bytes in a folder. Collective.
+# ── one candidate ────────────────────────────────────────────────────────────────────────────────────────────────────
+def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Manifest | None:
+    """Make sure that the ranks can read all files of a candidate; download a file in a bucket. Collective.
+
+    Returns:
+        The record with the files for this rank to verify; ``None``: the rank verifies no file.
 
     Raises:
         _NotFiniteError, CorruptCheckpointError, OSError: the candidate cannot be used; on every rank.
     """
     group, manifest, catalog = dist.get_group(), candidate.manifest, place.catalog
-    what = f"reading checkpoint {manifest.name!r}"
     if manifest.not_finite:
         raise _NotFiniteError(f"{', '.join(manifest.not_finite)} was not finite when it was saved.")
     if candidate.nearness == IN_REPLICAS and place.memory is not None:
@@ -155,7 +155,7 @@ def _read_and_verify(
     share = manifest if group.is_first and isinstance(candidate.path, Path) else None
     if candidate.bucket is None and manifest.form != "file":
         share = _share_of_files(manifest, catalog)
-    with group.all_or_none(what):
+    with group.all_or_none(f"reading checkpoint {manifest.name!r}"):
         if candidate.bucket is None:
             if share is not None:
                 catalog.check_sizes(share)
@@ -169,15 +169,64 @@ def _read_and_verify(
                 except CorruptCheckpointError as e:
                     log.warning("downloading the checkpoint once more: %s", e)
                     fetch_checkpoint(remote, manifest, catalog.place, progress)
-    loaded = None if read is None else read(candidate.path)
+    return share
+
+
+def _read(
+    candidate: Candidate,
+    state: TrainingState,
+    algorithms: Sequence[object],
+    stores: Sequence[ObjectStore],
+    *,
+    trust: bool,
+    progress_bar: bool,
+) -> Loaded:
+    """Read a candidate into ``state``, which had these ``algorithms`` before any candidate was read. Collective.
+
+    Raises:
+        IncompatibleCheckpointError: the candidate does not fit, or a damaged candidate has changed the model.
+        CheckpointError, OSError: as :func:`read_in_place`.
+    """
+    name = str(candidate.path)
+    if added := [one for one in state.algorithms if one not in algorithms]:
+        raise IncompatibleCheckpointError(
+            f"the newest checkpoint is damaged, and {', '.join(map(repr, added))} changed the model to load it: no "
+            f"other can be restored now. Pass the same in algorithms=[…] to resume from {name!r}."
+        )
+    roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
+    root = next((root for root in roots if name.startswith(root)), "")
+    with advising(name):
+        plan = RestorePlan(state, source_of(name))
+        name, store = name.removeprefix(root), roots.get(root)
+        return read_in_place(name, plan, store, progress_bar=progress_bar, trust=trust)
+
+
+@contextlib.contextmanager
+def advising(path: str) -> Generator[None]:
+    """Add to the error of a checkpoint that does not fit how a run can start from other parts of the checkpoint."""
+    try:
+        yield
+    except IncompatibleCheckpointError as e:
+        raise IncompatibleCheckpointError(
+            f"{e}\nautoresume takes back all of a run: the load_… arguments apply to load_path alone. To leave parts "
+            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(path)!r}."
+        ) from e
+
+
+def _verify_rest(share: Manifest | None, candidate: Candidate, catalog: Catalog, loaded: Loaded | None) -> None:
+    """Verify the bytes in the files of ``share`` that no rank has read. Collective.
+
+    Raises:
+        CorruptCheckpointError, OSError: a file is damaged or cannot be read; on every rank.
+    """
+    group, manifest = dist.get_group(), candidate.manifest
     own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
     every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
-    with group.all_or_none(what):
+    with group.all_or_none(f"verifying checkpoint {manifest.name!r}"):
         for file in () if share is None else share.here:
             name = file.path.removeprefix(manifest.home)
             verified = set[int]().union(*(chunks.get(name, ()) for chunks in every))
             verify_file(catalog.folder / file.path, file.digest, skip=verified)
-    return loaded
 
 
 def _share_of_files(manifest: Manifest, catalog: Catalog) -> Manifest:
@@ -215,29 +264,11 @@ def _share_of_files(manifest: Manifest, catalog: Catalog) -> Manifest:
 def _accept(
     chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
 ) -> Lineage:
-    """Quarantine damaged files, since the run will save these names again, and repair links. Collective.
-
-    Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other node changes its disk.
-    The path of ``chosen`` is skipped: a download has replaced the damaged file.
-
-    Returns:
-        The attempt of the run that continues from ``chosen``.
-    """
+    """Set damaged files aside, and return the attempt of the run that continues from ``chosen``. Collective."""
     group, lineage = dist.get_group(), Lineage()
     with group.all_or_none(_STEP):
-        renamed: list[Manifest] = []
-        for one, error in rejected:
-            in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
-            catalog = places[one.place].catalog
-            if in_folder and isinstance(error, CorruptCheckpointError) and (own := _own_record(one, catalog)):
-                quarantine_checkpoint(catalog.place, own)
-                renamed.append(own)
-        for fault in listing.unusable:  # on rank 0
-            if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
-                quarantine_file(fault.catalog.place, fault.name)
-        place = places[chosen.place]
-        if (own := _own_record(chosen, place.catalog)) is not None:
-            _repair_links(place, own if isinstance(chosen.path, Path) else None, run_name, renamed)
+        damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
+        set_aside(damaged, chosen, listing, places, run_name)
         if group.is_first:
             if chosen.manifest.left_out:
                 message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
@@ -246,65 +277,38 @@ def _accept(
                 chosen.manifest,
                 [one.manifest for one in listing.known],
                 [one.manifest for one in newest_first(listing.known)],
-                damaged=any(one.is_unread for one in listing.unusable),
+                damaged=not all(one.is_damage for one in listing.unusable),
             )
     return group.broadcast(lineage)
 
 
-def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
-    """Return the record of a checkpoint on this rank's disk; ``None``: another rank changes this disk."""
-    manifest = candidate.manifest
-    if dist.get_global_rank() == 0:
-        return manifest
-    if dist.get_local_rank() != 0 or manifest.node is None:
-        return None
-    own = catalog.readable([manifest.name])
-    return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
-
-
-def _repair_links(place: RunPlace, manifest: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete the links.
-
-    Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
-    """
-    if place.link is None or place.template is None:
-        return
-    links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
-    gone = {path for one in renamed for path in (one.name, *(file.path for file in one.files))}
-    for link, target in place.catalog.place.links().items():
-        path, match = place.catalog.folder / link, names.fullmatch(target)
-        if path.exists() or links.fullmatch(link) is None or (match is None and target not in gone):
-            continue
-        if manifest is None:
-            path.unlink(missing_ok=True)
-            continue
-        rank = 0 if match is None else int(match.groupdict().get("rank", 0))
-        is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
-        place.catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)
-
-
-def _check_that_there_is_none(
+def _first_attempt(
     listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
-) -> None:
-    """Check that the run has no checkpoint at all, except in memory, with parts lost with a node.
+) -> Lineage:
+    """Begin a run without checkpoints, except in memory, with parts lost with a node. Collective.
 
     Raises:
-        OSError: a checkpoint cannot be read.
-        CheckpointError: all checkpoints are damaged or marked as not finite.
+        OSError: a checkpoint cannot be read; on every rank.
+        CheckpointError: all checkpoints are damaged or marked as not finite; on every rank.
     """
-    found: list[tuple[str, CheckpointError | OSError]] = []
-    found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in listing.unusable]
-    for one, error in rejected:
-        if not (isinstance(error, _IncompleteError) and places[one.place].in_memory):
-            found.append((one.source, error))
-    for _, error in found:
-        if isinstance(error, OSError):
-            raise error
-    if found:
-        tried = "; ".join(f"{source}: {error}" for source, error in found)
-        raise CheckpointError(
-            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. Tried: "
-            f"{tried}. No checkpoint was deleted or renamed. If the files are good on another machine, this one reads "
-            "them wrongly. Otherwise name one to load with load_path and autoresume=False, or start over in another "
-            "save_folder, or with autoresume=False and save_overwrite=True."
-        )
+    group, lineage = dist.get_group(), Lineage()
+    with group.all_or_none(_STEP):
+        if group.is_first:
+            found: list[tuple[str, CheckpointError | OSError]] = []
+            found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in listing.unusable]
+            for one, error in rejected:
+                if not (isinstance(error, _IncompleteError) and places[one.place].in_memory):
+                    found.append((one.source, error))
+            for _, error in found:
+                if isinstance(error, OSError):
+                    raise error
+            if found:
+                tried = "; ".join(f"{source}: {error}" for source, error in found)
+                raise CheckpointError(
+                    f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. "
+                    f"Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
+                    "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
+                    "start over in another save_folder, or with autoresume=False and save_overwrite=True."
+                )
+            lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
+    return group.broadcast(lineage)

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,8 +36,6 @@ _SMALL_BYTES = 64 << 10
 """Smaller tensors are sent together, up to ``_PARCEL_BYTES``."""
 _PARCEL_BYTES = 1 << 20
 Ranks = tuple[int, ...]
-Report = Mapping[Sequence[int], bytes]
-"""Sent to rank 0: for each set of ranks that have the same parts of tensors, a digest of the requests for the parts."""
 
 
 # ── several ranks want the same numbers ──────────────────────────────────────────────────────────────────────────────
@@ -59,12 +58,12 @@ def plan_load(
     made: list[Request] = []
     shared: dict[Ranks, list[tuple[bytes, Request]]] = {}
 
-    def report() -> Report:
+    def report() -> dict[bytes, int]:
         made.extend(requests_of(reader.read_metadata(), state, reader.uri))
         if group.exchanges:
             shared.update(shared_requests(made, state, reader.place))
         return {
-            _compact(ranks): xxhash.xxh3_128_digest(b"".join(name for name, _ in named))
+            xxhash.xxh3_128_digest(repr(ranks).encode() + b"".join(name for name, _ in named)): len(ranks)
             for ranks, named in shared.items()
         }
 
@@ -124,22 +123,15 @@ def shared_requests(
     return found
 
 
-def all_alike(reports: Sequence[Report]) -> bool:
-    """Return true if all ranks of each set have the same requests."""
-    digests: dict[Sequence[int], bytes] = {}
-    missing: dict[Sequence[int], int] = {}
-    for rank, report in enumerate(reports):
-        for ranks, digest in report.items():
-            if rank not in ranks or digests.setdefault(ranks, digest) != digest:
-                return False
-            missing[ranks] = missing.get(ranks, len(ranks)) - 1
-    return not any(missing.values())
+def all_alike(reports: Sequence[Mapping[bytes, int]]) -> bool:
+    """Return true if all ranks of each set have the same requests.
 
-
-def _compact(ranks: Ranks) -> Sequence[int]:
-    """Return the ranks as a range if possible: a range of thousands takes few bytes."""
-    found = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
-    return found if tuple(found) == ranks else ranks
+    Args:
+        reports: of each rank: for each set of ranks with the same parts of tensors, a digest of the set and its
+            requests, and the number of ranks in the set.
+    """
+    senders = Counter(digest for report in reports for digest in report)
+    return all(senders[digest] == count for report in reports for digest, count in report.items())
 
 
 def _parcels(targets: Iterable[tuple[bytes, Tensor]]) -> Iterator[tuple[bytes, list[Tensor]]]:
@@ -202,12 +194,11 @@ class RemoteShardFetcher:
     def __enter__(self) -> RemoteShardFetcher:
         group = dist.get_group()
         if group.size > 1 and self._folder.path is not None:
-            self._are_apart = group.from_first(f"finding the disks of {self._source}", self._has_node)
+            self._are_apart = group.from_first(
+                f"finding the disks of {self._source}",
+                lambda: (record := self._folder.record()) is not None and record.node is not None,
+            )
         return self
-
-    def _has_node(self) -> bool:
-        manifest = self._folder.record()
-        return manifest is not None and manifest.node is not None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -311,11 +302,8 @@ def _write_part(folder: Path | None, sizes: Mapping[str, int], name: str, offset
     assert folder is not None
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.truncate(descriptor, sizes[name])
-        while data:
-            written = os.pwrite(descriptor, data, offset)
-            data, offset = data[written:], offset + written
-    finally:
-        os.close(descriptor)
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(sizes[name])
+        file.seek(offset)
+        file.write(data)
