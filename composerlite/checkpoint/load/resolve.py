@@ -85,7 +85,8 @@ class Located(NamedTuple):
         The caller closes the step, or else the directory.
         """
         if self.path is not None:
-            place, last = Folder(self.path.parent), self.path.name
+            path = Path(os.path.realpath(self.path))
+            place, last = Folder(path.parent), path.name
         else:
             above, _, last = self.key.rpartition("/")
             store = open_store(self.name) if object_store is None else object_store
@@ -140,7 +141,9 @@ def _find(
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
     place, last = stack.enter_context(place_of(name, object_store))
-    path, key, uri = place.path_of(last), str(place.top / last)[1:], place.uri(last)
+    key, uri = str(place.top / last)[1:], place.uri(last)
+    # Each rank follows links on its own disk.
+    path = None if place.path_of(last) is None else resolved(Path(parse_uri(name)[2]))
     if not last:
         raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is the top of a disk or a bucket.")
     if place.exists(last):
