@@ -1,4 +1,4 @@
-"""The checkpoints of a run in folders and buckets, and other files with names of the run: list, sort, set aside."""
+"""The checkpoints of a run in folders and buckets, and other files with names of the run: list, sort, quarantine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "UnusableFile",
     "list_checkpoints",
     "newest_first",
-    "set_aside",
+    "quarantine_damaged",
 ]
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
 
 
 # ── once a good checkpoint is found ──────────────────────────────────────────────────────────────────────────────────
-def set_aside(
+def quarantine_damaged(
     damaged: Sequence[Candidate], chosen: Candidate, listing: Listing, places: Sequence[RunPlace], run_name: str
 ) -> None:
     """Rename damaged checkpoints in folders, since the run will save these names again, and repair links.

@@ -120,10 +120,11 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
-    with readable(path), contextlib.ExitStack() as stack:
-        progress: OnBytes = int
-        if progress_bar:
-            progress = stack.enter_context(progress_of(f"reading {path.name}", path.stat().st_size, progress_bar))
+    with (
+        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
+        readable(path),
+        contextlib.ExitStack() as stack,
+    ):
         place, name = home_of(Folder(path.parent), path.name)
         catalog = Catalog(place)
         manifest = catalog.manifest_of(name)

@@ -22,7 +22,7 @@ from composerlite.checkpoint.load.candidates import (
     RunPlace,
     list_checkpoints,
     newest_first,
-    set_aside,
+    quarantine_damaged,
 )
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.load.resolve import source_of
@@ -264,11 +264,11 @@ def _share_of_files(manifest: Manifest, catalog: Catalog) -> Manifest:
 def _accept(
     chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
 ) -> Lineage:
-    """Set damaged files aside, and return the attempt of the run that continues from ``chosen``. Collective."""
+    """Quarantine damaged files, and return the attempt of the run that continues from ``chosen``. Collective."""
     group, lineage = dist.get_group(), Lineage()
     with group.all_or_none(_STEP):
         damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
-        set_aside(damaged, chosen, listing, places, run_name)
+        quarantine_damaged(damaged, chosen, listing, places, run_name)
         if group.is_first:
             if chosen.manifest.left_out:
                 message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
