@@ -64,8 +64,9 @@ from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
 from composerlite.checkpoint.save.sharded_writer import WrittenFile, files_of, index_bytes, record_of_directory
 from composerlite.devices import rng
-from composerlite.dist.commit_barrier import CommitRound
-from composerlite.dist.group import Group, _Several
+from composerlite.dist.group import Group
+from composerlite.dist.group import Ranks as GroupRanks
+from composerlite.dist.rounds import Round
 from composerlite.storage import FileDigest, chunk_bytes_for
 
 A = TypeVar("A")
@@ -260,7 +261,7 @@ class LogicalGroup:
             raise TimeoutError(f"logical ranks did not meet: {self._failures}")
 
 
-class _Member(_Several):
+class _Member(GroupRanks):
     """A rank's view of a :class:`LogicalGroup`, in place of torch's collectives."""
 
     def __init__(self, group: LogicalGroup, rank: int) -> None:
@@ -271,26 +272,28 @@ class _Member(_Several):
         self._since = time.thread_time()
         return super()._through_first(what, each, first, scatter=scatter)
 
-    def _tell_first(self, pickled: bytes) -> list[bytes] | None:
+    def _meet(self, what: str, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    def _send_to_first(self, what: str, pickled: bytes) -> list[bytes] | None:
         self._group.rank_seconds[self.rank] += time.thread_time() - self._since  # type: ignore[assignment]
         told = self._group.tell(self.rank, pickled)
         self._bytes = sum(map(len, told or ()))
         self._since = time.thread_time()
         return told
 
-    def _hear_first(self, replies: list[bytes] | None, *, scatter: bool) -> bytes:
+    def _receive_from_first(self, what: str, replies: list[bytes] | None, *, scatter: bool) -> bytes:
         if replies is not None:
             seconds = time.thread_time() - self._since
             replies = replies if scatter else replies * self.size
             self._group.meetings.append(Sent(self._bytes, sum(map(len, replies)), seconds))
         return self._group.hear(self.rank, replies)
 
-    outcomes = gather = broadcast = None  # type: ignore[assignment] - nothing here needs them
-
 
 def _stand_in(message: bytes, rank: int) -> bytes:
     """``message`` as ``rank`` would have sent it, which has other states of generators."""
-    good, proposal = _unpickled(message)
+    proposal = _unpickled(message)
     if not isinstance(proposal, Proposal):
         return message
     pieces = [one._replace(key=f"rng.{rank}") if one.key.startswith("rng.") else one for one in proposal.pieces]
@@ -298,7 +301,7 @@ def _stand_in(message: bytes, rank: int) -> bytes:
         f"rng.{rank}" if key.startswith("rng.") else key: ("rng", str(rank)) if key.startswith("rng.") else path
         for key, path in proposal.paths.items()
     }
-    return pickle.dumps((good, proposal._replace(pieces=pieces, paths=paths)))
+    return pickle.dumps(proposal._replace(pieces=pieces, paths=paths))
 
 
 @functools.lru_cache(8)
@@ -560,8 +563,7 @@ def _voted_in_turn(
     limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
     stores = [cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", one), asked)) for one in clients]
     rounds = [
-        CommitRound(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta())
-        for rank in range(count)
+        Round(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta()) for rank in range(count)
     ]
     server.send("seconds")
     before = _received(server, count)
@@ -611,7 +613,7 @@ def _voted_at_once(number: int, clients: Sequence[Any], ranks: Sequence[int], co
     """One round, each of ``ranks`` in a thread."""
     asked = collections.Counter[str]()
     rounds = [
-        CommitRound(
+        Round(
             cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", client), asked)),
             rank,
             count,

@@ -40,13 +40,13 @@ def apply_gradient_clipping(
         _clip_units(model, clipping_threshold)
         return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if clipping_type == "norm" and dist.any_distributed(gradients):
+    if clipping_type == "norm" and any(map(dist.is_distributed_tensor, gradients)):
         norm = dist.total_norm(gradients)
         for gradient in gradients:
             gradient.mul_(torch.clamp(clipping_threshold / (norm + _EPSILON), max=1.0).to(gradient.device))
     elif clipping_type == "norm":
         nn.utils.clip_grad_norm_(model.parameters(), clipping_threshold)
-    elif dist.any_distributed(gradients):
+    elif any(map(dist.is_distributed_tensor, gradients)):
         for gradient in gradients:
             gradient.clamp_(-clipping_threshold, clipping_threshold)
     else:

@@ -1,23 +1,19 @@
-"""Ranks, devices, and what the ranks tell each other. What takes several ranks is imported when it is first used."""
+"""Ranks, devices, and collectives. Modules for several ranks are imported when a name of theirs is first used."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from composerlite.dist.env import (
-    Control,
     backend_of,
-    check_nobody_left,
     claim_device,
-    finalize_dist,
-    get_control,
     get_device,
     get_global_rank,
     get_local_rank,
     get_local_world_size,
     get_node_rank,
+    get_sampler,
     get_world_size,
-    initialize_dist,
     is_available,
     is_initialized,
 )
@@ -28,27 +24,24 @@ if TYPE_CHECKING:
         all_gather,
         all_gather_object,
         all_reduce,
-        all_succeed,
         barrier,
         begin_run,
         broadcast,
-        broadcast_object,
         broadcast_object_list,
         cause_elsewhere,
         leave_with,
         run_local_rank_zero_first,
     )
-    from composerlite.dist.group import (
-        Group,
-        PiggybackCounter,
-        SingleProcess,
-        Vote,
+    from composerlite.dist.connect import (
+        check_nobody_left,
+        finalize_dist,
+        get_control,
         get_group,
         group_of,
+        initialize_dist,
     )
-    from composerlite.dist.sampling import get_sampler
+    from composerlite.dist.group import Group, PiggybackCounter, SingleProcess, Vote
     from composerlite.dist.shards import (
-        any_distributed,
         distributed_like,
         empty_shard_like,
         full_tensor,
@@ -62,13 +55,11 @@ if TYPE_CHECKING:
         tied_names,
         total_norm,
     )
-    from composerlite.dist.transfers import Move, NodeBroadcast, TensorTransfer, exchange, move, node_broadcast
+    from composerlite.dist.transfers import Move, TensorTransfer, broadcast_memory, exchange, move
 
 __all__ = [
-    "Control",
     "Group",
     "Move",
-    "NodeBroadcast",
     "PiggybackCounter",
     "SingleProcess",
     "TensorTransfer",
@@ -76,13 +67,11 @@ __all__ = [
     "all_gather",
     "all_gather_object",
     "all_reduce",
-    "all_succeed",
-    "any_distributed",
     "backend_of",
     "barrier",
     "begin_run",
     "broadcast",
-    "broadcast_object",
+    "broadcast_memory",
     "broadcast_object_list",
     "cause_elsewhere",
     "check_nobody_left",
@@ -111,7 +100,6 @@ __all__ = [
     "local_shard",
     "make_fillable",
     "move",
-    "node_broadcast",
     "ranks_with_same_part",
     "run_local_rank_zero_first",
     "shard_box",

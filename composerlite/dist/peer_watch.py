@@ -1,96 +1,89 @@
-"""Detection of a rank whose process or node is gone: each rank holds a connection to the next one and reports its end.
+"""Detection of a rank whose process or node has ended: each rank holds a connection to the next rank.
 
-A store does not tell who has died, and a wait for a rank that is gone would last for its whole timeout. The ranks
-watch each other in a ring, so that each has two connections, however many there are.
+A store does not notice the end of a rank, and a wait for this rank would last until the timeout. The ranks watch each
+other in a ring: each rank has two connections, for any number of ranks.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
-import secrets
 import socket
 import threading
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
-from composerlite.dist.store_barrier import Poll, StoreBarrier
+from composerlite.dist.rounds import wait_until
 from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
+    from composerlite.dist.control import Control
 
 _log = logging.getLogger(__name__)
 
-_TOKEN_BYTES = 16
 _CONNECT_SECONDS = 10.0
-_HELLO, _GOODBYE = b"+", b"."
+_GOODBYE = b"."
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
-"""A node without power or network answers nothing: its connection ends after 15 seconds."""
+"""A connection to a node without power or network ends after 15 seconds."""
 
 _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
 
 @final
 class PeerWatch:
-    """Watches the process of the next rank, and is watched by the rank before. Every rank makes one.
+    """Watches the process of the next rank. Every rank makes a watch at the same time.
 
-    If the connection to the next rank ends before that rank has called :meth:`stop`, all waits of ``barrier`` end with
-    an error that names it. Where ranks cannot connect, or get no thread, that is logged, and a rank that is gone is
-    found when a wait for it times out.
+    If the connection to the next rank ends before the next rank calls :meth:`stop`, the next rank is reported as lost.
+    A rank accepts the connection of the previous rank only in :meth:`stop`: until then the kernel holds the
+    connection, and ends the connection when the process ends.
+
+    If ranks cannot connect, a warning is logged. Then a lost rank is found when a wait times out.
     """
 
-    def __init__(self, store: Store, barrier: StoreBarrier, timeout: timedelta) -> None:
-        self._barrier = barrier
-        self._next = (barrier.rank + 1) % barrier.world_size
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._next = (control.rank + 1) % control.world_size
         self._is_stopped = False
+        self._server: socket.socket | None = None
         self._ahead: socket.socket | None = None
-        self._behind: socket.socket | None = None
         self._thread: threading.Thread | None = None
         _watches.add(self)
-        where = ""
+        next_key, where = f"peer/{self._next}", ""
         try:
-            with socket.create_server((_own_address(), 0)) as server:
-                token = secrets.token_bytes(_TOKEN_BYTES)
-                host, port = server.getsockname()
-                store.set(str(barrier.rank), f"{host} {port} {token.hex()}")
-                Poll(store, barrier.world_size).until(
-                    str(self._next), timeout, lambda: barrier.check_nobody_left("connecting to the next rank")
-                )
-                host, port, theirs = store.get(str(self._next)).decode().split()
-                where = f" at {host}:{port}"
-                self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-                self._ahead.sendall(bytes.fromhex(theirs))
-                self._behind = _accept(server, token)
-                self._behind.sendall(_HELLO)
-        except OSError as e:
-            _log.warning(
-                "rank %d cannot connect to rank %d%s (%s): if one of them is lost, the others wait until dist_timeout",
-                barrier.rank,
-                self._next,
-                where,
-                e,
+            self._server = socket.create_server((_own_address(), 0), backlog=128)
+            host, port = self._server.getsockname()
+            control.store.set(f"peer/{control.rank}", f"{host} {port}")
+            wait_until(
+                lambda: control.store.check([next_key]),
+                control.timeout,
+                control.world_size,
+                lambda: control.check_nobody_left("connecting to the next rank"),
             )
-        if self._ahead is not None:
+            host, port = control.store.get(next_key).decode().split()
+            where = f" at {host}:{port}"
+            self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
             _keep_alive(self._ahead)
             self._thread = next(iter(start_threads(self._watch, 1, name="peer-watch")), None)
-            if self._thread is None:
-                _log.warning(
-                    "rank %d does not watch rank %d, for want of a thread: if that one is lost, the others wait until "
-                    "dist_timeout",
-                    barrier.rank,
-                    self._next,
-                )
+        except OSError as e:
+            _log.warning("rank %d cannot connect to rank %d%s: %s", control.rank, self._next, where, e)
+        if self._thread is None:
+            _log.warning(
+                "rank %d does not watch rank %d: if that rank is lost, the others wait until dist_timeout",
+                control.rank,
+                self._next,
+            )
 
     def stop(self) -> None:
-        """End the watch: say to the rank before that this process ends by intention."""
+        """End the watch, and tell the previous rank that this process ends on purpose."""
         self._is_stopped = True
-        if self._behind is not None:
-            with suppress(OSError):  # the rank before has ended already
-                self._behind.sendall(_GOODBYE)
+        if self._server is not None:
+            with suppress(OSError):  # no more connections
+                self._server.setblocking(False)
+                while True:
+                    connection, _ = self._server.accept()
+                    with connection, suppress(OSError):  # the other process has ended already
+                        connection.sendall(_GOODBYE)
         if self._ahead is not None:
             with suppress(OSError):
                 self._ahead.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -99,44 +92,26 @@ class PeerWatch:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors of this process, those of a fork only: no other process learns of it."""
-        for end in (self._ahead, self._behind):
+        """Close the descriptors of this process. In a forked process, the watch of its parent goes on."""
+        for end in (self._ahead, self._server):
             if end is not None:
                 end.close()
 
     def _watch(self) -> None:
         assert self._ahead is not None
         try:
-            if self._ahead.recv(1) != _HELLO:
-                return  # the next rank did not take the connection, and has logged why
-        except OSError:
-            return
-        try:
             last = self._ahead.recv(1)
-        except OSError:  # the node has not answered, or the process was killed with bytes unread
+        except OSError:  # the process was killed, or its node does not answer
             last = b""
         if last != _GOODBYE and not self._is_stopped:
-            self._barrier.report_gone(self._next)
+            self._control.report_lost(self._next)
 
 
 def _own_address() -> str:
-    """The address under which the other ranks reach this one: that of the way to MASTER_ADDR."""
+    """Return the address at which the other ranks reach this rank: that of the route to MASTER_ADDR."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _accept(server: socket.socket, token: bytes) -> socket.socket:
-    """The connection of the rank before, which knows ``token``; others are closed."""
-    server.settimeout(_CONNECT_SECONDS)
-    while True:
-        connection, _ = server.accept()
-        connection.settimeout(_CONNECT_SECONDS)
-        with suppress(OSError):
-            if hmac.compare_digest(connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL), token):
-                connection.settimeout(None)
-                return connection
-        connection.close()
 
 
 def _keep_alive(connection: socket.socket) -> None:

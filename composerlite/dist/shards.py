@@ -1,9 +1,12 @@
-"""Tensors of which each rank has a part (``DTensor``), seen from one rank. Nothing here waits for another rank."""
+"""Tensors distributed over ranks (``DTensor``), seen from a single rank.
+
+Only :func:`full_tensor` and :func:`total_norm` communicate.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -16,19 +19,21 @@ from composerlite.types import items_of, with_items
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a shard, by dimension."""
 
-_boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+_boxes: dict[Any, Box] = {}
 _MOST_BOXES = 4096
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class LocalShard(NamedTuple):
-    """This rank's part of a tensor.
+    """This rank's shard of a tensor.
 
     Attributes:
-        offsets: where it begins in the whole, by dimension.
-        lengths: how long it is; with a 0 where this rank has nothing of it.
-        local: the part itself.
+        offsets: position of the shard in the tensor, by dimension.
+        lengths: shape of the shard; with a 0 if this rank has no shard.
+        local: the shard.
     """
 
     offsets: tuple[int, ...]
@@ -37,18 +42,16 @@ class LocalShard(NamedTuple):
 
 
 def is_distributed_tensor(value: object) -> bool:
-    """Return true if ``value`` is a tensor of which each rank has a part."""
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # where it was not imported there is none, and it takes its time
+    """Return true if ``value`` is a ``DTensor``."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: no such tensors
     return module is not None and isinstance(value, module.DTensor)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Check that ``tensor`` is nothing but numbers at strides, of which a part can be read or written by itself.
+    """Return true if ``tensor`` consists of numbers at strides: any part can be read or written alone.
 
-    Others are saved as values: sparse and quantized ones, those without numbers, and those of classes of their own.
-    Of a distributed one the part of this rank counts.
+    False for sparse, quantized, nested and meta tensors, and for subclasses. For a distributed tensor the shard of
+    this rank counts.
     """
     if is_distributed_tensor(tensor):
         return is_dense(local_part(tensor))
@@ -59,14 +62,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
-    """Prepare ``live``, in place, so that a tensor of its shape can be copied into it.
+    """Prepare ``live``, in place, for copying a tensor of the same shape into ``live``.
 
-    One whose elements share memory, as ``expand`` makes it, gets memory of its own with the same numbers: torch copies
-    nothing into it.
+    A tensor whose elements share memory, as after ``expand``, gets memory for each element, since torch cannot copy
+    into shared elements.
 
     Args:
-        live: a tensor of the state of training.
-        value: what will be copied; a compressed sparse ``live`` gets room for as many numbers.
+        live: a tensor of the training state.
+        value: the tensor to copy. A compressed sparse ``live`` gets room for as many numbers.
     """
     if live.layout in _COMPRESSED:
         if value is not None and value.layout is live.layout:
@@ -76,7 +79,7 @@ def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
 
 
 def _shares_elements(tensor: Tensor) -> bool:
-    """Check if elements of ``tensor`` may have the same place in memory."""
+    """Return true if elements of ``tensor`` may have the same address."""
     if tensor.is_contiguous():
         return False
     end = 0
@@ -88,48 +91,42 @@ def _shares_elements(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """Return this rank's shard of ``tensor``; all of it where it is not distributed."""
+    """Return this rank's shard of ``tensor``: all of an undistributed tensor."""
     if not is_distributed_tensor(tensor):
         return LocalShard((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
     value: Any = tensor.detach()
     return LocalShard(*shard_box(value), value.to_local())
 
 
-def shard_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's shard of a distributed tensor: lengths with a 0 where it has nothing of it.
+def shard_box(tensor: Tensor) -> Box:
+    """Return offsets and lengths of this rank's shard of a distributed tensor, by dimension.
 
-    They are worked out once for all tensors of one shape that are split in the same way: a model of thousands has ten.
-
-    Args:
-        tensor: a distributed tensor.
-
-    Returns:
-        Offsets and lengths, by dimension.
+    A length is 0 if this rank has no shard. The result is cached for tensors of the same shape and placements.
     """
     value: Any = tensor
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return (0,) * value.dim(), (0,) * value.dim()
-    if type(local_part(value)) not in (Tensor, torch.nn.Parameter):  # it may know its place itself
-        return _box_of(value)
+    if type(local_part(value)) not in (Tensor, torch.nn.Parameter):  # a subclass may compute its own position
+        return _compute_box(value)
     key = (value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
     box = _boxes.get(key)
     if box is None:
         if len(_boxes) >= _MOST_BOXES:
             _boxes.clear()
-        box = _boxes[key] = _box_of(value)
+        box = _boxes[key] = _compute_box(value)
     return box
 
 
-def _box_of(value: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    (chunk,) = value.__create_chunk_list__()  # what torch.distributed.checkpoint asks it for
+def _compute_box(value: Any) -> Box:
+    (chunk,) = value.__create_chunk_list__()  # called by torch.distributed.checkpoint
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:
-    """Return the ranks that have the same part of ``tensor``, in order: only this one where each has its own.
+    """Return the ranks with the same shard of ``tensor`` as this rank, in order.
 
-    ``None`` where it is not known, since the mesh of the tensor has some of the ranks only.
+    ``None`` if unknown, because the mesh of the tensor has only some of the ranks.
     """
     if not is_distributed_tensor(tensor):
         return range(get_world_size())
@@ -144,28 +141,17 @@ def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:
 
 
 def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new tensor of ``dtype`` that is distributed as ``tensor`` is.
-
-    Args:
-        tensor: a tensor, sharded or not.
-        dtype: of the new tensor.
-
-    Returns:
-        An uninitialized tensor of the same shape and placements.
-    """
+    """Return an uninitialized tensor of ``dtype`` with the shape, device and placements of ``tensor``."""
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
 
 
 @torch.no_grad()
 def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """``whole``, which every rank has, distributed as ``tensor`` of the same shape is, on its device.
+    """Return a copy of ``whole`` with the placements and the device of ``tensor``.
 
     Args:
         whole: the complete tensor, equal on every rank.
-        tensor: a tensor of the same shape, sharded or not.
-
-    Returns:
-        A new tensor with the placements and the device of ``tensor``.
+        tensor: a tensor of the same shape, distributed or not.
     """
     made = empty_shard_like(tensor, whole.dtype)
     part = local_shard(made)
@@ -176,16 +162,13 @@ def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shards_like(saved: Any, live: Any) -> Any:
-    """``saved`` with a new tensor for each whose counterpart in ``live`` is distributed, distributed as that is.
+    """Return ``saved`` with a new tensor in place of each tensor distributed in ``live``.
 
-    ``None`` stands for the other tensors.
+    The new tensors are distributed as in ``live``. All other tensors are replaced by ``None``.
 
     Args:
         saved: nested dicts and lists of a checkpoint.
-        live: those of the state to restore.
-
-    Returns:
-        ``saved`` with the new tensors in it.
+        live: nested dicts and lists of the state to restore.
     """
     if isinstance(saved, Tensor):
         is_like = isinstance(live, Tensor) and is_distributed_tensor(live) and live.shape == saved.shape
@@ -195,7 +178,7 @@ def shards_like(saved: Any, live: Any) -> Any:
 
 
 def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of each tensor that has several in ``tensors``: of one part of memory, seen in the same way."""
+    """Return the names of each tensor with several names in ``tensors``: the same memory and view."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and is_dense(tensor) and (local := local_shard(tensor).local).numel():
@@ -204,19 +187,14 @@ def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def any_distributed(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return true if any is distributed. Waits for nobody."""
-    return any(is_distributed_tensor(tensor) for tensor in tensors)
-
-
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather ``tensor`` from all ranks; a tensor that is not distributed is returned as it is."""
+    """Gather ``tensor`` from all ranks. Returns an undistributed tensor unchanged."""
     value: Any = tensor
     return value.full_tensor() if is_distributed_tensor(tensor) else tensor
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The L2 norm of ``tensors`` as one vector, each as a whole; they may be distributed in different ways."""
+    """Return the L2 norm of all ``tensors`` together. They may be distributed in different ways."""
     norms = [full_tensor(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors]
     device = norms[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -1,90 +1,134 @@
-"""Transfers from a rank to others: tensors in memory, parts of files, and what one rank of a node reads."""
+"""Transfers of tensors, and of parts of files, between ranks, over a gloo group apart from training."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import pickle
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast, final
 
 import torch
 import torch.distributed
 import xxhash
 
-from composerlite.dist.collectives import naming_lost_ranks
-from composerlite.dist.env import get_control
-from composerlite.dist.store_barrier import Failure
+from composerlite.dist.connect import get_control, get_group
 from composerlite.errors import RankError
 from composerlite.types import Piece
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-T = TypeVar("T")
-
 _WINDOW_BYTES = 64 << 20
-"""Bytes that are on their way at a time."""
+"""Bytes to send at the same time."""
 _PIECE_BYTES = 8 << 20
-"""Bytes of a file that are one transfer."""
+"""Largest part of a file to send at once."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are broadcast together."""
 _BACKGROUND_TAG = 1
-"""Of what another thread than the main one sends meanwhile."""
+"""Tag of messages from a background thread: the main thread may use the group at the same time."""
 
 
+# ── tensors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class TensorTransfer(NamedTuple):
-    """Tensors that go from one rank to others.
+    """Tensors to send from a rank to other ranks.
 
     Attributes:
-        source: the rank that has the numbers.
-        ranks: all that have a part in it, the source among them.
-        tensors: this rank's; of the same shapes and dtypes on all of ``ranks``, on any device.
-        then: called where they have arrived.
+        source: the sending rank.
+        ranks: the source and all receiving ranks.
+        tensors: tensors of this rank: of the same shapes and dtypes on all of ``ranks``, on any device.
     """
 
     source: int
     ranks: tuple[int, ...]
     tensors: Sequence[torch.Tensor]
-    then: Callable[[], object] | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all its tensors, in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def exchange(what: str, transfers: Iterable[TensorTransfer], *, in_background: bool = False) -> None:
-    """Make all ``transfers``, over the gloo group that training does not use. Every rank calls it.
+def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
+    """Make all ``transfers``. Every rank calls this.
 
-    A rank gives those in which it has a part. There is one order of all transfers, and each rank gives its own in that.
+    Each rank passes only its own transfers, in an order common to all ranks.
 
     Args:
-        what: is sent, for messages.
-        transfers: what to send and to receive.
-        in_background: as for :func:`move`.
+        operation: name of the operation, for errors.
+        transfers: the tensors to send and to receive.
 
     Raises:
-        RankError: a rank was lost. LateRankError: not every rank came in time.
+        RankError: a rank was lost or is late.
     """
+    # Ranks may have different windows: the first open transfer is in the windows of all ranks of the transfer.
+    window: list[TensorTransfer] = []
+    size = 0
+    for transfer in transfers:
+        size_bytes = sum(tensor.nbytes for tensor in transfer.tensors)
+        if window and size + size_bytes > _WINDOW_BYTES:
+            _exchange(operation, window)
+            window, size = [], 0
+        window.append(transfer)
+        size += size_bytes
+    _exchange(operation, window)
+
+
+def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) -> None:
+    """Make the transfers of one window at the same time."""
     control = get_control()
-    ticket = None if in_background else control.barrier.announce(what)
-    tag = _BACKGROUND_TAG if in_background else 0
-    for window in _windows(transfers, 2 * _PIECE_BYTES if in_background else _WINDOW_BYTES):
-        parcels = [_Parcel(transfer, control.barrier.rank) for transfer in window]
-        with naming_lost_ranks(what, control.timeout, ticket) as group:
-            works = [work for parcel in parcels for work in parcel.start(group, tag)]
-            for work in works:
-                work.wait(control.timeout)
-        for parcel in parcels:
-            parcel.unpack()
+    parcels = [_Parcel(transfer, control.rank) for transfer in window]
+    with control.naming_lost_ranks(operation) as group:
+        for work in [work for parcel in parcels for work in parcel.start(group, tag)]:
+            work.wait(control.timeout)
+    for parcel in parcels:
+        parcel.unpack()
 
 
 @final
+class _Parcel:
+    """The ``bytes`` of a transfer on one rank: the memory of its tensor, or a copy if gloo cannot use this memory."""
+
+    def __init__(self, transfer: TensorTransfer, rank: int) -> None:
+        self._transfer = transfer
+        self._is_source = rank == transfer.source
+        first, *others = transfer.tensors
+        self._is_copy = bool(others) or not _is_plain(first)
+        if not self._is_copy:
+            self.bytes = _bytes_of(first)
+        elif self._is_source:
+            plain = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in transfer.tensors]
+            self.bytes = torch.cat([_bytes_of(tensor) for tensor in plain])
+        else:
+            size_bytes = sum(tensor.nbytes for tensor in transfer.tensors)
+            self.bytes = torch.empty(size_bytes, dtype=torch.uint8)
+
+    def start(self, group: ProcessGroup, tag: int) -> Iterator[Work]:
+        """Begin to send, or to receive."""
+        source = self._transfer.source
+        if not self._is_source:
+            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group, tag=tag))
+            return
+        for rank in self._transfer.ranks:
+            if rank != source:
+                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group, tag=tag))
+
+    def unpack(self) -> None:
+        """Copy received bytes into the tensors, unless received there."""
+        if self._is_source or not self._is_copy:
+            return
+        parts = self.bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
+        for tensor, part in zip(self._transfer.tensors, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return true if the numbers of ``tensor`` are in host memory, one after the other."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+# ── parts of files ───────────────────────────────────────────────────────────────────────────────────────────────────
+@final
 class Move(NamedTuple):
-    """A part of a file that goes from one rank to another."""
+    """A part of a file to send from a rank to another rank."""
 
     source: int
     target: int
@@ -94,253 +138,110 @@ class Move(NamedTuple):
 
 
 def move(
-    what: str,
+    operation: str,
     moves: Sequence[Move],
     read: Callable[[str, int, int], bytes | bytearray],
     write: Callable[[str, int, memoryview], object],
     *,
     in_background: bool = False,
 ) -> None:
-    """Make all ``moves``. Every rank calls it with the same ones.
+    """Make all ``moves``. Every rank calls this with the same ``moves``. All moves advance together.
 
     Args:
-        what: is moved, for messages.
-        moves: of which parts.
+        operation: name of the operation, for errors.
+        moves: the parts of files.
         read: on the source: returns bytes of a file, given name, offset and size.
-        write: on the target: takes them.
-        in_background: in a thread of its own, one such call at a time: it is only called by ranks that have a part in
-            ``moves``, which may leave out those between other ranks. Two pieces are on their way at a time.
+        write: on the target: writes bytes of a file, given name, offset and bytes.
+        in_background: called in a background thread, by one thread at a time. Then only sources and
+            targets call this, and may leave out moves between other ranks.
 
     Raises:
         RankError: a rank was lost.
-        Exception: what ``read`` or ``write`` raised on this rank, when all moves are made: others are not kept waiting.
-    """
-    rank = get_control().barrier.rank
-    failures: list[Exception] = []
-
-    def attempt(act: Callable[[], object]) -> None:
-        if not failures:
-            try:
-                act()
-            except Exception as e:  # noqa: BLE001 - raised below; zeros are sent, and nobody uses them
-                failures.append(e)
-
-    def transfers() -> Iterator[TensorTransfer]:
-        for piece in _in_turn(moves) if in_background else _pieces(moves):
-            if rank not in (piece.source, piece.target):
-                continue
-            memory = bytearray(piece.size_bytes)
-            if rank == piece.source:
-                attempt(lambda p=piece, m=memory: _fill(m, read(p.name, p.offset, p.size_bytes)))
-            arrived = functools.partial(write, piece.name, piece.offset, memoryview(memory))
-            tensors = [torch.frombuffer(memory, dtype=torch.uint8)]
-            yield TensorTransfer(
-                piece.source, (piece.source, piece.target), tensors, functools.partial(attempt, arrived)
-            )
-
-    exchange(what, transfers(), in_background=in_background)
-    if failures:
-        raise failures[0]
-
-
-def _fill(memory: bytearray, data: bytes | bytearray) -> None:
-    memoryview(memory)[:] = data  # of another size: raises
-
-
-def _in_turn(moves: Sequence[Move]) -> list[Move]:
-    """Cut ``moves`` into pieces and order these so that all moves advance together."""
-    pieces = [(number, one.source, one) for move in moves for number, one in enumerate(_pieces([move]))]
-    return [one for *_, one in sorted(pieces)]
-
-
-def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
-    for one in moves:
-        for start in range(0, one.size_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, one.size_bytes - start)
-            yield one._replace(offset=one.offset + start, size_bytes=size)
-
-
-def _windows(transfers: Iterable[TensorTransfer], most_bytes: int) -> Iterator[list[TensorTransfer]]:
-    """Yield windows of transfers that fit in ``most_bytes``, each with at least one.
-
-    Ranks need not have the same windows: of all transfers that are not done, the first is in those of all its ranks.
-    """
-    window: list[TensorTransfer] = []
-    size = 0
-    for transfer in transfers:
-        if window and size + transfer.size_bytes > most_bytes:
-            yield window
-            window, size = [], 0
-        window.append(transfer)
-        size += transfer.size_bytes
-    if window:
-        yield window
-
-
-@final
-class _Parcel:
-    """The ``bytes`` of a transfer on one rank: those of its tensor, or, where they are several or elsewhere, a copy."""
-
-    def __init__(self, transfer: TensorTransfer, rank: int) -> None:
-        self._transfer = transfer
-        self._rank = rank
-        first, *others = transfer.tensors
-        self._is_copy = bool(others) or not _lies_plainly(first)
-        if not self._is_copy:
-            self.bytes = _bytes_of(first)
-        elif rank == transfer.source:
-            self.bytes = torch.cat([_bytes_of(_plain(tensor)) for tensor in transfer.tensors])
-        else:
-            self.bytes = torch.empty(transfer.size_bytes, dtype=torch.uint8)
-
-    def start(self, group: ProcessGroup, tag: int) -> Iterator[Work]:
-        """Begin to send, or to receive."""
-        source = self._transfer.source
-        if self._rank != source:
-            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group, tag=tag))
-            return
-        for rank in self._transfer.ranks:
-            if rank != source:
-                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group, tag=tag))
-
-    def unpack(self) -> None:
-        """Copy the received data to the tensors, and call ``then``."""
-        if self._rank == self._transfer.source:
-            return
-        if self._is_copy:
-            self._fill()
-        if self._transfer.then is not None:
-            self._transfer.then()
-
-    def _fill(self) -> None:
-        parts = self.bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
-        for tensor, part in zip(self._transfer.tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a clone begins where its dtype may
-
-
-def _lies_plainly(tensor: torch.Tensor) -> bool:
-    """Return true if its numbers lie in host memory one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy, whose numbers lie so."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-@final
-class NodeBroadcast:
-    """Ranks of which one, the source, has what all need. All call the same methods in the same order.
-
-    What fails on the source is raised on all of them.
-
-    Attributes:
-        is_source: whether this rank is the source.
-    """
-
-    def __init__(self, what: str, group: ProcessGroup, source: int, rank: int, ticket: int) -> None:
-        self.is_source = rank == source
-        self._what = what
-        self._group = group
-        self._source = source
-        self._rank = rank
-        self._ticket = ticket
-        self._timeout = get_control().timeout
-
-    def object(self, make: Callable[[], T]) -> T:
-        """Broadcast the result of ``make``, which is called on the source only."""
-        box: list[bytes | None] = [None]
-        value: T | None = None
-        failure: Exception | None = None
-        if self.is_source:
-            try:
-                value = make()
-                box = [pickle.dumps((True, value))]
-            except Exception as e:  # noqa: BLE001 - raised below, when the others know
-                failure = e
-                box = [pickle.dumps((False, Failure.of(e, self._source)))]
-        with naming_lost_ranks(self._what, self._timeout, self._ticket):
-            torch.distributed.broadcast_object_list(box, src=self._source, group=self._group)
-        if failure is not None:
-            raise failure
-        if self.is_source:
-            return cast("T", value)
-        good, received = pickle.loads(cast("bytes", box[0]))
-        if not good:
-            raise received.exception()
-        return received
-
-    def fill(self, pieces: Sequence[Piece], read: Callable[[Sequence[Piece]], object]) -> None:
-        """Fill memory on every rank: the source calls ``read``, which fills its own, a part of ``pieces`` at a time.
-
-        Args:
-            pieces: of the same offsets and sizes on every rank; the addresses are the rank's own.
-            read: fills memory.
-
-        Raises:
-            RankError: a rank wants other pieces than another.
-        """
-        self._agree(pieces)
-        for batch in _batches(pieces):
-            self.object(lambda batch=batch: read(batch) and None)
-            self._send(batch)
-
-    def _agree(self, pieces: Sequence[Piece]) -> None:
-        text = repr([(offset, size) for offset, _, size in pieces]).encode()
-        mine = torch.tensor([xxhash.xxh3_64_intdigest(text) >> 1])
-        all_of = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(self._group))]
-        with naming_lost_ranks(self._what, self._timeout, self._ticket):
-            work = torch.distributed.all_gather(all_of, mine, group=self._group, async_op=True)
-            cast("Work", work).wait(self._timeout)
-        if any(int(other) != int(mine) for other in all_of):
-            ranks = torch.distributed.get_process_group_ranks(self._group)
-            other = [rank for rank, theirs in zip(ranks, all_of, strict=True) if int(theirs) != int(all_of[0])]
-            raise RankError(f"{self._what}: rank {ranks[0]} needs other parts of it than these ranks: {other}", other)
-
-    def _send(self, batch: Sequence[Piece]) -> None:
-        small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
-        for pieces in [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]:
-            if pieces:
-                transfer = TensorTransfer(self._source, (), [_memory(address, size) for _, address, size in pieces])
-                parcel = _Parcel(transfer, self._rank)
-                with naming_lost_ranks(self._what, self._timeout, self._ticket):
-                    work = torch.distributed.broadcast(parcel.bytes, self._source, group=self._group, async_op=True)
-                    cast("Work", work).wait(self._timeout)
-                parcel.unpack()
-
-
-@contextlib.contextmanager
-def node_broadcast(what: str, sources: Sequence[int]) -> Generator[NodeBroadcast]:
-    """The way from a source to this rank, for as long as the block lasts. Every rank enters with the same ``sources``.
-
-    Args:
-        what: is spread, for messages.
-        sources: the rank from which each rank gets it, in the order of ranks; a source gets it from itself.
-
-    Yields:
-        The broadcast.
+        Exception: raised by ``read`` or ``write`` on this rank, after all moves: no other rank waits in vain.
     """
     control = get_control()
-    rank = control.barrier.rank
-    source = sources[rank]
-    members = [number for number, its in enumerate(sources) if its == source]
-    ticket = control.barrier.announce(what)
-    if len(members) == len(sources):
-        yield NodeBroadcast(what, control.group, source, rank, ticket)
-        return
-    with naming_lost_ranks(what, control.timeout, ticket):
-        group = torch.distributed.new_group(
-            members, timeout=control.timeout, backend="gloo", use_local_synchronization=True
-        )
-    assert isinstance(group, torch.distributed.ProcessGroup)
-    try:
-        yield NodeBroadcast(what, group, source, rank, ticket)
-    finally:
-        torch.distributed.destroy_process_group(group)
+    pieces = [piece for piece in _pieces_in_turn(moves) if control.rank in (piece.source, piece.target)]
+    failure: Exception | None = None
+    for at in range(0, len(pieces), 2):
+        window = [(piece, bytearray(piece.size_bytes)) for piece in pieces[at : at + 2]]
+        for piece, memory in window:
+            if piece.source == control.rank and failure is None:
+                try:
+                    memoryview(memory)[:] = read(piece.name, piece.offset, piece.size_bytes)
+                except Exception as e:  # noqa: BLE001 - raised below; the target gets zeros, and must not use the file
+                    failure = e
+        transfers = [
+            TensorTransfer(piece.source, (piece.source, piece.target), [torch.frombuffer(memory, dtype=torch.uint8)])
+            for piece, memory in window
+        ]
+        _exchange(operation, transfers, _BACKGROUND_TAG if in_background else 0)
+        for piece, memory in window:
+            if piece.target == control.rank and failure is None:
+                try:
+                    write(piece.name, piece.offset, memoryview(memory))
+                except Exception as e:  # noqa: BLE001 - raised below
+                    failure = e
+    if failure is not None:
+        raise failure
+
+
+def _pieces_in_turn(moves: Sequence[Move]) -> list[Move]:
+    """Cut ``moves`` into pieces, ordered for all moves to advance together. The same order on every rank."""
+    pieces: list[tuple[int, Move]] = []
+    for move in moves:
+        for number, start in enumerate(range(0, move.size_bytes, _PIECE_BYTES)):
+            size = min(_PIECE_BYTES, move.size_bytes - start)
+            pieces.append((number, move._replace(offset=move.offset + start, size_bytes=size)))
+    return [piece for _, piece in sorted(pieces)]
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Sequence[Piece]], object]) -> None:
+    """Fill memory on every rank. Rank 0 calls ``read`` with a part of ``pieces`` at a time, and sends the bytes.
+
+    Every rank calls this. If ``read`` fails, all ranks raise the exception.
+
+    Args:
+        operation: name of the operation, for errors.
+        pieces: of the same offsets and sizes on every rank, with the addresses of this rank's memory.
+        read: fills memory of rank 0.
+
+    Raises:
+        RankError: ranks have different pieces, or a rank was lost.
+    """
+    group = get_group()
+    text = repr([(offset, size) for offset, _, size in pieces]).encode()
+    digests = group.gather(xxhash.xxh3_64_intdigest(text))
+    if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise RankError(f"{operation}: rank 0 needs other parts of it than these ranks: {other}", other)
+    for batch in _batches(pieces):
+        failure: Exception | None = None
+        if group.is_first:
+            try:
+                read(batch)
+            except Exception as e:  # noqa: BLE001 - raised below, on all ranks
+                failure = e
+        has_failed = torch.tensor([failure is not None])
+        _broadcast(operation, has_failed)
+        if has_failed.item():
+            with group.all_or_none(operation):
+                if failure is not None:
+                    raise failure
+        for parcel in _parcels_of(batch, group.rank):
+            _broadcast(operation, parcel.bytes)
+            parcel.unpack()
+
+
+def _broadcast(operation: str, tensor: torch.Tensor) -> None:
+    get_control().run(operation, lambda group: torch.distributed.broadcast(tensor, 0, group=group, async_op=True))
+
+
+def _parcels_of(batch: Sequence[Piece], rank: int) -> Iterator[_Parcel]:
+    """Yield a parcel of all small pieces together, and a parcel of each other piece."""
+    small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
+    for pieces in [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]:
+        if pieces:
+            yield _Parcel(TensorTransfer(0, (), [_memory(address, size) for _, address, size in pieces]), rank)
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

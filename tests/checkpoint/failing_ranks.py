@@ -21,7 +21,7 @@ from composerlite.checkpoint.save import form, save, sharded_plan
 from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
-from composerlite.dist.commit_barrier import CommitRound
+from composerlite.dist.rounds import Round
 from composerlite.storage.disk import files
 
 Stage = tuple[str, int, Any, str]
@@ -134,14 +134,15 @@ def meet_another_run(folder: Path, kind: str) -> tuple[str, str]:
     name = run.next_name
 
     def they_are_faster(real: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        place = folder / name
-        if run.is_sharded:
-            place.mkdir(exist_ok=True)
-            place /= ".metadata"
-        place.write_bytes(THEIRS)
+        if arguments[0]._longest_work:  # a vote on a commit
+            place = folder / name
+            if run.is_sharded:
+                place.mkdir(exist_ok=True)
+                place /= ".metadata"
+            place.write_bytes(THEIRS)
         return real(*arguments, **others)
 
-    with instead(0, CommitRound, "decide", they_are_faster):
+    with instead(0, Round, "decide", they_are_faster):
         raised = run.next_batch()
     run.saver.close(run.state, run.logger)
     return name, raised

@@ -27,7 +27,8 @@ from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
-from composerlite.dist.transfers import NodeBroadcast, _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
+from composerlite.dist import transfers
+from composerlite.dist.transfers import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
 from composerlite.storage.object_store import ObjectRange
 
@@ -176,7 +177,7 @@ def load_and_die(path: Path, stage: str) -> None:
     if dist.get_global_rank() == 1 and stage == "compare":
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":
-        NodeBroadcast._send = _die  # type: ignore[method-assign,assignment] # pyright: ignore[reportPrivateUsage]
+        transfers._parcels_of = _die  # pyright: ignore[reportPrivateUsage]
     if dist.get_global_rank() == 1 and stage == "exchange":
         _Parcel.start = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "restore":

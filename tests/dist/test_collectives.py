@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 from ports import reserved_port
-from torch.distributed import HashStore
 
 from composerlite import dist
 from composerlite.devices.copier import poll
-from composerlite.dist.store_barrier import StoreBarrier
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import RankOutcome, run_ranks, run_ranks_to_the_end
 
@@ -48,7 +46,6 @@ def _tell_each_other() -> dict[str, Any]:
     dist.barrier()
     return {
         "objects": dist.all_gather_object({"rank": rank}),
-        "object": dist.broadcast_object(f"from {rank}", src=1),
         "list": box,
         "sum": total.item(),
         "max": largest.item(),
@@ -63,7 +60,6 @@ def test_what_is_told_arrives(world_size: int) -> None:
     ranks = range(world_size)
     expected = {
         "objects": [{"rank": rank} for rank in ranks],
-        "object": "from 1",
         "list": [1, "list"],
         "sum": sum(rank + 1 for rank in ranks),
         "max": world_size - 1,
@@ -83,19 +79,15 @@ def test_one_process_tells_itself() -> None:
     dist.broadcast_object_list(box)
     assert not dist.is_initialized()
     assert dist.all_gather_object("object") == ["object"]
-    assert dist.broadcast_object("object") == "object"
     assert box == ["list"]
     assert dist.all_gather(tensor)[0] is tensor
-    assert dist.get_group().outcomes("test", None) == {}
-    error = ValueError("mine")
-    assert dist.get_group().outcomes("test", error) == {0: error}
     with dist.run_local_rank_zero_first():
         pass
 
 
 def test_one_process_raises_its_own_exceptions() -> None:
     """There is nobody else to tell, so nothing is wrapped."""
-    with pytest.raises(ValueError, match="mine"), dist.all_succeed("test"):
+    with pytest.raises(ValueError, match="mine"), dist.get_group().all_or_none("test"):
         _raise(ValueError("mine"))
 
 
@@ -104,31 +96,32 @@ def test_bad_arguments_name_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r"'MEAN' is not known\. Known: SUM, "):
         dist.all_reduce(torch.ones(1), "MEAN")
     with pytest.raises(ConfigError, match="src=1: expected a rank from 0 to 0"):
-        dist.broadcast_object(None, src=1)
+        dist.broadcast_object_list([None], src=1)
 
 
 def _fail_on_rank_1() -> tuple[str, str, list[str]]:
     try:
-        with dist.all_succeed("reading ep1-ba2"):
+        with dist.get_group().all_or_none("reading ep1-ba2"):
             if dist.get_global_rank() == 1:
                 raise PermissionError(13, "denied", "ep1-ba2")
-    except RankError as e:
-        return str(e), repr(e.__cause__), dist.all_gather_object("still here")
+    except PermissionError as e:
+        return str(e), e.__notes__[-1], dist.all_gather_object("still here")
     raise AssertionError("no error")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_an_exception_on_one_rank_reaches_all(world_size: int) -> None:
-    """All raise the same, caused by the exception; and then go on together."""
-    text = "reading ep1-ba2: rank 1 failed: PermissionError: [Errno 13] denied: 'ep1-ba2'"
-    cause = "PermissionError(13, 'denied')"
-    assert run_ranks(_fail_on_rank_1, world_size) == [(text, cause, ["still here"] * world_size)] * world_size
+    """All raise the same, with the rank that failed; and then go on together."""
+    told = ("[Errno 13] denied: 'ep1-ba2'", "Seen by rank 1.", ["still here"] * world_size)
+    assert run_ranks(_fail_on_rank_1, world_size) == [told] * world_size
 
 
 def _fail_on_two() -> None:
-    with dist.all_succeed("reading"):
+    def write() -> None:
         if dist.get_global_rank() != 1:
             raise ValueError("bad bytes")
+
+    dist.get_group().vote("reading").run(write, list)
 
 
 def test_ranks_that_fail_alike_are_named_together() -> None:
@@ -137,13 +130,14 @@ def test_ranks_that_fail_alike_are_named_together() -> None:
 
 
 def _fail_before_the_gather() -> list[int]:
+    group = dist.get_group()
     try:
-        with dist.all_succeed("outer"), dist.all_succeed("inner"):
-            if dist.get_global_rank() == 1:
+        with group.all_or_none("outer"), group.all_or_none("inner"):
+            if group.rank == 1:
                 raise ValueError("bad bytes")
             dist.all_gather_object("never")
-    except RankError:
-        return dist.all_gather_object(dist.get_global_rank())
+    except ValueError:
+        return dist.all_gather_object(group.rank)
     raise AssertionError("no error")
 
 
@@ -152,14 +146,33 @@ def test_an_exception_reaches_ranks_that_wait_elsewhere() -> None:
     assert run_ranks(_fail_before_the_gather, 3) == [[0, 1, 2]] * 3
 
 
+def _fail_around_a_block() -> list[int]:
+    group = dist.get_group()
+    try:
+        with group.all_or_none("outermost"), group.all_or_none("outer"):
+            if group.rank == 1:
+                raise ValueError("bad bytes")
+            with group.all_or_none("inner"):
+                pass
+    except ValueError:
+        return dist.all_gather_object(group.rank)
+    raise AssertionError("no error")
+
+
+def test_an_exception_reaches_ranks_that_wait_in_a_block_within() -> None:
+    """No rank waits a second time for the rank that failed."""
+    assert run_ranks(_fail_around_a_block, 3) == [[0, 1, 2]] * 3
+
+
 def _gather_a_lock() -> None:
     dist.all_gather_object(threading.Lock() if dist.get_global_rank() == 1 else "fine")
 
 
 def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks() -> None:
     """The others do not wait for data that cannot come."""
-    for text in _errors(run_ranks_to_the_end(_gather_a_lock, 2)):
-        assert text.startswith("all_gather_object: rank 1 failed: TypeError: cannot pickle")
+    for outcome in run_ranks_to_the_end(_gather_a_lock, 2):
+        assert isinstance(outcome.error, TypeError)
+        assert str(outcome.error).startswith("cannot pickle")
 
 
 def _call_different_things() -> None:
@@ -181,49 +194,55 @@ class _OwnError(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def _outcomes() -> dict[int, tuple[type, str]]:
-    errors: list[Exception | None] = [None, FileNotFoundError(2, "gone"), _OwnError(1, 2)]
-    outcomes = dist.get_group().outcomes("verifying", errors[dist.get_global_rank()])
-    return {rank: (type(error), str(error)) for rank, error in outcomes.items()}
+def _raise_own_error() -> tuple[type, str]:
+    try:
+        with dist.get_group().all_or_none("verifying"):
+            if dist.get_global_rank() == 1:
+                raise _OwnError(1, 2)
+    except (RankError, _OwnError) as e:
+        return type(e), str(e)
+    raise AssertionError("no error")
 
 
-def test_outcomes_are_gathered_with_their_types() -> None:
-    """For those who go on after a failure; one that cannot be rebuilt elsewhere comes as text."""
-    zero, one, two = run_ranks(_outcomes, 3)
-    assert zero[1] == one[1] == two[1] == (FileNotFoundError, "[Errno 2] gone")
-    assert zero[2] == one[2] == (RankError, "test_collectives._OwnError: 1 and 2")
-    assert two[2] == (_OwnError, "1 and 2")
+def test_an_exception_that_cannot_be_rebuilt_comes_as_text() -> None:
+    """On the other ranks."""
+    text = (RankError, "test_collectives._OwnError: 1 and 2")
+    assert run_ranks(_raise_own_error, 3) == [text, (_OwnError, "1 and 2"), text]
 
 
 def _be_late_on_rank_1(act: Callable[[], object]) -> tuple[list[int], str, list[str]]:
     dist.barrier("the place before")
+    control = dist.get_control()
+    control.timeout, before = SHORT, control.timeout
     if dist.get_global_rank() == 1:
         time.sleep(2)
     try:
         act()
     except LateRankError as e:
+        control.timeout = before
         return list(e.ranks), str(e), dist.all_gather_object("still here")
     raise AssertionError("no error")
 
 
 def _gather_soon() -> None:
-    dist.all_gather_object(1, timeout=SHORT)
+    dist.all_gather_object(1)
 
 
 def test_a_late_rank_is_named_by_all() -> None:
-    """With the place where it was last seen. When it comes it is told the same, and they can go on."""
+    """When it comes it raises the same, and they can go on."""
     for ranks, text, gathered in run_ranks(_be_late_on_rank_1, 3, _gather_soon):
         assert ranks == [1]
-        assert text == "all_gather_object: rank 1 has not come in 1 s. Rank 1: last seen in 'the place before'."
+        assert text == "all_gather_object: rank 1 has not come in 1 s."
         assert gathered == ["still here"] * 3
 
 
 def _be_late_for_all_reduce() -> None:
     dist.barrier("the place before")
+    dist.get_control().timeout = SHORT
     if dist.get_global_rank() == 1:
         time.sleep(2.2)
     else:
-        dist.all_reduce(torch.ones(2), timeout=SHORT)
+        dist.all_reduce(torch.ones(2))
 
 
 def test_a_late_rank_is_named_where_only_tensors_are_sent() -> None:
@@ -231,7 +250,7 @@ def test_a_late_rank_is_named_where_only_tensors_are_sent() -> None:
     zero, one, two = run_ranks_to_the_end(_be_late_for_all_reduce, 3)
     assert one.error is None
     for text in _errors([zero, two]):
-        assert text == "all_reduce: rank 1 has not come in 1 s. Rank 1: last seen in 'the place before'."
+        assert text == "all_reduce: rank 1 has not come in 2 s."
 
 
 def _die_on_rank_1(act: Callable[[], object]) -> None:
@@ -243,7 +262,7 @@ def _die_on_rank_1(act: Callable[[], object]) -> None:
 
 
 def _reduce() -> None:
-    dist.all_reduce(torch.ones(2), timeout=timedelta(seconds=30))
+    dist.all_reduce(torch.ones(2))
 
 
 def _meet() -> None:
@@ -275,7 +294,7 @@ def _leave_on_rank_1() -> None:
 
 
 def _exit_on_rank_1() -> None:
-    with dist.all_succeed("the next place", timedelta(seconds=50)):
+    with dist.get_group().all_or_none("the next place"):
         if dist.get_global_rank() == 1:
             raise SystemExit(3)
 
@@ -343,8 +362,9 @@ def test_local_rank_zero_runs_first(tmp_path: Path) -> None:
 
 def test_what_local_rank_zero_failed_with_reaches_the_others(tmp_path: Path) -> None:
     """They do not run the block."""
-    for text in _errors(run_ranks_to_the_end(_run_local_rank_zero_first, 3, tmp_path, True)):
-        assert text == "run_local_rank_zero_first: rank 0 failed: OSError: no network"
+    for outcome in run_ranks_to_the_end(_run_local_rank_zero_first, 3, tmp_path, True):
+        assert isinstance(outcome.error, OSError)
+        assert str(outcome.error) == "no network"
 
 
 def _count_keys() -> int:
@@ -372,13 +392,3 @@ def test_errors_of_ranks_travel() -> None:
     """From process to process, with the ranks they name."""
     error = pickle.loads(pickle.dumps(LateRankError("late", [1, 2], everywhere=True)))
     assert (str(error), error.ranks, error.everywhere) == ("late", (1, 2), True)
-
-
-def test_a_rank_that_dies_in_the_moment_of_coming_is_named() -> None:
-    """It has said where it is, and nothing more: the others do not take it for one that came."""
-    store = HashStore()
-    dying, other = StoreBarrier(store, 0, 2), StoreBarrier(store, 1, 2)
-    dying.announce("a checkpoint")
-    (failure,) = other.wait("a checkpoint", SHORT)
-    assert failure.late
-    assert "rank 0 has not come in 1 s. Lost in the moment of coming." in failure.text

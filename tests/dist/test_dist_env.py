@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from composerlite import dist
-from composerlite.dist.env import gpu_of, training_group_arguments
+from composerlite.dist.connect import training_group_arguments
+from composerlite.dist.env import gpu_of
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 from composerlite.utils import dist as documented
@@ -207,19 +208,12 @@ def test_a_rank_that_does_not_start_is_named() -> None:
     assert one.error is None
     for outcome in (zero, two):
         assert isinstance(outcome.error, LateRankError)
-        assert str(outcome.error) == "connecting the ranks: rank 1 has not come in 1 s. Rank 1: never seen."
+        assert str(outcome.error) == "connecting the ranks: rank 1 has not come in 1 s."
 
 
 def test_a_rank_that_cannot_start_stops_all() -> None:
-    """With its cause."""
+    """All raise its error."""
     for outcome in run_ranks_to_the_end(_start, 2, None, (1,), False, dist_timeout=None):
-        assert isinstance(outcome.error, RankError)
-        assert "rank 1 failed: composerlite.errors.ConfigError: device='tpu' is not known" in str(outcome.error)
-
-
-def test_what_no_rank_can_start_with_is_raised_as_it_is() -> None:
-    """It is a mistake of the user's, and not of one rank."""
-    for outcome in run_ranks_to_the_end(_start, 2, None, (0, 1), False, dist_timeout=None):
         assert isinstance(outcome.error, ConfigError)
         assert str(outcome.error).startswith("device='tpu' is not known")
 

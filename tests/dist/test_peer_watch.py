@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from forked import run_forked
 from scarce import forbid_threads
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
+from composerlite.dist.control import Control
 from composerlite.dist.peer_watch import PeerWatch
-from composerlite.dist.store_barrier import Poll, StoreBarrier
+from composerlite.dist.rounds import wait_until
 from composerlite.errors import LateRankError
 
 LONG = timedelta(seconds=60)
@@ -29,17 +30,19 @@ class Two:
 
     def __init__(self) -> None:
         self.store = HashStore()
-        self.barriers = [StoreBarrier(PrefixStore("barrier", self.store), rank, 2) for rank in range(2)]
+        self.controls = [Control(self.store, rank, 2, LONG) for rank in range(2)]
         with ThreadPoolExecutor(2) as threads:
-            self.watches = list(
-                threads.map(lambda barrier: PeerWatch(PrefixStore("peers", self.store), barrier, LONG), self.barriers)
-            )
+            self.watches = list(threads.map(PeerWatch, self.controls))
 
     def end_suddenly(self, rank: int) -> None:
         """Close what the kernel closes when the process of ``rank`` is killed: its end of the other one's watch."""
-        behind = self.watches[rank]._behind
-        assert behind is not None
-        behind.close()
+        server = self.watches[rank]._server
+        assert server is not None
+        server.close()
+
+    def wait_until_reported(self) -> None:
+        """Wait until a rank is reported as lost."""
+        assert wait_until(lambda: self.store.check(["lost"]), LONG)
 
 
 @pytest.fixture
@@ -54,9 +57,9 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
 def test_a_rank_that_ends_suddenly_is_reported(two: Two) -> None:
     """Who waits for it raises an error that names it and says what happened."""
     two.end_suddenly(1)
-    assert Poll(PrefixStore("barrier", two.store), 2).until("lost", LONG)
+    two.wait_until_reported()
     with pytest.raises(LateRankError, match="rank 1 is gone: its process was killed, or its node is lost") as caught:
-        two.barriers[0].wait("saving", LONG)
+        two.controls[0].meet("saving")
     assert caught.value.ranks == (1,)
 
 
@@ -66,8 +69,8 @@ def test_a_rank_that_ends_by_intention_is_not_reported(two: Two) -> None:
     thread = two.watches[0]._thread
     assert thread is not None
     thread.join(60)
-    two.barriers[0].check_nobody_left("the end")
-    assert not two.store.check(["barrier/lost"])
+    two.controls[0].check_nobody_left("the end")
+    assert not two.store.check(["lost"])
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -81,7 +84,7 @@ def test_a_forked_worker_that_outlives_its_rank_does_not_hide_that_it_is_gone(tw
         os._exit(0)
     try:
         two.end_suddenly(1)
-        assert Poll(PrefixStore("barrier", two.store), 2).until("lost", LONG)
+        two.wait_until_reported()
     finally:
         ours.close()
         theirs.close()
@@ -89,21 +92,21 @@ def test_a_forked_worker_that_outlives_its_rank_does_not_hide_that_it_is_gone(tw
 
 
 def test_a_stranger_that_connects_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no token: its connection is closed, and the ranks watch each other."""
+    """Its connection says nothing about a rank, and the ranks watch each other."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     created = socket.create_server
 
     def with_a_stranger(*arguments: object, **options: object) -> socket.socket:
         server = created(*arguments, **options)  # pyright: ignore[reportArgumentType]
         stranger = socket.create_connection(server.getsockname())
-        stranger.sendall(b"no token of theirs")
+        stranger.sendall(b"not a rank")
         stranger.close()
         return server
 
     monkeypatch.setattr(socket, "create_server", with_a_stranger)
     made = Two()
     made.end_suddenly(0)
-    assert Poll(PrefixStore("barrier", made.store), 2).until("lost", LONG)
+    made.wait_until_reported()
     for watch in made.watches:
         watch.stop()
 
@@ -118,7 +121,6 @@ def test_where_ranks_cannot_connect_the_run_goes_on(
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    monkeypatch.setattr("composerlite.dist.peer_watch._CONNECT_SECONDS", 0.1)
     made = Two()
     assert "the others wait until dist_timeout" in caplog.text
     for watch in made.watches:
@@ -128,42 +130,36 @@ def test_where_ranks_cannot_connect_the_run_goes_on(
 def test_a_rank_that_cannot_connect_to_the_next_one_is_not_reported_as_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It closes the connection that the rank before has opened to it, and trains on: it is the network that fails."""
+    """The rank goes on with training: only the network failed. The previous rank watches it all the same."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    connect, lock, others_turn = socket.create_connection, threading.Lock(), threading.Event()
+    connect, lock = socket.create_connection, threading.Lock()
 
     def refuse_one(*arguments: object) -> socket.socket:
         if lock.acquire(blocking=False):
-            others_turn.wait(60)
             raise ConnectionRefusedError(111, "Connection refused")
-        connection = connect(*arguments)  # pyright: ignore[reportArgumentType]
-        others_turn.set()
-        return connection
+        return connect(*arguments)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(socket, "create_connection", refuse_one)
-    monkeypatch.setattr("composerlite.dist.peer_watch._CONNECT_SECONDS", 0.5)
     made = Two()
-    try:
-        (watching,) = (watch._thread for watch in made.watches if watch._thread is not None)
-        watching.join(60)
-        assert not watching.is_alive()
-        assert caplog.text.count("the others wait until dist_timeout") == 2
-        made.barriers[0].check_nobody_left("the end")
-    finally:
-        for watch in made.watches:
-            watch.stop()
+    assert caplog.text.count("the others wait until dist_timeout") == 1
+    (watching,) = (watch._thread for watch in made.watches if watch._thread is not None)
+    watching.join(1)
+    assert watching.is_alive()
+    for watch in made.watches:
+        watch.stop()
+    made.controls[0].check_nobody_left("the end")
 
 
 def a_rank_without_threads() -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     store = HashStore()
-    barriers = [StoreBarrier(PrefixStore("barrier", store), rank, 2) for rank in range(2)]
+    controls = [Control(store, rank, 2, LONG) for rank in range(2)]
     is_limited = threading.Event()
 
     def watch(rank: int) -> PeerWatch:
         is_limited.wait(60)
-        return PeerWatch(PrefixStore("peers", store), barriers[rank], LONG)
+        return PeerWatch(controls[rank])
 
     with ThreadPoolExecutor(1) as threads:  # whose thread is not limited: it was there before
         other = threads.submit(watch, 1)
@@ -179,5 +175,5 @@ def test_a_rank_that_gets_no_more_threads_begins_all_the_same(tmp_path: Path) ->
     done = run_forked(a_rank_without_threads, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Raise the limit of processes and threads" in done.stderr
-    assert "rank 0 does not watch rank 1, for want of a thread" in done.stderr
+    assert "rank 0 does not watch rank 1" in done.stderr
     assert "rank 1 does not watch" not in done.stderr

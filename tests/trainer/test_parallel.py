@@ -80,10 +80,8 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
     """Another model on a rank, a mesh that does not fit the ranks, options that contradict each other: every rank says
     the same, and the process can build a trainer afterwards."""
     first, second = run_ranks(parallel_ranks.refuse, 2)
-    own = second.pop("one rank")
-    assert "rank 1 failed: " in own
-    assert own.partition("rank 1")[2] == first.pop("one rank").partition("rank 1")[2]
     assert first == second
+    assert "amp_bf17" in first["one rank"]
     assert "rank 1 has another model than rank 0: 'up.weight' is torch.float32 (16, 4)" in first["model"]
     assert "data_parallel_replicate_degree=3 does not divide the 2 ranks" in first["mesh"]
     assert "Start 4 ranks" in first["product"]

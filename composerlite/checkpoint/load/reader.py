@@ -273,11 +273,10 @@ def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFi
                 source.read_headers(raw, trust=trust)
         except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
             raise _untrusted(what, e) from e
-    with dist.node_broadcast(f"reading {what}", [0] * group.size) as spread:
-        size_bytes, check_sums, comment_bytes = source.share(spread)
-        # The other ranks get bytes that rank 0 has compared with the sums.
-        check_sums = check_sums and group.is_first
-        yield RawFile(source, size_bytes, source.read, check_sums, comment_bytes=comment_bytes).torch_file(trust=trust)
+    size_bytes, check_sums, comment_bytes = source.share(f"reading {what}")
+    # The other ranks get bytes that rank 0 has compared with the sums.
+    check_sums = check_sums and group.is_first
+    yield RawFile(source, size_bytes, source.read, check_sums, comment_bytes=comment_bytes).torch_file(trust=trust)
 
 
 @final
@@ -294,7 +293,7 @@ class _SharedBytes:
     def __init__(self, raw: RawFile | None) -> None:
         self._raw = raw
         self._headers: dict[tuple[int, int], bytes] = {}
-        self._spread: dist.NodeBroadcast | None = None
+        self._what = ""
 
     def read_headers(self, raw: RawFile, *, trust: bool) -> None:
         """Read the headers, on rank 0."""
@@ -303,27 +302,31 @@ class _SharedBytes:
         else:
             TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", comment_bytes=raw.comment_bytes)
 
-    def share(self, spread: dist.NodeBroadcast) -> tuple[int, bool, int]:
-        """Broadcast the headers; return size, ``check_sums`` and size of the comment of the file on every rank."""
+    def share(self, what: str) -> tuple[int, bool, int]:
+        """Broadcast the headers; return size, ``check_sums`` and size of the comment of the file on every rank.
+
+        ``what`` is the operation, for errors of ranks.
+        """
         raw = self._raw
         fields = None if raw is None else (raw.size_bytes, raw.check_sums, raw.comment_bytes)
-        self._headers, shared = spread.object(lambda: (self._headers, fields))
-        self._spread = spread
+        self._headers, shared = dist.get_group().from_first(what, lambda: (self._headers, fields))
+        self._what = what
         assert shared is not None
         return shared
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes. Collective after :meth:`share`, unless they belong to a header."""
-        if self._spread is None:
+        if not self._what:
             data = self._headers[offset, size] = self._source.read(offset, size)
             return data
         data = self._headers.get((offset, size))
-        return self._spread.object(lambda: self._source.read(offset, size)) if data is None else data
+        if data is None:
+            data = dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
+        return data
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. Collective."""
-        assert self._spread is not None
-        self._spread.fill(targets, lambda pieces: self._source.read_into(pieces, progress))
+        dist.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
 
     @property
     def _source(self) -> ByteSource:

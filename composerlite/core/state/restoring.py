@@ -97,7 +97,7 @@ class StateLoader:
                     places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model, saved["state"])}
         if problems:
             raise IncompatibleCheckpointError("\n".join(problems))
-        if not weights_only and dist.any_distributed(state.model.parameters()):
+        if not weights_only and any(map(dist.is_distributed_tensor, state.model.parameters())):
             places |= self._distributed_parts()
         return places
 

@@ -240,7 +240,7 @@ def connected(construct: Callable[Concatenate[M, P], None]) -> Callable[Concaten
         )
         self._membership = membership  # pyright: ignore[reportPrivateUsage] - this is its constructor
         try:
-            with dist.all_succeed("building the trainer") if dist.get_world_size() > 1 else contextlib.nullcontext():
+            with dist.get_group().all_or_none("building the trainer"):
                 construct(self, *args, **kwargs)
         except BaseException:
             membership.leave()

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from composerlite import dist
-from composerlite.dist.commit_barrier import CommitRound
+from composerlite.dist.rounds import Round
 from composerlite.errors import LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 
@@ -43,7 +43,7 @@ class Ranks:
     ) -> list[Future[Any]]:
         """Begin one round on every rank."""
 
-        def take_part(rank: int, one: CommitRound) -> Any:
+        def take_part(rank: int, one: Round) -> Any:
             try:
                 return one.run(lambda: write(rank), commit or self._commit)
             except RankError as e:
@@ -52,13 +52,12 @@ class Ranks:
 
         self._round += 1
         rounds = [
-            CommitRound(
+            Round(
                 PrefixStore(f"{self._round}", self.store),
                 rank,
                 self.size,
                 "saving ep1",
                 timeout if isinstance(timeout, timedelta) else timeout(rank),
-                timedelta(),
             )
             for rank in range(self.size)
         ]
@@ -191,42 +190,36 @@ def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
     ranks, committed = Ranks(2), threading.Event()
     saves = ranks.save(lambda rank: rank, lambda values: committed.wait(), timeout=SHORT)
     (error,) = _errors(saves[1:])
-    assert "Whether it is committed is not known here" in str(error)
+    assert "Whether rank 0 has committed is not known here" in str(error)
     assert "may_be_committed=True" in error.__notes__
     committed.set()
     assert saves[0].result() is True
     ranks.close()
 
 
-class _StoreThatIsWatched(HashStore):
-    """Calls ``on_count`` when votes are read."""
+def test_a_rank_that_gives_up_before_rank_0_votes_prevents_the_commit() -> None:
+    """The rank removes its files now, so rank 0 must not commit them."""
+    store = HashStore()
+    zero, one = (Round(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
+    one.arrive()
+    with pytest.raises(LateRankError, match="rank 0 has not come"):
+        one.wait()
+    assert not one.may_be_committed
+    with pytest.raises(LateRankError, match="rank 0 has not come"):
+        zero.run(lambda: None, lambda _: pytest.fail("committed"))
+    assert not zero.may_be_committed
+    assert store.num_keys() == 0
 
-    on_count: Callable[[], object] = list
 
-    def get(self, key: str) -> bytes:
-        if key == "votes":
-            self.on_count()
-        return super().get(key)
-
-
-def test_a_rank_that_gives_up_while_votes_are_counted_is_heeded() -> None:
-    """It may remove its files now: rank 0 must not commit them."""
-    store = _StoreThatIsWatched()
-    zero, one = (
-        CommitRound(store, rank, 2, "saving ep1", limit, timedelta()) for rank, limit in enumerate((LONG, timedelta()))
-    )
+def test_a_rank_that_gives_up_after_rank_0_has_voted_keeps_its_files() -> None:
+    """Rank 0 may be committing them."""
+    store = HashStore()
+    zero, one = (Round(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     zero.arrive()
     one.arrive()
-
-    def give_up() -> None:
-        with pytest.raises(LateRankError):
-            one.wait()
-
-    store.on_count = give_up
-    with pytest.raises(LateRankError, match="rank 0 has not come"):
-        zero.decide()
-    assert not zero.may_be_committed
-    assert not one.may_be_committed
+    with pytest.raises(LateRankError, match="Whether rank 0 has committed is not known here"):
+        one.wait()
+    assert one.may_be_committed
 
 
 def test_a_slow_commit_is_waited_for() -> None:
@@ -294,8 +287,8 @@ class _CountingStore(HashStore):
         self._count("set", *arguments)
 
 
-def _rounds(store: HashStore, world_size: int) -> list[CommitRound]:
-    return [CommitRound(store, rank, world_size, "saving ep1", timedelta(), timedelta()) for rank in range(world_size)]
+def _rounds(store: HashStore, world_size: int) -> list[Round]:
+    return [Round(store, rank, world_size, "saving ep1", timedelta()) for rank in range(world_size)]
 
 
 def _requests_of_a_vote(world_size: int, *, is_late: bool) -> int:
@@ -328,9 +321,7 @@ def test_a_vote_may_be_larger_than_a_request_to_a_store() -> None:
     """TCPStore closes the connection of a request above 8 MiB; a rank with many shards has more to tell."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    zero, one = (
-        CommitRound(store, rank, 2, "saving", LONG, timedelta()) for rank, store in enumerate((server, client))
-    )
+    zero, one = (Round(store, rank, 2, "saving", LONG) for rank, store in enumerate((server, client)))
     parts = [bytes([rank]) * (9 << 20) for rank in range(2)]
     one.arrive(parts[1])
     assert zero.run(lambda: parts[0], lambda values: values == parts)
@@ -345,7 +336,7 @@ def test_a_failure_of_all_ranks_is_told_with_one_traceback() -> None:
     with pytest.raises(RankError, match="rank 99 failed") as caught:
         rounds[0].decide()
     assert len(caught.value.causes) == 100
-    assert store.get("decision").count(b"Traceback") + store.get("decision").count(b"OSError: ") <= 101
+    assert store.get("released").count(b"Traceback") + store.get("released").count(b"OSError: ") <= 101
 
 
 def test_one_process_commits_by_itself() -> None:
@@ -389,7 +380,7 @@ def _die_while_writing(who: int, committed: str) -> str:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    one = dist.get_group().vote("saving ep1", patience=12, longest_work=timedelta(hours=1))
+    one = dist.get_group().vote("saving ep1", longest_work=timedelta(hours=1))
     return one.run(write, lambda values: committed)
 
 
@@ -403,10 +394,18 @@ def test_a_rank_that_is_killed_ends_the_vote_at_once(who: int) -> None:
         assert str(outcomes[rank].error) == f"rank {who} is gone: its process was killed, or its node is lost."
 
 
+def _lost(lost: int) -> Callable[[Callable[[], Sequence[int]]], None]:
+    def check(awaited: Callable[[], Sequence[int]]) -> None:
+        if lost in awaited():
+            raise LateRankError(f"rank {lost} is gone", [lost])
+
+    return check
+
+
 def test_a_rank_that_is_lost_after_its_vote_does_not_prevent_the_commit() -> None:
     """Its bytes are durable."""
     store = HashStore()
-    zero, one = (CommitRound(store, rank, 2, "saving ep1", LONG, timedelta(), lambda: 1) for rank in range(2))
+    zero, one = (Round(store, rank, 2, "saving ep1", LONG, check=_lost(1)) for rank in range(2))
     one.arrive("its part")
     assert zero.run(lambda: "mine", list) == ["mine", "its part"]
 
@@ -414,10 +413,10 @@ def test_a_rank_that_is_lost_after_its_vote_does_not_prevent_the_commit() -> Non
 def test_a_rank_whose_vote_is_open_knows_when_rank_0_is_lost() -> None:
     """It may have committed: that is not known."""
     store = HashStore()
-    zero, one = (CommitRound(store, rank, 2, "saving ep1", LONG, timedelta(), lambda: 0) for rank in range(2))
+    zero, one = (Round(store, rank, 2, "saving ep1", LONG, check=_lost(0)) for rank in range(2))
     zero.arrive()
     one.arrive()
     zero.decide()
-    with pytest.raises(LateRankError, match="rank 0 began to commit, but has not said"):
+    with pytest.raises(LateRankError, match="rank 0 is gone"):
         one.wait()
     assert one.may_be_committed

@@ -1,0 +1,244 @@
+"""Connects the ranks of a run, and ends the connection."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+from composerlite._torch_compat import default_store
+from composerlite.dist import env
+from composerlite.dist.env import get_world_size, is_initialized
+from composerlite.dist.group import Group, Ranks, SingleProcess
+from composerlite.errors import ConfigError, RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
+    from composerlite.dist.control import Control
+
+_log = logging.getLogger(__name__)
+
+_control: Control | None = None
+_owns_training_group = False
+_TRAINING_TIMES = 3
+"""Ratio of NCCL's timeout to ours: NCCL ends the process, so our errors must come first: they say more."""
+_TIMEOUT = timedelta(seconds=300)
+_GOODBYE = timedelta(seconds=10)
+_GOODBYE_AT_EXIT = timedelta(seconds=2)
+_SINGLE = SingleProcess()
+_users_controls: weakref.WeakKeyDictionary[ProcessGroup, Control] = weakref.WeakKeyDictionary()
+
+
+def get_control() -> Control:
+    """Return the connection that :func:`initialize_dist` made.
+
+    Raises:
+        ConfigError: :func:`initialize_dist` was not called.
+    """
+    if _control is None:
+        raise ConfigError(f"WORLD_SIZE={get_world_size()}, but the ranks are not connected: call initialize_dist().")
+    return _control
+
+
+def get_group() -> Group:
+    """Return the group of all ranks of this run.
+
+    Raises:
+        ConfigError: there are several ranks, and :func:`~composerlite.dist.initialize_dist` was not called.
+    """
+    if get_world_size() == 1:
+        return _SINGLE
+    return Ranks(get_control(), exchanges=True)
+
+
+def group_of(process_group: ProcessGroup | None = None) -> Group:
+    """Return the group of the ranks of ``process_group``, or of all ranks. Connects all ranks if they are not yet.
+
+    Every rank of the group calls this. A process without ``torch.distributed`` is a group of one.
+    """
+    if not is_initialized():
+        return _SINGLE
+    if process_group is None:
+        if get_world_size() > 1:
+            initialize_dist()
+        return get_group()
+    control = _users_controls.get(process_group)
+    if control is None:
+        from composerlite.dist.control import Control
+
+        rank = torch.distributed.get_rank(process_group)
+        store = _new_keys(default_store(), f"composerlite/groups/{process_group.group_name}", rank)
+        timeout = _TIMEOUT if _control is None else _control.timeout
+        control = Control(store, rank, torch.distributed.get_world_size(process_group), timeout)
+        control.group = process_group
+        _users_controls[process_group] = control
+    return Ranks(control)
+
+
+def _new_keys(store: Store, prefix: str, rank: int) -> Store:
+    """Return keys of ``store`` that no earlier connection used. Every rank must call this equally often."""
+    number = store.add(f"{prefix}/times/{rank}", 1)
+    return PrefixStore(f"{prefix}/{number}", store)
+
+
+def check_nobody_left(operation: str) -> None:
+    """Raise if another rank has failed or was lost: waiting for this rank is in vain. For any thread.
+
+    Args:
+        operation: name of the operation, for the error.
+
+    Raises:
+        RankError: names the rank and the cause.
+    """
+    if (control := _control) is not None:
+        control.check_nobody_left(operation)
+
+
+def initialize_dist(
+    device: str | torch.device | None = None,
+    timeout: float | timedelta = _TIMEOUT,
+    *,
+    min_world_size: int = 2,
+) -> bool:
+    """Connect the ranks: a process group for training, and a gloo group and a store for everything else.
+
+    Every rank calls this. An existing process group is used for training, and defines the ranks. Otherwise the
+    environment of torchrun defines the ranks. Does nothing if the ranks are connected already, or in a run of
+    fewer than ``min_world_size`` processes.
+
+    Args:
+        device: see :func:`get_device`. GPUs use NCCL (XPU: XCCL), and gloo for tensors in host memory.
+        timeout: of every wait of these groups, in seconds. The timeout of NCCL is three times as long: NCCL ends the
+            process, and the other errors must come first.
+        min_world_size: 1 makes a process group for one process too, as a device mesh needs.
+
+    Returns:
+        True if this call connected the ranks. Then the caller calls :func:`finalize_dist`.
+
+    Raises:
+        ConfigError: variables of the environment are missing or contradict each other, or the device does not exist.
+            Raised on every rank if the check fails on one rank.
+        RankError: a rank was lost.
+        LateRankError: not every rank came in time; names the late ranks.
+    """
+    global _control, _owns_training_group
+    env.check_environment()
+    if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
+        return False
+    from composerlite.dist.control import Control  # not imported in a run of one process
+    from composerlite.dist.peer_watch import PeerWatch
+
+    rank, world_size = env.get_global_rank(), get_world_size()
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    has_group = is_initialized()
+    store = _new_keys(default_store() if has_group else _connect(rank, world_size, limit), "composerlite", rank)
+    control = Control(PrefixStore("control", store), rank, world_size, limit)
+    ranks = Ranks(control)
+    if has_group:
+        env.set_hosts(_find_hosts(control, ranks))
+    with ranks.all_or_none("connecting the ranks"):
+        chosen = env.get_device(device)
+        env.claim_device(chosen)
+    with ranks.all_or_none("making process groups"):
+        if not has_group:
+            torch.distributed.init_process_group(
+                **training_group_arguments(chosen, limit),
+                store=PrefixStore("training", store),
+                rank=rank,
+                world_size=world_size,
+            )
+            _owns_training_group = True
+        group = torch.distributed.new_group(backend="gloo", timeout=limit)
+        assert isinstance(group, torch.distributed.ProcessGroup)  # has this rank
+        control.group = group
+    if world_size > 1:
+        control.watch = PeerWatch(control)
+    _control = control
+    # Processes with open groups abort now and then at exit, so the groups are destroyed at exit, without a long wait.
+    atexit.unregister(finalize_dist)
+    atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
+    return True
+
+
+def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
+    """Destroy the process groups that :func:`initialize_dist` made. May be called twice. Does not fail.
+
+    Args:
+        timeout: of the wait for the other ranks: they may still read from this rank. There is no wait after a rank
+            has failed.
+    """
+    global _control, _owns_training_group
+    if _control is None:
+        return
+    control, _control = _control, None
+    env.set_hosts(None)
+    try:
+        control.meet_to_end(timeout)
+    except RankError as e:
+        _log.debug("left without the others: %s", e)
+    if control.watch is not None:
+        control.watch.stop()
+    if not is_initialized():
+        return
+    torch.distributed.destroy_process_group(control.group)
+    if _owns_training_group:
+        torch.distributed.destroy_process_group()
+        _owns_training_group = False
+
+
+def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Connect to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent holds, or else rank 0."""
+    if "MASTER_ADDR" not in os.environ:
+        return HashStore()  # one process without a launcher
+    host, port = os.environ["MASTER_ADDR"], env.env_int("MASTER_PORT", default=0)
+    agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not agent_holds_it,
+            timeout=timeout,
+            wait_for_workers=False,  # the first meeting waits, and names late ranks
+            multi_tenant=True,
+        )
+    except torch.distributed.DistError as e:
+        raise RankError(
+            f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent holds "
+            "it: is that one running, does it say what failed, is the port free there and open from here?",
+            [rank],
+        ) from e
+    if agent_holds_it:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"/worker/attempt_{attempt}", store)
+    return store
+
+
+def _find_hosts(control: Control, ranks: Ranks) -> list[bytes] | None:
+    """Return the host names of all ranks; ``None`` if the environment of every rank matches the process group."""
+    store = PrefixStore("nodes", control.store)
+    with ranks.all_or_none("exchanging host names"):
+        store.set(str(control.rank), socket.gethostname())
+        if not env.environment_matches_group():
+            store.set("without environment", "")
+    if not store.check(["without environment"]):
+        return None
+    return store.multi_get([str(rank) for rank in range(control.world_size)])
+
+
+def training_group_arguments(device: torch.device, timeout: timedelta) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` for the group that trains on ``device``."""
+    backend = env.backend_of(device)
+    if backend == "gloo":
+        return {"backend": backend, "timeout": timeout, "device_id": None}
+    groups, waits = f"cpu:gloo,{device.type}:{backend}", timeout * _TRAINING_TIMES
+    return {"backend": groups, "timeout": waits, "device_id": device}

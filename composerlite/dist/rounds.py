@@ -1,0 +1,397 @@
+"""One exchange of all ranks through a store: every rank gives a value, rank 0 decides, every rank gets the answer.
+
+A round needs no process group. So a round can run in any thread while the main thread runs collectives, and an absent
+rank blocks nothing after the round.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage] - documented
+
+from composerlite.errors import LateRankError, RankError
+from composerlite.threads import start_threads
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SHORTEST_PAUSE_SECONDS = 5e-5
+_LONGEST_PAUSE_SECONDS = 0.02
+_CHECKS_PER_SECOND = 4000
+"""Highest rate of requests of all ranks together in a long wait."""
+_MOST_BYTES = 4 << 20
+"""Largest request, in bytes. TCPStore closes the connection after a request above 8 MiB."""
+_PIECE = struct.Struct("<II")
+"""Header of each piece of a vote: the rank, and the number of bytes."""
+_GAVE_UP = 0xFFFFFFFF
+"""Entry of ``voters``: a rank has stopped waiting, so rank 0 ends the round without a commit."""
+
+
+# ── errors of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank, in a form to be sent to every other rank.
+
+    Attributes:
+        rank: number of the rank.
+        text: type and message of the exception.
+        trace: traceback of the exception; empty if another traceback is shown.
+        pickled: the exception itself; empty if it cannot be pickled.
+        names_ranks: true if the exception is a ``RankError``, with the ranks at fault.
+    """
+
+    rank: int
+    text: str
+    trace: str
+    pickled: bytes
+    names_ranks: bool
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Make the failure of ``rank`` that raised ``error``."""
+        try:
+            pickled = pickle.dumps(error)
+        except Exception:  # noqa: BLE001 - an exception may refer to any object; the text says what happened
+            pickled = b""
+        text = "".join(traceback.format_exception_only(error)).strip()
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return cls(rank, text, trace, pickled, isinstance(error, RankError))
+
+    def exception(self) -> BaseException:
+        """Return the exception as it was raised, or a ``RankError`` with the same text if it cannot be rebuilt."""
+        try:
+            error = pickle.loads(self.pickled) if self.pickled else None
+        except Exception:  # noqa: BLE001 - raised by the constructor of a user's class; the text says what happened
+            error = None
+        return error if isinstance(error, BaseException) else RankError(self.text, [self.rank])
+
+
+def rank_error(operation: str, failures: Sequence[Failure], own: BaseException | None = None) -> RankError:
+    """Return the error of every rank after some ranks failed.
+
+    Args:
+        operation: the operation, for the message.
+        failures: the failures of all ranks, in the order of ranks; not empty.
+        own: the exception of this rank.
+
+    Returns:
+        An error whose cause is ``own``, or else the exception of the first rank that failed. If a rank failed because
+        other ranks were lost or late, the error names the other ranks.
+    """
+    causes = tuple(failure.exception() for failure in failures)
+    for cause, failure in zip(causes, failures, strict=True):
+        if isinstance(cause, RankError) and failure.names_ranks:
+            cause.everywhere = True
+            return cause
+    ranks: dict[str, list[int]] = {}
+    for failure in failures:
+        ranks.setdefault(failure.text, []).append(failure.rank)
+    texts = [f"{format_ranks(failed)} failed: {text}" for text, failed in ranks.items()]
+    error = RankError(f"{operation}: {'; '.join(texts)}", [failure.rank for failure in failures], everywhere=True)
+    error.causes = causes
+    if own is None:
+        error.add_note(f"On rank {failures[0].rank}:\n{failures[0].trace}")
+    error.__cause__ = causes[0] if own is None else own
+    return error
+
+
+def late_error(operation: str, timeout: timedelta, late: Sequence[int]) -> LateRankError:
+    """Return the error of a wait without the ranks ``late``."""
+    verb = "has" if len(late) == 1 else "have"
+    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come in {timeout.total_seconds():g} s.", late)
+
+
+def lost_error(rank: int) -> LateRankError:
+    """Return the error of waits for ``rank`` after its process has ended."""
+    return LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
+
+
+@contextmanager
+def reaching_the_store(operation: str) -> Generator[None]:
+    """Raise a ``RankError`` if the store does not answer: the process with the store has ended."""
+    try:
+        yield
+    except DistError as e:
+        raise RankError(
+            f"{operation}: the store of the process group does not answer ({e}). The process that holds it, "
+            "rank 0 or its torchrun agent, is gone: its own output says why."
+        ) from e
+
+
+# ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def wait_until(
+    happened: Callable[[], bool],
+    timeout: timedelta,
+    world_size: int = 1,
+    check: Callable[[], object] = lambda: None,
+) -> bool:
+    """Call ``happened``, at growing intervals, until it returns true. The wait does not block inside the store.
+
+    Args:
+        happened: sends a request to the store.
+        timeout: of the wait.
+        world_size: number of ranks waiting at the same time; many ranks ask less often.
+        check: called now and then in a long wait; may raise.
+
+    Returns:
+        False after ``timeout``.
+    """
+    start = time.monotonic()
+    longest = max(_LONGEST_PAUSE_SECONDS, world_size / _CHECKS_PER_SECOND)
+    while not happened():
+        waited = time.monotonic() - start
+        if waited >= timeout.total_seconds():
+            return False
+        pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), longest)
+        if pause == longest:
+            check()
+        time.sleep(min(pause, timeout.total_seconds() - waited))
+    return True
+
+
+@final
+class Round:
+    """A round of all ranks, used once, in one thread.
+
+    :meth:`run` is the whole round; the other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`.
+    Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`. The other ranks call :meth:`wait`. Only rank 0
+    ends a round: a rank tells rank 0 before it stops waiting.
+
+    All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
+    requests for any number of ranks.
+
+    Args:
+        store: keys for this round only.
+        rank: of this process.
+        world_size: number of ranks.
+        operation: name of the operation, for errors.
+        timeout: of the wait for a rank, counted from the last sign of life.
+        longest_work: for how long a rank at work in :meth:`run` gives signs of life; zero: not at all.
+        check: called now and then in a wait, with a function to get the awaited ranks. Raises a ``RankError`` if the
+            wait is in vain.
+
+    Attributes:
+        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must stay.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        operation: str,
+        timeout: timedelta,
+        longest_work: timedelta = timedelta(),
+        check: Callable[[Callable[[], Sequence[int]]], object] = lambda _: None,
+    ) -> None:
+        self.may_be_committed = False
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._operation = operation
+        self._timeout = timeout
+        self._longest_work = longest_work
+        self._check = check
+        self._own_error: BaseException | None = None
+
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        """Write on every rank, then commit on rank 0. Returns the result of ``commit`` on every rank.
+
+        Args:
+            write: called on every rank.
+            commit: called on rank 0 with the results of ``write`` in the order of ranks.
+
+        Raises:
+            RankError: a rank failed, was lost or is late. Nothing is committed unless ``may_be_committed``.
+        """
+        value: Any = None
+        error: BaseException | None = None
+        done = threading.Event()
+        beating = start_threads(lambda: self._beat(done), 1, name="commit-vote") if self._longest_work else []
+        try:
+            try:
+                value = write()
+            except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
+                error = e
+            self.arrive(value, error=error)
+            if self._rank != 0:
+                return self.wait()
+            values = self.decide()
+            try:
+                result = commit(values)
+            except BaseException as e:
+                self.release(error=e)
+                raise rank_error(self._operation, [Failure.of(e, self._rank)], e) from e
+            self.release(result)
+            return result
+        finally:
+            done.set()
+            for thread in beating:
+                thread.join()
+
+    def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
+        """Vote once: for the commit, with a ``value`` for rank 0, or against the commit because of ``error``."""
+        self._own_error = error
+        vote = pickle.dumps((value, None if error is None else Failure.of(error, self._rank)))
+        with reaching_the_store(self._operation):
+            for at in range(0, len(vote), _MOST_BYTES):
+                piece = vote[at : at + _MOST_BYTES]
+                # torch declares append for some stores only, and with text
+                self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)  # pyright: ignore
+            self._append("voters", self._rank)
+
+    def pass_by(self) -> None:
+        """Vote for the commit, in place of :meth:`run`, without waiting for the end. Not on rank 0."""
+        self.arrive()
+        with reaching_the_store(self._operation):
+            self._leave()
+
+    def decide(self) -> list[Any]:
+        """Wait for every vote, on rank 0. Returns the values in the order of ranks.
+
+        Raises:
+            RankError: a rank voted against the commit, or was lost before voting.
+            LateRankError: not every rank voted in time, or another rank stopped waiting.
+        """
+        with reaching_the_store(self._operation):
+            try:
+                if not self._wait(self._has_ended, self._late) or _GAVE_UP in self._ranks("voters"):
+                    raise late_error(self._operation, self._timeout, self._late() or [0])
+            except RankError as e:
+                failures = [Failure.of(e, self._rank)]
+            else:
+                votes = self._votes()
+                failures = [failure for _, failure in votes if failure is not None]
+                if not failures:
+                    self.may_be_committed = True
+                    return [value for value, _ in votes]
+            self._publish(None, failures)
+        raise rank_error(self._operation, failures, self._own_error)
+
+    def release(self, value: object = None, *, error: BaseException | None = None) -> None:
+        """Tell all ranks, after :meth:`decide` on rank 0, the result of the commit or the ``error`` of the commit."""
+        self.may_be_committed = error is None
+        with reaching_the_store(self._operation):
+            self._publish(value, [] if error is None else [Failure.of(error, self._rank)])
+
+    def wait(self) -> Any:
+        """Wait for the end of the round, on a rank other than 0. Returns the value passed to :meth:`release`.
+
+        Raises:
+            RankError: a rank failed, or rank 0 failed to commit.
+            LateRankError: rank 0 is late or was lost. See ``may_be_committed``.
+        """
+        self.may_be_committed = self._own_error is None  # as long as rank 0 has not said otherwise
+        with reaching_the_store(self._operation):
+            try:
+                if not self._wait(self._is_released, lambda: [0]):
+                    self._append("voters", _GAVE_UP)
+                    if 0 in (late := self._late()):  # rank 0 will read _GAVE_UP before it can commit
+                        self._leave()
+                        raise late_error(self._operation, self._timeout, late)
+                    if not self._wait(self._is_released, lambda: [0]):
+                        raise LateRankError(
+                            f"{self._operation}: rank 0 has come, but has not answered in "
+                            f"{self._timeout.total_seconds():g} s. Whether rank 0 has committed is not known here.",
+                            [0],
+                        )
+            except RankError:
+                self.may_be_committed = self.may_be_committed and 0 not in self._late()
+                raise
+            value, failures = pickle.loads(self._store.get("released"))
+            self._leave()
+        self.may_be_committed = not failures
+        if failures:
+            raise rank_error(self._operation, failures, self._own_error)
+        return value
+
+    def _beat(self, done: threading.Event) -> None:
+        until = time.monotonic() + self._longest_work.total_seconds()
+        with suppress(DistError):  # the store is gone: the next request of this round raises the error
+            while not done.wait(self._timeout.total_seconds() / 5) and time.monotonic() < until:
+                self._append("beats", self._rank)
+
+    def _wait(self, happened: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> bool:
+        """Wait until ``happened``. False if an awaited rank has given no sign of life for the timeout."""
+        started = time.monotonic()
+        heard: dict[int, tuple[int, float]] = {}
+        many = self._world_size if self._rank else 1
+        while not wait_until(happened, self._timeout / 4, many, lambda: self._check(awaited)):
+            now = time.monotonic()
+            beats = Counter(self._ranks("beats"))
+            for rank in awaited():
+                count, since = heard.get(rank, (0, started))
+                if beats[rank] != count:
+                    heard[rank] = beats[rank], now
+                elif now - since >= self._timeout.total_seconds():
+                    return False
+        return True
+
+    def _has_ended(self) -> bool:
+        """Return true if every rank has voted or a rank gave up."""
+        voters = self._ranks("voters")
+        return len(voters) >= self._world_size or _GAVE_UP in voters
+
+    def _is_released(self) -> bool:
+        return self._store.check(["released"])
+
+    def _late(self) -> list[int]:
+        """Return the ranks that have not voted."""
+        return sorted(set(range(self._world_size)).difference(self._ranks("voters")))
+
+    def _votes(self) -> list[tuple[Any, Failure | None]]:
+        """Return the value and the failure of every rank, in the order of ranks."""
+        votes = [bytearray() for _ in range(self._world_size)]
+        data, at = memoryview(self._store.get("votes")), 0
+        while at < len(data):
+            rank, size = _PIECE.unpack_from(data, at)
+            at += _PIECE.size + size
+            votes[rank] += data[at - size : at]
+        return [pickle.loads(vote) for vote in votes]
+
+    def _ranks(self, key: str) -> Sequence[int]:
+        """Return the ranks that were appended to ``key``."""
+        return memoryview(self._store.get(key)).cast("I") if self._store.check([key]) else ()
+
+    def _append(self, key: str, rank: int) -> None:
+        self._store.append(key, rank.to_bytes(4, sys.byteorder))  # pyright: ignore
+
+    def _publish(self, value: object, failures: list[Failure]) -> None:
+        """Answer all ranks. Every rank reads all failures, so only the first has its traceback."""
+        failures = [*failures[:1], *(replace(failure, trace="") for failure in failures[1:])]
+        self._store.set("released", pickle.dumps((value, failures)))  # pyright: ignore[reportArgumentType]
+        self._leave()
+
+    def _leave(self) -> None:
+        """Remove the keys of this round on the last rank to leave: no other rank reads them any more."""
+        if self._store.add("gone", 1) == self._world_size:
+            for key in ("beats", "votes", "voters", "released", "gone"):
+                self._store.delete_key(key)
