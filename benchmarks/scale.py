@@ -64,8 +64,7 @@ from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
 from composerlite.checkpoint.save.sharded_writer import WrittenFile, files_of, index_bytes, record_of_directory
 from composerlite.devices import rng
-from composerlite.dist.group import Group
-from composerlite.dist.group import Ranks as GroupRanks
+from composerlite.dist.group import Group, RankGroup
 from composerlite.dist.rounds import Round
 from composerlite.storage import FileDigest, chunk_bytes_for
 
@@ -261,7 +260,7 @@ class LogicalGroup:
             raise TimeoutError(f"logical ranks did not meet: {self._failures}")
 
 
-class _Member(GroupRanks):
+class _Member(RankGroup):
     """A rank's view of a :class:`LogicalGroup`, in place of torch's collectives."""
 
     def __init__(self, group: LogicalGroup, rank: int) -> None:

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import socket
-import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignor
 from composerlite._torch_compat import default_store
 from composerlite.dist import env
 from composerlite.dist.env import get_world_size, is_initialized
-from composerlite.dist.group import Group, Ranks, SingleProcess
+from composerlite.dist.group import Group, RankGroup, SingleProcess
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ _TIMEOUT = timedelta(seconds=300)
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
 _SINGLE = SingleProcess()
-_users_controls: weakref.WeakKeyDictionary[ProcessGroup, Control] = weakref.WeakKeyDictionary()
 
 
 def get_control() -> Control:
@@ -57,7 +55,7 @@ def get_group() -> Group:
     """
     if get_world_size() == 1:
         return _SINGLE
-    return Ranks(get_control(), exchanges=True)
+    return RankGroup(get_control(), exchanges=True)
 
 
 def group_of(process_group: ProcessGroup | None = None) -> Group:
@@ -71,17 +69,14 @@ def group_of(process_group: ProcessGroup | None = None) -> Group:
         if get_world_size() > 1:
             initialize_dist()
         return get_group()
-    control = _users_controls.get(process_group)
-    if control is None:
-        from composerlite.dist.control import Control
+    from composerlite.dist.control import Control
 
-        rank = torch.distributed.get_rank(process_group)
-        store = _new_keys(default_store(), f"composerlite/groups/{process_group.group_name}", rank)
-        timeout = _TIMEOUT if _control is None else _control.timeout
-        control = Control(store, rank, torch.distributed.get_world_size(process_group), timeout)
-        control.group = process_group
-        _users_controls[process_group] = control
-    return Ranks(control)
+    rank = torch.distributed.get_rank(process_group)
+    store = _new_keys(default_store(), f"composerlite/groups/{process_group.group_name}", rank)
+    timeout = _TIMEOUT if _control is None else _control.timeout
+    control = Control(store, rank, torch.distributed.get_world_size(process_group), timeout)
+    control.group = process_group
+    return RankGroup(control)
 
 
 def _new_keys(store: Store, prefix: str, rank: int) -> Store:
@@ -142,7 +137,7 @@ def initialize_dist(
     has_group = is_initialized()
     store = _new_keys(default_store() if has_group else _connect(rank, world_size, limit), "composerlite", rank)
     control = Control(PrefixStore("control", store), rank, world_size, limit)
-    ranks = Ranks(control)
+    ranks = RankGroup(control)
     if has_group:
         env.set_hosts(_find_hosts(control, ranks))
     with ranks.all_or_none("connecting the ranks"):
@@ -223,7 +218,7 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
     return store
 
 
-def _find_hosts(control: Control, ranks: Ranks) -> list[bytes] | None:
+def _find_hosts(control: Control, ranks: RankGroup) -> list[bytes] | None:
     """Return the host names of all ranks; ``None`` if the environment of every rank matches the process group."""
     store = PrefixStore("nodes", control.store)
     with ranks.all_or_none("exchanging host names"):

@@ -37,7 +37,7 @@ _CHECK_AFTER = timedelta(seconds=1)
 
 @final
 class Control:
-    """What a rank knows about the others. Nothing here waits on the process group of training.
+    """Connection of a rank to the other ranks. Nothing here waits on the process group of training.
 
     The main threads of all ranks call :meth:`meet`, :meth:`run` and :meth:`vote` in the same order.
 

@@ -223,7 +223,7 @@ def get_sampler(
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> DistributedSampler[Any]:
-    """Return a sampler that gives each rank its share of ``dataset``.
+    """Make a sampler for this rank's share of ``dataset``.
 
     The trainer does not need a sampler: samples of a plain ``DataLoader`` are divided among the ranks. The trainer
     keeps the order of an existing sampler.
@@ -235,6 +235,9 @@ def get_sampler(
         shuffle: shuffle, in an order depending only on the epoch.
         num_replicas: number of shares; by default the number of ranks.
         rank: number of the share; by default the rank of this process.
+
+    Returns:
+        The sampler.
     """
     from torch.utils.data import Dataset, DistributedSampler
 

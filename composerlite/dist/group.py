@@ -39,11 +39,14 @@ class Vote(Protocol):
     may_be_committed: bool
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        """Write on every rank, then commit on rank 0. Returns the result of ``commit`` on every rank.
+        """Write on every rank, then commit on rank 0.
 
         Args:
             write: called on every rank.
             commit: called on rank 0 with the results of ``write`` in the order of ranks.
+
+        Returns:
+            Result of ``commit``, on every rank.
 
         Raises:
             RankError: a rank failed, was lost or is late. Nothing is committed unless ``may_be_committed``.
@@ -64,7 +67,7 @@ class Group:
     """Ranks whose main threads call the same methods in the same order, with the same ``operation`` for errors.
 
     Every wait has a timeout. The error after a timeout names the late ranks. This class is the group of one process;
-    see :class:`Ranks` for several.
+    see :class:`RankGroup` for several.
 
     Attributes:
         rank: of this process in the group.
@@ -135,21 +138,27 @@ class Group:
         return self.from_first("broadcasting", lambda: value)
 
     def from_first(self, operation: str, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0 and return its result on every rank. If ``make`` fails, all ranks raise.
+        """Call ``make`` on rank 0. If ``make`` fails, all ranks raise.
 
         Args:
             operation: name of the operation, for errors.
             make: returns a picklable value.
+
+        Returns:
+            Result of ``make``, on every rank.
         """
         made: Any = self.all_reduce(operation, lambda: make() if self.is_first else None, lambda values: values[0])
         return made
 
     def agree(self, operation: str, each: Callable[[], T]) -> T:
-        """Call ``each`` and return its result, once it has succeeded on every rank. If one fails, all ranks raise.
+        """Call ``each`` on every rank. If a call fails, all ranks raise.
 
         Args:
             operation: name of the operation, for errors.
             each: called on every rank.
+
+        Returns:
+            Result of ``each`` on this rank.
         """
         with self.all_or_none(operation):
             return each()
@@ -163,11 +172,14 @@ class Group:
         return list(numbers)
 
     def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
-        """Return a vote on ``operation``. Called in the same order on every rank, without waiting.
+        """Begin a vote on ``operation``, without waiting. Called in the same order on every rank.
 
         Args:
             operation: name of the operation, for errors.
             longest_work: for how long a rank at work in the vote counts as alive.
+
+        Returns:
+            The vote, to be run in any thread.
         """
         return _VoteOfOne()
 
@@ -207,7 +219,7 @@ class _VoteOfOne:
     def pass_by(self) -> None: ...
 
 
-class Ranks(Group):
+class RankGroup(Group):
     """Several ranks. They communicate through a store and a process group.
 
     Args:

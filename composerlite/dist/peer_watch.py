@@ -92,7 +92,7 @@ class PeerWatch:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors of this process. In a forked process, the watch of its parent goes on."""
+        """Close the descriptors of this process. In a forked process: the parent continues to watch."""
         for end in (self._ahead, self._server):
             if end is not None:
                 end.close()

@@ -158,7 +158,7 @@ def wait_until(
     Args:
         happened: sends a request to the store.
         timeout: of the wait.
-        world_size: number of ranks waiting at the same time; many ranks ask less often.
+        world_size: number of ranks waiting at the same time: the more ranks, the fewer requests of each.
         check: called now and then in a long wait; may raise.
 
     Returns:

@@ -141,17 +141,28 @@ def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:
 
 
 def empty_shard_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialized tensor of ``dtype`` with the shape, device and placements of ``tensor``."""
+    """Allocate a tensor of ``dtype`` with the shape, device and placements of ``tensor``.
+
+    Args:
+        tensor: a tensor, distributed or not.
+        dtype: of the new tensor.
+
+    Returns:
+        An uninitialized tensor.
+    """
     return torch.empty_like(tensor.detach(), dtype=dtype, requires_grad=False)
 
 
 @torch.no_grad()
 def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of ``whole`` with the placements and the device of ``tensor``.
+    """Distribute a copy of ``whole`` over the ranks.
 
     Args:
         whole: the complete tensor, equal on every rank.
         tensor: a tensor of the same shape, distributed or not.
+
+    Returns:
+        A new tensor with the placements and the device of ``tensor``.
     """
     made = empty_shard_like(tensor, whole.dtype)
     part = local_shard(made)
@@ -162,13 +173,14 @@ def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shards_like(saved: Any, live: Any) -> Any:
-    """Return ``saved`` with a new tensor in place of each tensor distributed in ``live``.
-
-    The new tensors are distributed as in ``live``. All other tensors are replaced by ``None``.
+    """Allocate a tensor for each tensor of ``saved`` with a distributed tensor in its place in ``live``.
 
     Args:
         saved: nested dicts and lists of a checkpoint.
         live: nested dicts and lists of the state to restore.
+
+    Returns:
+        ``saved`` with the new tensors, distributed as in ``live``, and with ``None`` in place of all other tensors.
     """
     if isinstance(saved, Tensor):
         is_like = isinstance(live, Tensor) and is_distributed_tensor(live) and live.shape == saved.shape

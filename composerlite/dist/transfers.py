@@ -161,27 +161,28 @@ def move(
     """
     control = get_control()
     pieces = [piece for piece in _pieces_in_turn(moves) if control.rank in (piece.source, piece.target)]
-    failure: Exception | None = None
+    unread: Exception | None = None
+    unwritten: Exception | None = None
     for at in range(0, len(pieces), 2):
         window = [(piece, bytearray(piece.size_bytes)) for piece in pieces[at : at + 2]]
         for piece, memory in window:
-            if piece.source == control.rank and failure is None:
+            if piece.source == control.rank and unread is None:
                 try:
                     memoryview(memory)[:] = read(piece.name, piece.offset, piece.size_bytes)
                 except Exception as e:  # noqa: BLE001 - raised below; the target gets zeros, and must not use the file
-                    failure = e
+                    unread = e
         transfers = [
             TensorTransfer(piece.source, (piece.source, piece.target), [torch.frombuffer(memory, dtype=torch.uint8)])
             for piece, memory in window
         ]
         _exchange(operation, transfers, _BACKGROUND_TAG if in_background else 0)
         for piece, memory in window:
-            if piece.target == control.rank and failure is None:
+            if piece.target == control.rank and unwritten is None:
                 try:
                     write(piece.name, piece.offset, memoryview(memory))
                 except Exception as e:  # noqa: BLE001 - raised below
-                    failure = e
-    if failure is not None:
+                    unwritten = e
+    if (failure := unread or unwritten) is not None:
         raise failure
 
 
