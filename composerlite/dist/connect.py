@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
     from composerlite.dist.control import Control
+    from composerlite.dist.peer_watch import PeerWatch
 
 _log = logging.getLogger(__name__)
 
 _control: Control | None = None
+_watch: PeerWatch | None = None
 _owns_training_group = False
 _TRAINING_TIMES = 3
 """Ratio of NCCL's timeout to ours: NCCL ends the process, so our errors must come first: they say more."""
@@ -125,7 +127,7 @@ def initialize_dist(
         RankError: a rank was lost.
         LateRankError: not every rank came in time; names the late ranks.
     """
-    global _control, _owns_training_group
+    global _control, _watch, _owns_training_group
     env.check_environment()
     if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
         return False
@@ -155,8 +157,7 @@ def initialize_dist(
         group = torch.distributed.new_group(backend="gloo", timeout=limit)
         assert isinstance(group, torch.distributed.ProcessGroup)  # has this rank
         control.group = group
-    if world_size > 1:
-        control.watch = PeerWatch(control)
+    _watch = PeerWatch(control) if world_size > 1 else None
     _control = control
     # Processes with open groups abort now and then at exit, so the groups are destroyed at exit, without a long wait.
     atexit.unregister(finalize_dist)
@@ -180,8 +181,8 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
         control.meet_to_end(timeout)
     except RankError as e:
         _log.debug("left without the others: %s", e)
-    if control.watch is not None:
-        control.watch.stop()
+    if _watch is not None:
+        _watch.stop()
     if not is_initialized():
         return
     torch.distributed.destroy_process_group(control.group)

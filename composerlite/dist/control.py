@@ -24,8 +24,6 @@ from composerlite.errors import RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[reportPrivateImportUsage] - documented
 
-    from composerlite.dist.peer_watch import PeerWatch
-
 _TICKETS = 2**40
 """More operations than a run has."""
 _MET_AT = "_composerlite_met_at"
@@ -50,11 +48,9 @@ class Control:
     Attributes:
         ticket: number of operations so far.
         group: a process group of all ranks, for the main thread: gloo, or the group of a user.
-        watch: reports a rank whose process has ended; ``None`` in a group of one rank, or of the user.
     """
 
     group: ProcessGroup
-    watch: PeerWatch | None = None
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self.store = store
