@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from composerlite.checkpoint.load.progress import progress_of
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import Place, set_link
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed
-from composerlite.checkpoint.tools.surveying import Found, newest, sealed, survey
+from composerlite.checkpoint.tools.surveying import Found, newest, checkpoint_at, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
@@ -104,7 +104,7 @@ def _copy(
     """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
     if link is not None:
         target.check_link(link)
-        there = sealed(target, link)
+        there = checkpoint_at(target, link)
         if link in [found.name for found in chosen] or (there is not None and there.copy_of is None):
             raise ConfigError(f"{target.uri(link)!r} is a checkpoint, and no link takes its place. Give another name.")
     copied: list[dict[str, Any]] = []
@@ -117,6 +117,6 @@ def _copy(
         if not as_json:
             click.echo(f"{state}: {uris['target']} ({bytes_text(found.size_bytes)})")
     if link is not None and chosen:
-        target.point(link, chosen[-1].name)
+        set_link(target, link, chosen[-1].name)
     if as_json:
         print_json({"copied": copied})

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from composerlite.checkpoint.tools.huggingface import write_huggingface
+from composerlite.models.hf_folder import write_huggingface
 from composerlite.checkpoint.tools.reading import model_and_integrations
 from composerlite.core import clean_name
 from composerlite.errors import ConfigError, IncompatibleCheckpointError

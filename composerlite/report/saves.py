@@ -78,7 +78,7 @@ def stored_at(place: Place, found: Found) -> Stored:
     return Stored(
         name=found.name,
         uri=place.uri(found.name),
-        where=place.where,
+        where="remote" if place.path_of("") is None else "local",
         state=found.state,
         faults=found.faults,
         kind=found.kind,

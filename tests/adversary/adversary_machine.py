@@ -23,6 +23,7 @@ from forked import run_forked
 from hypothesis.stateful import precondition, rule
 
 from composerlite.checkpoint import FileRecord, Manifest, read_checkpoint
+from composerlite.checkpoint.record.manifest import RunRecord
 from composerlite.checkpoint.record.tail import seal
 from composerlite.errors import CheckpointNotFoundError, RunInUseError
 from composerlite.storage import FileDigest
@@ -38,10 +39,10 @@ def hostile(*others: str, **fields: Any) -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         time = {"batch": 10**6, "epoch": 0}
-        known = {"name": path.name, "kind": "monolithic", "template": "ba{batch}.pt", "run_name": RUN, **fields}
+        known = {"name": path.name, "kind": "monolithic", "template": "ba{batch}.pt", **fields}
         body = b"no checkpoint"
         stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
-        path.write_bytes(body + seal(Manifest(**known, timestamp=time, files=files), stored))
+        path.write_bytes(body + seal(Manifest(**known, run=RunRecord(name=RUN, timestamp=time), files=files), stored))
 
     return write
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import re
 import threading
@@ -15,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
+from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.checkpoint.place.place import NewFile, Place
+from composerlite.checkpoint.place.place import NewFile, Place, map_reads, local_copy, set_link
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
@@ -99,7 +100,7 @@ class PlaceContract(ABC):
                 verb("not/there")
         with pytest.raises(FileNotFoundError):
             place.verify(record_of("not/there", b""))
-        with pytest.raises(FileNotFoundError), place.lent("not/there"):
+        with pytest.raises(FileNotFoundError), local_copy(place, "not/there"):
             pass
         assert not place.exists("not/there")
         assert not place.exists("there/not")
@@ -156,7 +157,7 @@ class PlaceContract(ABC):
         """And are moved; what one leads to is in use."""
         for name in ("ba1.pt", "sub/ba2.pt"):
             place.put(name, name.encode())
-            place.point("sub/latest.pt", name)
+            set_link(place, "sub/latest.pt", name)
             assert place.links() == {"sub/latest.pt": name}
             assert place.target_of("sub/latest.pt") == name
 
@@ -205,20 +206,21 @@ class PlaceContract(ABC):
             place.fetch("file", target, digest_of(data + b"x"))
         assert target.read_bytes() == data
         assert [path.name for path in target.parent.iterdir()] == ["copy"]
-        with place.lent("file", digest_of(data)) as lent:
-            assert lent.read_bytes() == data
+        with local_copy(place, "file", digest_of(data)) as here:
+            assert here.read_bytes() == data
 
-    def test_files_are_taken_from_other_places(self, place: Place) -> None:
-        """By their own names; damaged ones are not."""
-        source = place.inside("from")
+    def test_a_checkpoint_is_fetched_from_another_place(self, place: Place) -> None:
+        """Under its own name; a damaged one is not."""
+        source, target = place.inside("from"), place.inside("to")
         source.put("sub/file", b"data")
-        target = place.inside("to")
         told: list[int] = []
-        target.take(source, record_of("sub/file", b"data"), told.append)
+        manifest = dataclasses.replace(record_of_directory("sub/file", 1), form="file")
+        good, bad = (dataclasses.replace(manifest, files=(record_of("sub/file", data),)) for data in (b"data", b"else"))
+        fetch_checkpoint(source, good, target, told.append)
         assert place.read("to/sub/file") == b"data"
         assert sum(told) == 4
         with pytest.raises(CorruptCheckpointError):
-            target.take(source, record_of("sub/file", b"else"))
+            fetch_checkpoint(source, bad, target)
         assert place.read("to/sub/file") == b"data"
 
     # ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -305,9 +307,9 @@ class PlaceContract(ABC):
             return number
 
         double: Callable[[int], int] = lambda number: 2 * number
-        assert place.each(double, range(40)) == [2 * number for number in range(40)]
+        assert map_reads(place, double, range(40)) == [2 * number for number in range(40)]
         with pytest.raises(ValueError, match="7"):
-            place.each(fails, range(40))
+            map_reads(place, fails, range(40))
 
     def test_the_end_of_a_file_is_read(self, place: Place) -> None:
         """With the size of the whole; a file that is shorter is read whole."""

@@ -17,6 +17,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.record.manifest import RunRecord
 from composerlite.checkpoint.record.tail import seal
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import Pointed
@@ -59,10 +60,8 @@ def plant(folder: Path, victim: Path) -> Manifest:
         kind="deepspeed",
         form="archives",
         template=template,
-        run_name="run",
-        timestamp={"batch": 1},
+        run=RunRecord(name="run", timestamp={"batch": 1}, world_size=2),
         files=(FileRecord.of(victim.name, digest(victim.read_bytes())),),
-        world_size=2,
     )
     if manifests:
         record = dataclasses.replace(record, id=manifests[0].id)

@@ -14,6 +14,7 @@ from parts import save_batch
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.record.manifest import (
+    RunRecord,
     continued,
     highest_attempt,
     in_line,
@@ -32,10 +33,8 @@ def manifest(batch: int, lineage: Lineage, saved_at: str = "2026-01-01T00:00:00.
         name=name,
         kind="monolithic",
         template="x",
-        run_name="run",
-        timestamp={"batch": batch},
+        run=RunRecord(name="run", timestamp={"batch": batch}, lineage=lineage),
         files=(),
-        lineage=lineage,
         saved_at=saved_at,
     )
 
@@ -80,7 +79,7 @@ def test_checkpoints_without_a_lineage_are_one_attempt(tmp_path: Path) -> None:
     save_batch(tmp_path, 1)
     save_batch(tmp_path, 2)
     manifests = Catalog(tmp_path).manifests()
-    assert {m.lineage for m in manifests} == {Lineage()}
+    assert {m.run.lineage for m in manifests} == {Lineage()}
     choice = choose([RunPlace(Catalog(tmp_path))], "run")
     assert (choice.place, choice.lineage) == (tmp_path / "ba2.pt", Lineage())
 
@@ -94,7 +93,8 @@ def test_a_lineage_survives_its_record() -> None:
         data = b"x" + seal(one, FileDigest(1, xxhash.xxh3_128_hexdigest(b"x")))
         read = unseal(one.name, len(data), data, "here")
         assert read is not None
-        assert read.lineage == one.lineage
-    assert [in_line(third.lineage, one) for one in (first, second, third)] == [True, True, True]
-    assert not in_line(third.lineage, dataclasses.replace(first, timestamp={"batch": 5}))
-    assert not in_line(first.lineage, second)
+        assert read.run.lineage == one.run.lineage
+    assert [in_line(third.run.lineage, one) for one in (first, second, third)] == [True, True, True]
+    later = dataclasses.replace(first, run=dataclasses.replace(first.run, timestamp={"batch": 5}))
+    assert not in_line(third.run.lineage, later)
+    assert not in_line(first.run.lineage, second)

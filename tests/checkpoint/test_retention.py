@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.checkpoint import Manifest
+from composerlite.checkpoint.record.manifest import RunRecord
 from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError
@@ -27,18 +28,20 @@ def manifest(
         name=f"{fit_calls}-{batch}-{saved_at}.pt",
         kind="monolithic",
         template="{batch}.pt",
-        run_name="run",
-        timestamp={
-            "iteration": batch // 10,
-            "epoch": batch // 10,
-            "batch": batch,
-            "sample": 3 * batch,
-            "token": 0,
-            "total_wct": batch / 2,
-        },
+        run=RunRecord(
+            name="run",
+            timestamp={
+                "iteration": batch // 10,
+                "epoch": batch // 10,
+                "batch": batch,
+                "sample": 3 * batch,
+                "token": 0,
+                "total_wct": batch / 2,
+            },
+            fit_calls=fit_calls,
+            metrics={} if accuracy is None else {ACCURACY: accuracy},
+        ),
         files=(),
-        fit_calls=fit_calls,
-        metrics={} if accuracy is None else {ACCURACY: accuracy},
         ephemeral=ephemeral,
         saved_at=f"{saved_at:09}",
     )
@@ -163,7 +166,7 @@ def test_a_run_resumed_from_an_older_checkpoint(history: list[Manifest], data: s
 @given(histories(), histories(), POLICIES)
 def test_time_that_was_set_back(before: list[Manifest], after: list[Manifest], policy: RetentionPolicy) -> None:
     """After ``reset_time`` counts begin again, and what was saved before is still older than anything saved since."""
-    later = [replace(m, fit_calls=m.fit_calls + 3) for m in after]
+    later = [replace(m, run=replace(m.run, fit_calls=m.run.fit_calls + 3)) for m in after]
     left = as_you_go([*before, *later], policy)
     assert not later or left[-1] == later[-1]
     assert deletions(left, policy) == []
@@ -174,7 +177,7 @@ def test_time_that_was_set_back(before: list[Manifest], after: list[Manifest], p
 def test_the_newest_so_many_stay(manifests: list[Manifest], count: int) -> None:
     """Exactly ``count``, or all if there are fewer; by call of fit, batch count and time of the save, in that order."""
     permanent = [replace(m, ephemeral=False) for m in manifests]
-    ordered = sorted(permanent, key=lambda m: (m.fit_calls, m.batch, m.saved_at))
+    ordered = sorted(permanent, key=lambda m: (m.run.fit_calls, m.batch, m.saved_at))
     assert stay(permanent, retention_policy(count)) == ordered[-count:]
 
 

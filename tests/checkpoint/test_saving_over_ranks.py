@@ -29,7 +29,7 @@ def test_a_run_of_many_ranks_saves_one_file(tmp_path: Path) -> None:
     assert [answer["stalls"] for answer in told] == [4, 4]
     assert (tmp_path / "latest-rank0.pt").resolve() == tmp_path / "ba4-rank0.pt"
     (manifest,) = Catalog(tmp_path).manifests()[-1:]
-    assert manifest.world_size == 2
+    assert manifest.run.world_size == 2
     Catalog(tmp_path).verify(manifest)
     contents = torch.load(tmp_path / "ba4-rank0.pt", weights_only=True)
     for rank, answer in enumerate(told):

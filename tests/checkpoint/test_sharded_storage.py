@@ -251,7 +251,7 @@ def test_the_commit_record_is_one_of_the_catalogs(tmp_path: Path) -> None:
     save_state_dict(tmp_path / "c", _state())
     catalog = Catalog(tmp_path)
     (manifest,) = catalog.manifests()
-    assert (manifest.name, manifest.kind, manifest.world_size) == ("c", "sharded", 1)
+    assert (manifest.name, manifest.kind, manifest.run.world_size) == ("c", "sharded", 1)
     assert {file.path for file in manifest.files} == {"c/.metadata", f"c/__0_0_{manifest.id}.distcp"}
     catalog.verify(manifest)
     delete_checkpoint(catalog.place, manifest)
@@ -597,7 +597,7 @@ def test_ranks_save_and_load_together(tmp_path: Path, count: int) -> None:
     save_state_dict(tmp_path / "grid", {"w": torch.arange(640_000.0).reshape(800, 800)})
     run_ranks(sharded_ranks.main, count, tmp_path, timeout=120)
     assert (manifest := Catalog(tmp_path).manifest_of("two")) is not None
-    assert manifest.world_size == count
+    assert manifest.run.world_size == count
     other = small_model(width=64, seed=1)
     other_optim = trained(other)
     load_model_and_optim_state(tmp_path / "two", other, other_optim)

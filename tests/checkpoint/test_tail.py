@@ -24,6 +24,7 @@ from composerlite.checkpoint import Catalog, FileRecord, Manifest, read_checkpoi
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.load.reader import opened
+from composerlite.checkpoint.record.manifest import RunRecord
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import Digester, FileDigest, chunk_bytes_for
@@ -36,20 +37,26 @@ RECORD = Manifest(
     name="a.pt",
     kind="monolithic",
     template="a.pt",
-    run_name="run ☃",
-    timestamp={"batch": 7, "total_wct": 1.5},
+    run=RunRecord(
+        name="run ☃",
+        timestamp={"batch": 7, "total_wct": 1.5},
+        fit_calls=2,
+        world_size=4,
+        lineage=Lineage(2, "b", (Ancestor(1, "a", 2, 3),), "ba3.pt"),
+        metrics={"loss": 0.5},
+        not_finite=("loss",),
+    ),
     files=(),
-    fit_calls=2,
-    world_size=4,
     left_out=("state/optimizers",),
-    metrics={"loss": 0.5},
     ephemeral=True,
     timings={"stall": 0.25},
-    versions={"torch": "2.13"},
-    lineage=Lineage(2, "b", (Ancestor(1, "a", 2, 3),), "ba3.pt"),
-    not_finite=("loss",),
     also={"b.pt": "{batch}.pt"},
 )
+
+
+def with_run(**changes: Any) -> Manifest:
+    """The record with other fields of its run."""
+    return dataclasses.replace(RECORD, run=dataclasses.replace(RECORD.run, **changes))
 
 
 # ── files with a record ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,11 +200,11 @@ MANY = {f"metric number {number}": number / 7 for number in range(3000)}
 
 def test_a_record_that_is_too_large_has_no_metrics(caplog: pytest.LogCaptureFixture) -> None:
     """A zip comment holds 65,535 bytes. The log says what is left out."""
-    found = read(pt_file(dataclasses.replace(RECORD, metrics=MANY)))
+    found = read(pt_file(with_run(metrics=MANY)))
     assert found is not None
-    assert dataclasses.replace(found, files=()) == dataclasses.replace(RECORD, metrics={}, timings={})
+    assert dataclasses.replace(found, files=()) == dataclasses.replace(with_run(metrics={}), timings={})
     assert "metrics and timings do not fit" in caplog.text
-    some = dataclasses.replace(RECORD, metrics=dict([*MANY.items()][:1000]))
+    some = with_run(metrics=dict([*MANY.items()][:1000]))
     found = read(pt_file(some))
     assert found is not None
     assert found.metrics == some.metrics
@@ -217,7 +224,7 @@ def test_there_is_room_for_what_is_known_last(size_bytes: int) -> None:
     chunks = "A" * (-(-8 * -(-size_bytes // chunk_bytes) // 3) * 4)
     stored = FileDigest(size_bytes, "f" * 32, chunk_bytes, chunks)
     for name in ("weight", "☃" * 1000):
-        last = dataclasses.replace(RECORD, timings={f"timing {i}": 1 / 7 for i in range(12)}, not_finite=(name,))
+        last = dataclasses.replace(with_run(not_finite=(name,)), timings={f"timing {i}": 1 / 7 for i in range(12)})
         assert len(seal(dataclasses.replace(last, unpacked_bytes=size_bytes), stored, room=room)) == room
 
 
@@ -300,6 +307,10 @@ def with_record(**changes: Any) -> bytes:
     return json.dumps(fields(record=fields()["record"] | changes)).encode()
 
 
+def with_run_field(**changes: Any) -> bytes:
+    return with_record(run=fields()["record"]["run"] | changes)
+
+
 def with_digest(**changes: Any) -> bytes:
     return json.dumps(fields(stored=fields()["stored"] | changes)).encode()
 
@@ -317,7 +328,7 @@ PLANTED: dict[str, bytes] = {
     "not UTF-8": planted(b"\xff\xfe{}"),
     "nested lists": planted(b"[" * 30_000),
     "nested objects": planted(b'{"composerlite":' * 3_000 + b"1" + b"}" * 3_000),
-    "nested in a field": planted(with_record(metrics={"a": json.loads("[" * 500 + "]" * 500)})),
+    "nested in a field": planted(with_run_field(metrics={"a": json.loads("[" * 500 + "]" * 500)})),
     "empty": planted(b"{}"),
     "version of no type": planted(json.dumps(fields(composerlite="1")).encode()),
     "version true": planted(json.dumps(fields(composerlite=True)).encode()),
@@ -345,12 +356,12 @@ PLANTED: dict[str, bytes] = {
         f"name {name!r}"[:40]: planted(with_record(name=name))
         for name in ("../x", "/x", "", "a/../b", "x" * 300, 1, None)
     },
-    "batch of no type": planted(with_record(timestamp={"batch": "7"})),
-    "negative batch": planted(with_record(timestamp={"batch": -1})),
-    "no batch": planted(with_record(timestamp={})),
-    "infinite time": planted(with_record(timestamp={"batch": 1, "total_wct": float("inf")})),
-    "metrics of no type": planted(with_record(metrics=[1])),
-    "lineage of no type": planted(with_record(lineage=7)),
+    "batch of no type": planted(with_run_field(timestamp={"batch": "7"})),
+    "negative batch": planted(with_run_field(timestamp={"batch": -1})),
+    "no batch": planted(with_run_field(timestamp={})),
+    "infinite time": planted(with_run_field(timestamp={"batch": 1, "total_wct": float("inf")})),
+    "metrics of no type": planted(with_run_field(metrics=[1])),
+    "lineage of no type": planted(with_run_field(lineage=7)),
 }
 
 

@@ -58,7 +58,7 @@ class SayAndDie(Callback):
     def _is_saved(self, state: State, saver: CheckpointSaver) -> bool:
         name = f"ba{self.die}.pt"
         here = saver.saver.where.catalog.manifest_of(name)
-        if here is None or here.lineage != state.lineage:
+        if here is None or here.run.lineage != state.lineage:
             return False
         for one in saver.saver.publishers:
             latest = None if one.link is None else one.remote.latest(one.link, state.run_name, announced=False)

@@ -87,7 +87,7 @@ def test_a_run_that_went_back_to_an_older_checkpoint_resumes_what_it_did_since(t
     assert {"ba7.pt", "ba8.pt"} <= set(left), "retention does not count what was abandoned, nor delete it"
     assert sorted(left) == ["ba3.pt", "ba4.pt", "ba5.pt", "ba6.pt", "ba7.pt", "ba8.pt"]
     assert left["ba8.pt"].files == original["ba8.pt"]
-    assert left["ba6.pt"].lineage.origin == "ba2.pt"
+    assert left["ba6.pt"].run.lineage.origin == "ba2.pt"
 
 
 def test_retention_counts_the_new_attempt_alone(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_run_that_is_preempted_often_stays_one_attempt(tmp_path: Path) -> None
     for die in (2, 4, 6):
         launch("resume", 0, 9, die=die)
     launch("resume", 0, 9)
-    lineages = {manifest.lineage for manifest in Catalog(tmp_path / "run").manifests()}
+    lineages = {manifest.run.lineage for manifest in Catalog(tmp_path / "run").manifests()}
     assert len(lineages) == 1
     assert lineages.pop().ancestors == ()
 

@@ -17,7 +17,7 @@ from forked import run_forked
 from composerlite import Callback, Logger, State, dist
 from composerlite.callbacks import CheckpointSaver, OptimizerMonitor
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.record.retention import KeepBest, deletions, retention_policy
+from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.errors import CheckpointError
 from composerlite.loggers import InMemoryLogger
 
@@ -216,6 +216,7 @@ def test_the_newest_good_one_stays_and_marked_ones_are_none_of_the_best(tmp_path
     launch(tmp_path, 4, "12ba", loggers=InMemoryLogger(), save_num_checkpoints_to_keep=2, autoresume=False)
     assert sorted(marks(tmp_path)) == [4, 10, 12]
     manifests = sorted(Catalog(tmp_path).manifests(), key=lambda one: one.order)
-    measured = [dataclasses.replace(one, metrics={"eval/x": float(at)}) for at, one in enumerate(manifests)]
-    assert KeepBest(1, "eval/x").keep(measured) == [True, False, False]
+    runs = [dataclasses.replace(one.run, metrics={"eval/x": float(at)}) for at, one in enumerate(manifests)]
+    measured = [dataclasses.replace(one, run=run) for one, run in zip(manifests, runs, strict=True)]
+    assert retention_policy(best_k=1, best_metric="eval/x").keep(measured) == [True, False, False]
     assert [one.batch for one in deletions(measured, retention_policy(1))] == [10]

@@ -46,7 +46,7 @@ from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import StepFolder
-from composerlite.checkpoint.place.place import NewFile
+from composerlite.checkpoint.place.place import NewFile, check_name, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
@@ -264,7 +264,7 @@ class Checkpointer:
         data = contents.encode() if isinstance(contents, str) else contents
         with StepFolder.of(dir) as folder:
             path = folder.at(fname)
-            folder.place.check_name(path)
+            check_name(folder.place, path)
             try:
                 folder.place.put(path, data, create_only=not self.save_overwrite)
             except FileExistsError as e:
@@ -385,7 +385,7 @@ class Checkpointer:
         with StepFolder.of(dir) as folder:
             names = folder.place.names(folder.name)
             matches = [match for name in names if (match := _STEP.fullmatch(name)) is not None]
-            marked = folder.place.each(lambda match: folder.has(f"{match[0]}/{MARKER}"), matches)
+            marked = map_reads(folder.place, lambda match: folder.has(f"{match[0]}/{MARKER}"), matches)
             for match in sorted(itertools.compress(matches, marked), key=lambda match: int(match[1])):
                 step = StepFolder(folder.place.inside(folder.name), match[0])
                 try:

@@ -12,6 +12,7 @@ from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
+from composerlite.checkpoint.place.place import local_copy
 from composerlite.checkpoint.record.manifest import Count, Manifest, json_object, recorded
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -142,5 +143,5 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
     )
     if record is None and found.record is not None:
         raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
-    with folder.place.lent(folder.at(name), None if record is None else record.digest) as path:
+    with local_copy(folder.place, folder.at(name), None if record is None else record.digest) as path:
         return cast("StateDict", safe_torch_load(path))

@@ -221,7 +221,7 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
     names = None if template is None else name_pattern(template, run_name)
     for name, error in faults.items():
         if isinstance(error, NewerManifestError):
-            if error.may_be_of(run_name, name):
+            if error.may_be_of(run_name):
                 raise error
         elif names is not None and names.fullmatch(name):
             is_damage = catalog.place.path_of(name) is not None and isinstance(error, CorruptCheckpointError)

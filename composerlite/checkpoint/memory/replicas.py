@@ -58,7 +58,7 @@ class NodeMemory:
         self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Delete replicas whose ``Manifest.moment`` is at most ``moment``; on leaders."""
+        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``; on leaders."""
         for manifest in self._replicas.manifests():
             if manifest.moment <= moment:
                 delete_checkpoint(self._replicas.place, manifest)
@@ -154,14 +154,14 @@ class NodeMemory:
     def bring(self, manifest: Manifest) -> None:
         """Copy the missing parts of a checkpoint to the folders in memory, verified. Collective.
 
-        A part of a lost node is added to the folder of the node that has the replica: loading reads parts from any
-        node. Nodes without a part get the index. A checkpoint that is one file is copied to the node of rank 0.
+        A part of a lost node is added to the folder of the node with the replica: loading reads parts from any node.
+        Nodes without a part get the index. A checkpoint in a single file is copied to the node of rank 0.
 
         Raises:
             CorruptCheckpointError: no node has an intact copy of some part. Intact parts are unchanged.
         """
         group, what = dist.get_group(), f"copying checkpoint {manifest.name!r} to the memory of all nodes"
-        own, replica = set[int | None](), set[int | None]()  # numbers of nodes whose files are intact in a folder here
+        own, replica = set[int | None](), set[int | None]()  # numbers of nodes with intact files in a folder here
         faults: list[str] = []
         with group.all_or_none(what):
             for catalog, intact in ((self._own, own), (self._replicas, replica)) if self.is_leader else ():
@@ -212,7 +212,7 @@ class NodeMemory:
 
 
 def _clear(catalog: Catalog, manifest: Manifest) -> None:
-    """Delete the checkpoint of that name, and the files that have arrived."""
+    """Delete the checkpoint of the same name, and the files that have arrived."""
     delete_checkpoint(catalog.place, manifest)
     for file in manifest.files:
         _arriving(catalog.folder / file.path).unlink(missing_ok=True)

@@ -81,7 +81,7 @@ class Replication:
             newest: name of the newest checkpoint, if any.
 
         Returns:
-            Name of the checkpoint whose replicas have arrived on all nodes since the last call.
+            Name of the checkpoint with replicas on all nodes since the last call.
         """
         if self.memory is None:
             return None
@@ -135,6 +135,6 @@ class Replication:
             dist.check_nobody_left(f"replicating {self._name!r}")
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Delete replicas whose ``Manifest.moment`` is at most ``moment``."""
+        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``."""
         if self.memory is not None and self.memory.is_leader:
             self.memory.empty(moment)

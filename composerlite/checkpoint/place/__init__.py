@@ -1,3 +1,4 @@
-"""Places of checkpoints, folders and buckets: commits in them, leases to write to them, and recovery of a commit that a
-killed process left unfinished. Nothing here but ``node_disks`` imports torch.
+"""Places of checkpoints (folders and buckets), commits and deletions in a place, and leases of a run.
+
+Only ``node_disks`` imports torch.
 """

@@ -1,11 +1,13 @@
-"""The objects that a bucket has below a prefix.
+"""The objects of a bucket below a prefix.
 
-There are no renames and no links: a link is an object that holds the name of another, with ``.symlink`` after its own.
+A bucket has no renames and no links. An object with the suffix ``.symlink`` is a link: its content is the name of the
+target.
 """
 
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
@@ -16,7 +18,7 @@ import xxhash
 
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
-from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile
+from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import (
@@ -38,23 +40,19 @@ __all__ = ["Bucket"]
 _MOST_LINK_BYTES = 4096
 _MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
-"""What is in memory while an object is verified."""
+"""Bytes in memory while an object is verified."""
 
 
 @final
 class Bucket(Place):
     """The checkpoints below ``root`` in a bucket.
 
-    Every method raises what :class:`~composerlite.storage.ObjectStore` raises, after it was tried again where that may
-    help.
+    Every method retries transient errors, and raises the errors of :class:`~composerlite.storage.ObjectStore`.
 
     Args:
         transfer: moves the bytes.
-        root: what stands before the names of checkpoints; may be empty.
+        root: prefix of the names of checkpoints; may be empty.
     """
-
-    where = "remote"
-    readers = 16
 
     def __init__(self, transfer: Transfer, root: str = "") -> None:
         self.transfer = transfer
@@ -64,14 +62,14 @@ class Bucket(Place):
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
-        """Bucket of the objects of ``store`` below ``root``; ``closes``: :meth:`close` closes ``store``, too."""
+        """Return the bucket of ``store`` below ``root``. With ``closes``, :meth:`close` closes ``store``, too."""
         bucket = cls(Transfer(store, threads=threads), root)
         if closes:
             bucket._owned.callback(store.close)
         bucket._owned.callback(bucket.transfer.close)
         return bucket
 
-    # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
     def uri(self, path: str = "") -> str:
         name, get_uri = self._full(path).rstrip("/"), self.transfer.store.get_uri
         return get_uri(name) if name else get_uri("x").removesuffix("x")
@@ -86,12 +84,9 @@ class Bucket(Place):
     def path_of(self, path: str) -> None:
         return None
 
-    @property
-    def top(self) -> PurePosixPath:
-        return PurePosixPath("/", self.root)
-
     def inside(self, path: str) -> Bucket:
-        return Bucket(self.transfer, self._full(path))
+        full = self._full(path)
+        return Bucket(self.transfer, posixpath.normpath(f"/{full}") if ".." in path else full)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
@@ -99,7 +94,7 @@ class Bucket(Place):
         return {
             path: StoredFile(path, info.size_bytes, info.modified_at)
             for info in self.transfer.list(prefix)
-            # Others may have names that no store takes from us, as ``run//file``: they cannot be ours.
+            # Names such as ``run//file``, which no store takes from composerlite, belong to other programs.
             if is_name(info.name) and (path := info.name.removeprefix(self._prefix))
         }
 
@@ -109,14 +104,12 @@ class Bucket(Place):
         found = {*(info.name for info in objects if is_name(info.name)), *folders}
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
-    def size(self, path: str) -> int:
-        return self.transfer.size(self.name_of(path))
-
     def read(self, path: str) -> bytes:
         return self.transfer.read_all(self.name_of(path), most_bytes=_MOST_SMALL_BYTES)
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        return self.transfer.read_tail(self.name_of(path), most_bytes)
+        name = self.name_of(path)
+        return self.transfer.read_tail(name, most_bytes) if most_bytes else (self.transfer.size(name), b"")
 
     def opened(
         self, path: str, digest: FileDigest | None, *, threads: int = 8
@@ -147,7 +140,7 @@ class Bucket(Place):
             target,
             overwrite=not create_only,
             size_bytes=None if digest is None else digest.size_bytes,
-            callback=_telling(progress),
+            callback=_counting(progress),
             check=None if digest is None else lambda file: verify_file(file, digest),
         )
 
@@ -163,7 +156,7 @@ class Bucket(Place):
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
         if isinstance(data, Path):
-            self.transfer.upload(self.name_of(path), data, _telling(progress), create_only=create_only)
+            self.transfer.upload(self.name_of(path), data, _counting(progress), create_only=create_only)
         else:
             self.transfer.put_bytes(self.name_of(path), data, create_only=create_only)
 
@@ -172,9 +165,9 @@ class Bucket(Place):
             self.transfer.delete(self.name_of(path))
 
     def quarantine(self, path: str) -> None:
-        """Do nothing: names cannot be changed."""
+        """Do nothing: a bucket has no renames."""
 
-    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── links, locks, leftovers ──────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
         for link in links:
@@ -196,16 +189,15 @@ class Bucket(Place):
         links = [path.removesuffix(LINK_SUFFIX) for path in self.files() if path.endswith(LINK_SUFFIX)]
 
         def read(link: str) -> str:
-            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):  # it leads to nothing
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):  # a broken link
                 return self.target_of(link)
             return ""
 
-        return dict(zip(links, self.each(read, links), strict=True))
+        return dict(zip(links, map_reads(self, read, links), strict=True))
 
     def lock(self, name: str) -> HeartbeatLease:
         return HeartbeatLease(self.transfer, self.name_of(lease_name(name)))
 
-    # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
         find = self.transfer.stale if dry_run else self.transfer.abort_stale
         return [
@@ -217,13 +209,13 @@ class Bucket(Place):
         self._owned.close()
 
 
-def _telling(progress: OnBytes) -> Callable[[int, int], object]:
-    """Callback of a transfer, which takes (bytes so far, total), and calls ``progress`` with the bytes since then."""
-    told = 0
+def _counting(progress: OnBytes) -> Callable[[int, int], object]:
+    """Return a callback for a transfer, with (bytes so far, total), which calls ``progress`` with new bytes only."""
+    before = 0
 
-    def tell(done: int, _: int) -> None:
-        nonlocal told
-        progress(done - told)
-        told = done
+    def count(done: int, _: int) -> None:
+        nonlocal before
+        progress(done - before)
+        before = done
 
-    return tell
+    return count

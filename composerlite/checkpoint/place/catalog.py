@@ -1,18 +1,18 @@
-"""The checkpoints in a place: which there are, and which is the latest. Nothing here changes a place."""
+"""Read the records of the checkpoints in a place, and find the latest checkpoint. This module changes no place."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, SUFFIX, WEIGHTS_INDEX
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
+from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import (
@@ -24,16 +24,16 @@ from composerlite.checkpoint.record.tail import (
 )
 from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "Fault", "home_of", "may_be_decider", "record_in", "with_node"]
+__all__ = ["Catalog", "Fault", "home_of", "may_be_decider", "record_in", "record_of_index"]
 
 log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
-"""The reason why a record is left out."""
+"""The reason for an unreadable record."""
 ANNOUNCED = ".next"
-"""End of the name of the object that names the checkpoint being uploaded, which may be newer than the link's."""
+"""Suffix of the object with the name of the checkpoint that an upload commits, perhaps newer than the link's target."""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
-"""Ends of the names of files that contain no record."""
+"""Suffixes of files without a record."""
 
 
 def may_be_decider(path: str) -> bool:
@@ -45,17 +45,17 @@ def may_be_decider(path: str) -> bool:
 
 
 def record_in(place: Place, path: str) -> Manifest | None:
-    """Return the record that the file ``path`` contains; ``None``: there is no such file, or it has no record.
+    """Return the record in the file ``path``; ``None``: there is no such file, or the file has no record.
 
     The digests of the data files of a directory have no chunks: see :meth:`Catalog.manifest_of`.
 
     Raises:
         CorruptCheckpointError: the record is damaged.
-        NewerManifestError: a newer version wrote it.
+        NewerManifestError: a newer version wrote the record.
     """
     try:
         if path.rpartition("/")[2] == WEIGHTS_INDEX:
-            return unseal_weights_index(path, place.read(path), place.uri(path))
+            return record_of_index(place, path, place.read(path))
         size_bytes, end = place.end(path, MOST_TAIL_BYTES)
         if len(end) < (needed := min(tail_bytes(end), size_bytes, _MOST_RECORD_BYTES)):
             size_bytes, end = place.end(path, needed)
@@ -68,11 +68,21 @@ def record_in(place: Place, path: str) -> Manifest | None:
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
         raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
     is_part = found is not None and found.form == "archives" and len(found.files) == 1  # of another rank
-    return None if found is None or is_part else with_node(place, found)
+    return None if found is None or is_part else _with_node(place, found)
 
 
-def with_node(place: Place, manifest: Manifest) -> Manifest:
-    """Return the record with the number of the node whose files lie here, where nodes have disks of their own."""
+def record_of_index(place: Place, path: str, index: bytes) -> Manifest | None:
+    """Return the record, with digests of chunks, in the index ``path`` with the content ``index``.
+
+    Raises as :func:`record_in`.
+    """
+    unsealed = unseal_index if path.rpartition("/")[2] == INDEX else unseal_weights_index
+    found = unsealed(path, index, place.uri(path))
+    return None if found is None else _with_node(place, found)
+
+
+def _with_node(place: Place, manifest: Manifest) -> Manifest:
+    """Return the record with the number of the node whose files are in ``place``, if nodes have disks of their own."""
     firsts = {file.node: file.path for file in reversed(manifest.files) if file.node is not None}
     if not firsts:
         return manifest
@@ -81,19 +91,23 @@ def with_node(place: Place, manifest: Manifest) -> Manifest:
 
 
 def home_of(place: Place, name: str) -> tuple[Place, str]:
-    """Return the place that the checkpoint ``name`` was saved to, and its name there.
+    """Return the place where the checkpoint ``name`` was saved, and the name at the save.
 
-    The place is above the given one if the saved name has folders, as ``sub/ep1.pt``.
+    If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``.
+
+    Args:
+        place: a bucket, or a folder with a resolved path.
+        name: name in ``place``.
     """
-    full = str(place.top / name)
     for path in _deciders_of(name):
         try:
             record = record_in(place, path)
-        except CheckpointError:  # opening the checkpoint raises it
+        except CheckpointError:  # raised again when the checkpoint is opened
             break
         for saved in () if record is None else (record.name, *record.also):
-            if saved != name and full.endswith(f"/{saved}"):
-                return place.inside(full.removesuffix(saved)), saved
+            above = place.inside("../" * (saved.count("/") - name.count("/")))
+            if saved != name and above.uri(saved) == place.uri(name):
+                return above, saved
     return place, name
 
 
@@ -101,9 +115,8 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
 class Catalog:
     """The checkpoints in ``place``. Only :meth:`verify` reads data; all other methods read records.
 
-    A file without a record is not a checkpoint: it is never listed and never deleted. A copy made by hand, whose record
-    has another name, is not listed or deleted either. Every method raises what the place raises; only "not found"
-    counts as absence.
+    A file without a record is no checkpoint: never listed, never deleted. The same holds for a copy made by hand, with
+    another name in the record. Every method raises the errors of the place; only "not found" counts as absence.
     """
 
     def __init__(self, place: str | Path | Place) -> None:
@@ -111,17 +124,17 @@ class Catalog:
 
     @property
     def folder(self) -> Path:
-        """The folder of a place on this machine."""
+        """Path of a place on this machine."""
         path = self.place.path_of("")
         assert path is not None, f"{self.place.uri()} is no folder"
         return path
 
-    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
         """Return the record of every committed checkpoint, oldest first. Damaged records are logged and left out.
 
         Args:
-            names: of the checkpoints to look for; ``None``: all.
+            names: names of checkpoints; ``None``: all.
 
         Raises:
             NewerManifestError: a newer version wrote a record.
@@ -134,23 +147,22 @@ class Catalog:
         return manifests
 
     def readable(self, names: Sequence[str] | None = None) -> list[Manifest]:
-        """Return records as :meth:`manifests` does, without those that cannot be read.
+        """Return records as :meth:`manifests` does, without unreadable records.
 
-        Do not decide deletions from what is missing in the result.
+        Do not decide deletions from a record that is missing in the result.
         """
         return self.manifests_and_faults(names)[0]
 
     def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
-        """Return records as :meth:`readable` does, and the reason for each that is left out, by name.
+        """Return records as :meth:`readable` does, and the fault of each unreadable record, by name.
 
-        Only damaged records may be acted on. An OSError of a bucket is raised.
+        Only damaged records justify a change. An OSError of a bucket is raised.
         """
         listed = self.place.files() if names is None else [path for name in names for path in _deciders_of(name)]
         paths = [path for path in listed if may_be_decider(path)]
-        found = self.place.each(self._read, paths)
         faults: dict[str, Fault] = {}
         manifests: list[Manifest] = []
-        for path, one in zip(paths, found, strict=True):
+        for path, one in zip(paths, map_reads(self.place, self._read, paths), strict=True):
             if isinstance(one, Manifest):
                 manifests.append(one)
             elif one is not None:
@@ -159,7 +171,7 @@ class Catalog:
         return sorted(manifests, key=lambda manifest: manifest.order), faults
 
     def _read(self, decider: str) -> Manifest | Fault | None:
-        """Return the record in ``decider``, or its fault; ``None`` if the checkpoint was moved or copied by hand."""
+        """Return the record in ``decider``, or the fault; ``None`` for a checkpoint moved or copied by hand."""
         try:
             found = record_in(self.place, decider)
             if found is None or found.form == "step":
@@ -175,59 +187,80 @@ class Catalog:
         return fault
 
     def manifest_of(self, name: str) -> Manifest | None:
-        """Return the record of the checkpoint ``name``, or of a copy of one, complete; ``None`` if it has none.
+        """Return the complete record of the checkpoint or copy ``name``; ``None`` if there is no record.
 
         Raises:
-            CorruptCheckpointError: it has a damaged one.
-            NewerManifestError: it has one of a newer version.
+            CorruptCheckpointError: the record is damaged.
+            NewerManifestError: a newer version wrote the record.
         """
         for path in _deciders_of(name):
             try:
                 if path.rpartition("/")[2] == INDEX:
-                    found = unseal_index(path, self.place.read(path), self.place.uri(path))
+                    found = record_of_index(self.place, path, self.place.read(path))
                 else:
                     found = record_in(self.place, path)
             except FileNotFoundError:
                 continue
             if found is not None:
-                return with_node(self.place, found.lying_at(name) or replace(found, name=name))
+                return found.lying_at(name) or replace(found, name=name)
         return None
 
+    # ── the latest in a bucket ───────────────────────────────────────────────────────────────────────────────────
     def latest(self, link: str, run_name: str, *, announced: bool = True) -> Manifest | None:
         """Find the newest checkpoint of a run in a bucket, with two or three requests.
 
         Args:
-            link: full name of the link that leads to it.
-            run_name: of the run.
-            announced: try the announced checkpoint first: the link may still lead to an older one.
+            link: full name of the link to the newest checkpoint.
+            run_name: name of the run.
+            announced: try the announced checkpoint first: the target of the link may be older.
 
         Returns:
-            Its record; ``None`` if there is none, or it is damaged (which is logged) or of another run. Then
-            :meth:`manifests` lists all checkpoints.
+            The record; ``None`` if there is no record, the record is damaged (this is logged), or the record belongs to
+            another run. Then call :meth:`manifests`, which lists all checkpoints.
 
         Raises:
-            NewerManifestError: it is of a newer version.
+            NewerManifestError: a newer version wrote the record.
         """
         found: Manifest | None = None
-        target = ""
         try:
             if announced:
                 with contextlib.suppress(FileNotFoundError):
                     target, save_id = self.announced(PurePosixPath(link).name)
                     found = self.manifest_of(target)
                     if self.place.exists(target) if found is None else found.id != save_id:
-                        return None  # a kill cut the upload off, or it was replaced: the caller lists
+                        return None  # a kill interrupted the upload, or another upload replaced the checkpoint
             if found is None:
                 target = self.place.target_of(f"/{link}")
                 found = self.manifest_of(target)
         except FileNotFoundError as e:
             log.debug("%s does not lead to a checkpoint: %s", link, e)
         except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-            if isinstance(e, NewerManifestError) and e.may_be_of(run_name, target):
+            if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
                 raise
             log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return found if found is not None and found.run_name == run_name else None
 
+    def announced(self, link: str) -> tuple[str, str]:
+        """Return the name and the id of the checkpoint that becomes, or is, the target of ``link`` in a bucket.
+
+        If the stored checkpoint has another id, the upload of the announced checkpoint did not end.
+
+        Raises:
+            FileNotFoundError: there is no announcement.
+        """
+        name, _, save_id = self.place.read(f".{link}{ANNOUNCED}").decode(errors="replace").partition("\n")
+        return name, save_id
+
+    def announcements(self) -> list[str]:
+        """Return the names of all links with an announcement."""
+        names = self.place.names("")
+        return [name[1:].removesuffix(ANNOUNCED) for name in names if name.startswith(".") and name.endswith(ANNOUNCED)]
+
+    def in_use(self) -> set[str]:
+        """Return the targets of all links, also announced targets."""
+        return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
+
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────
     def check_sizes(self, manifest: Manifest) -> None:
         """Check that all files of a checkpoint exist with their recorded sizes, except the deciding file.
 
@@ -246,28 +279,17 @@ class Catalog:
                     f"{checkpoint}: {record.path!r} has {size} bytes and not {record.size_bytes}"
                 )
 
-        self.place.each(check, [file for file in manifest.here if file.path != manifest.deciders[0]])
-
-    def files(self) -> Iterator[str]:
-        """Yield the paths of all files that are not hidden."""
-        return (path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/")))
-
-    def names(self) -> list[str]:
-        """Return all names that a new checkpoint would come into conflict with."""
-        visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
-        in_bucket = self.place.path_of("") is None  # where data without an index block no new checkpoint
-        whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
-        return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
+        map_reads(self.place, check, [file for file in manifest.here if file.path != manifest.deciders[0]])
 
     def verify(self, manifest: Manifest, progress: OnBytes = int) -> None:
-        """Read all data of a checkpoint in this place and compare them with its record.
+        """Read all data of a checkpoint in this place and compare the bytes with the record.
 
         Args:
-            manifest: of the checkpoint.
+            manifest: the record.
             progress: called with each number of bytes read.
 
         Raises:
-            CorruptCheckpointError: a file is missing, has another size or other bytes.
+            CorruptCheckpointError: a file is missing, or its size or its bytes differ.
         """
         for record in manifest.here:
             try:
@@ -275,16 +297,27 @@ class Catalog:
             except (FileNotFoundError, CorruptCheckpointError) as e:
                 raise CorruptCheckpointError(f"checkpoint {manifest.name!r}: {e}") from e
 
+    def files(self) -> list[str]:
+        """Return the paths of all files that are not hidden."""
+        return [path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/"))]
+
+    def names(self) -> list[str]:
+        """Return all names in conflict with the name of a new checkpoint."""
+        visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
+        in_bucket = self.place.path_of("") is None  # where a directory without an index is no conflict
+        whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
+        return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
+
     def check_free(self, name: str, *, overwrite: bool = False, directory: bool = False) -> None:
         """Check that the name of a new checkpoint is free in a folder.
 
         Args:
-            name: of the checkpoint, relative to the folder.
-            overwrite: accept a name that is taken.
-            directory: the checkpoint will be a directory. An empty one counts as free: a kill has left it.
+            name: name of the checkpoint, relative to the folder.
+            overwrite: accept a taken name.
+            directory: the checkpoint will be a directory. An empty directory, left by a kill, counts as free.
 
         Raises:
-            CheckpointExistsError: it is taken, and ``overwrite`` is false.
+            CheckpointExistsError: the name is taken, and ``overwrite`` is false.
         """
         path = self.folder / name
         is_left_over = directory and path.is_dir() and not any(path.iterdir())
@@ -295,28 +328,7 @@ class Catalog:
                 "give each run a folder of its own."
             )
 
-    # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def announced(self, link: str) -> tuple[str, str]:
-        """Return the name and the id of the checkpoint that ``link`` in a bucket is about to lead to, or leads to.
-
-        If the stored checkpoint has another id, the announced one is not in the place yet.
-
-        Raises:
-            FileNotFoundError: nothing was announced.
-        """
-        name, _, save_id = self.place.read(f".{link}{ANNOUNCED}").decode(errors="replace").partition("\n")
-        return name, save_id
-
-    def announcements(self) -> list[str]:
-        """Return the names of all links that :meth:`announced` knows."""
-        names = self.place.names("")
-        return [name[1:].removesuffix(ANNOUNCED) for name in names if name.startswith(".") and name.endswith(ANNOUNCED)]
-
-    def in_use(self) -> set[str]:
-        """Return the names that links lead to, or are about to."""
-        return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
-
 
 def _deciders_of(name: str) -> tuple[str, ...]:
-    """Return the paths that the deciding file of the checkpoint ``name`` may have."""
+    """Return all possible paths of the deciding file of the checkpoint ``name``."""
     return name, f"{name}/{INDEX}", f"{name}/{WEIGHTS_INDEX}", f"{name}/{MODEL}/{INDEX}"

@@ -1,17 +1,17 @@
-"""Commit and delete checkpoints: only this code makes a checkpoint exist or cease to exist.
+"""Commit and delete checkpoints. No other code makes a checkpoint exist or cease to exist.
 
 A save calls :func:`commit_file` or :func:`put_decider`, an upload :func:`send_files` and :func:`commit_sent`, a
 download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quarantine_checkpoint` remove a checkpoint.
-:func:`garbage` lists the files that killed saves have left.
+:func:`garbage` lists the files of killed saves.
 
-A checkpoint exists if its deciding file exists. That file contains the record of the checkpoint
-(:mod:`composerlite.checkpoint.record.tail`). The commit is one atomic put of the deciding file, after all other files
-are durable: one rename in a folder, one request in a bucket. There is no state between "absent" and "committed", so
+A checkpoint exists if the deciding file exists. The deciding file contains the record of the checkpoint
+(:mod:`composerlite.checkpoint.record.tail`). The commit is a single atomic put of the deciding file, after all other
+files are durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so
 there is nothing to recover.
 
-The name of each data file in a directory contains the id of its save, and only the record with that id names the file.
-A save that replaces a directory writes its files beside the old ones, and deletes the old ones after its commit. The
-files of a step (``Checkpointer``) and the archives of ranks have fixed names: a save deletes old ones before it writes.
+The name of each data file in a directory contains the id of the save, and only the record with this id names the file.
+To replace a directory, a save writes new files beside the old files, commits, and then deletes the old files. The files
+of a step (``Checkpointer``) and the archives of ranks have fixed names: a save deletes old files first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path, PurePosixPath
 
 from composerlite.checkpoint.format import INDEXES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
-from composerlite.checkpoint.place.place import OnBytes, Place
-from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
+from composerlite.checkpoint.place.place import OnBytes, Place, map_reads, local_copy, set_link
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
@@ -47,30 +47,29 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-# ── a checkpoint comes ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── commits ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def commit_file(staged: StagedFile, *, overwrite: bool) -> None:
-    """Rename a flushed file to its final name. If the file contains a record, this commits the checkpoint.
+    """Rename a flushed file to its final name. With a record in the file, this commits the checkpoint.
 
     Args:
         staged: the file, flushed.
-        overwrite: replace the file of that name, at the same instant.
+        overwrite: replace the file of that name in the same atomic step.
 
     Raises:
-        FileExistsError: there is a file of that name, and ``overwrite`` is false.
-        OSError: the file system refused.
+        FileExistsError: a file of that name exists, and ``overwrite`` is false.
+        OSError: the file system failed.
     """
     staged.publish(overwrite=overwrite)
 
 
 def put_decider(place: Place, path: str, data: bytes, staged: StagedFile | None, *, overwrite: bool) -> None:
-    """Commit a directory: write its deciding file, durable, and give the file its name in one atomic step.
+    """Commit a directory: write the deciding file, durable, and give the file its name in an atomic step.
 
     Args:
-        place: has all other files of the checkpoint.
-        path: of the deciding file.
-        data: its content, which contains the record.
-        staged: the file under its temporary name; ``None`` if the place is a bucket, which takes the file in one
-            request.
+        place: the place with all other files of the checkpoint.
+        path: path of the deciding file.
+        data: content of the deciding file, with the record.
+        staged: the file under its temporary name; ``None`` for a bucket, where a single request writes the file.
         overwrite: replace the file of that name.
 
     Raises:
@@ -84,29 +83,29 @@ def put_decider(place: Place, path: str, data: bytes, staged: StagedFile | None,
             staged.flush()
             commit_file(staged, overwrite=overwrite)
     except FileExistsError as e:
-        if place.read(path) != data:  # equal: our first request succeeded, its answer was lost
+        if place.read(path) != data:  # equal: the first request succeeded, and the answer was lost
             raise CheckpointExistsError(f"Another process saved {place.uri(path)!r} during this save.") from e
 
 
 def send_files(
     place: Place, manifest: Manifest, files: Mapping[str, Path | bytes], *, overwrite: bool = False
 ) -> Manifest | None:
-    """Upload all files of a checkpoint to a bucket except the deciding file, which :func:`commit_sent` uploads.
+    """Upload all files of a checkpoint to a bucket except the deciding file. :func:`commit_sent` must follow.
 
     Nothing is uploaded if the bucket has this checkpoint. Archives of ranks under the same names are deleted first.
 
     Args:
         place: the bucket.
-        manifest: the record, as it will lie in the bucket.
+        manifest: the record for the bucket.
         files: local files, or contents, by their paths in the bucket.
         overwrite: replace a checkpoint of the same name. A checkpoint of the same run at the same moment is always
-            replaced, since a resumed run saves that moment again.
+            replaced, since a resumed run saves this moment again.
 
     Returns:
-        The record that the deciding file in the bucket has now; ``None`` if there is no readable one.
+        The record in the deciding file in the bucket; ``None`` if there is no readable record.
 
     Raises:
-        CheckpointExistsError: the bucket has another checkpoint of that name, and ``overwrite`` is false.
+        CheckpointExistsError: the bucket has another checkpoint of the name, and ``overwrite`` is false.
     """
     existing = _replaced_record(place, manifest.files[0].path)
     if existing is not None and existing.id == manifest.id:
@@ -132,15 +131,15 @@ def commit_sent(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Upload the deciding file, which commits the checkpoint. Then move the links, and delete the replaced files.
+    """Upload the deciding file: the commit. Then move the links, and delete the replaced files.
 
-    After a kill at any moment the checkpoint is unlisted or complete, and ``latest`` leads to a complete one. Of two
-    processes that commit different checkpoints under one new name, one succeeds.
+    After a kill at any moment the checkpoint is unlisted or complete, and the target of ``latest`` is complete. Of two
+    processes with different checkpoints and the same new name, only the first succeeds.
 
     Args:
         place: the bucket.
-        manifest: the record, as it lies in the bucket.
-        decider: the file, or its content.
+        manifest: the record for the bucket.
+        decider: the deciding file, or the content.
         existing: what :func:`send_files` returned.
         links: path of the target by full name of the link, without ``.symlink``; ``latest`` first.
         overwrite: as for :func:`send_files`.
@@ -158,16 +157,16 @@ def commit_sent(
             now = _replaced_record(place, path)
             if now is None:
                 place.put(path, decider)
-            elif now.id != manifest.id:  # equal: our request succeeded, its answer was lost
+            elif now.id != manifest.id:  # equal: the request succeeded, and the answer was lost
                 raise _exists_error(place, now) from e
     for link, name in links.items():
-        place.point(f"/{link}", name)
+        set_link(place, f"/{link}", name)
     if existing is not None:
         place.delete(set(own_files(place, existing)) - {file.path for file in manifest.files})
 
 
 def _replaced_record(place: Place, path: str) -> Manifest | None:
-    """Return the record in the file ``path``, which a save will replace; ``None`` if no record can be read."""
+    """Return the record in the file ``path``, before the file is replaced; ``None`` if no record can be read."""
     try:
         return record_in(place, path)
     except CorruptCheckpointError as e:
@@ -183,35 +182,58 @@ def _exists_error(place: Place, existing: Manifest) -> CheckpointExistsError:
     )
 
 
-def fetch_checkpoint(source: Place, manifest: Manifest, target: Place, progress: OnBytes = int) -> None:
-    """Copy a checkpoint to ``target`` and verify each file. The deciding file comes last and commits the checkpoint.
+def fetch_checkpoint(
+    source: Place, manifest: Manifest, target: Place, progress: OnBytes = int, *, create_only: bool = False
+) -> None:
+    """Copy a checkpoint to ``target`` and verify each file. The deciding files come last and commit the checkpoint.
+
+    Files from an interrupted copy are verified and not copied again.
 
     Args:
-        source: has the checkpoint.
-        manifest: its record.
-        target: gets it.
-        progress: called with the number of bytes of each piece received.
+        source: the place of the checkpoint.
+        manifest: the record.
+        target: the place of the copy.
+        progress: called with the number of bytes of each piece.
+        create_only: replace no file.
 
     Raises:
-        CorruptCheckpointError: a file is missing, or its bytes are not those that were saved. The checkpoint is not
-            in ``target`` then. Files of the same names in ``target`` that were not yet replaced stay.
+        CorruptCheckpointError: a file is missing, or the bytes differ from the record. Then the checkpoint is not in
+            ``target``, and files of the same names in ``target`` stay unless replaced already.
+        FileExistsError: ``create_only`` is true, and ``target`` has a file of this name with other bytes.
     """
     check_own(source, manifest)
-    for record in (*manifest.files[1:], manifest.files[0]):
-        uri, size = source.uri(record.path), bytes_text(record.size_bytes)
-        log.info("fetching %s (%s) to %s", uri, size, target.uri(record.path))
-        try:
-            target.take(source, record, progress)  # the old file stays until the new file is verified
+    deciders = [record for record in manifest.files if record.path in manifest.deciders]
+    others = [record for record in manifest.files if record not in deciders]
+    for record in (*others, *deciders):
+        if record not in deciders and _is_there(target, record, progress):
+            continue
+        uri, here = source.uri(record.path), target.path_of(record.path)
+        log.info("fetching %s (%s) to %s", uri, bytes_text(record.size_bytes), target.uri(record.path))
+        try:  # an old file stays until the new file is verified
+            if here is not None:
+                source.fetch(record.path, here, record.digest, progress, create_only=create_only)
+            else:
+                with local_copy(source, record.path, record.digest) as path:
+                    target.put(record.path, path, create_only=create_only, progress=progress)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint file {uri!r} is missing: {e}") from e
 
 
-# ── a checkpoint goes ────────────────────────────────────────────────────────────────────────────────────────────────
-def delete_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Delete a checkpoint: its deciding files first, then the files of :func:`own_files`. Other files stay.
+def _is_there(place: Place, record: FileRecord, progress: OnBytes) -> bool:
+    """Return true if ``place`` has the file with the bytes of the record."""
+    try:
+        place.verify(record, progress)
+    except (FileNotFoundError, CorruptCheckpointError):
+        return False
+    return True
 
-    Where nodes have disks of their own, every part on this disk is deleted: a disk may have parts of several nodes.
-    A kill between the two steps leaves files that no record names: see :func:`garbage`. A missing file is no error.
+
+# ── deletions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def delete_checkpoint(place: Place, manifest: Manifest) -> None:
+    """Delete a checkpoint: the deciding files first, then the files of :func:`own_files`. Other files stay.
+
+    If nodes have disks of their own, every part on this disk is deleted: a disk may have parts of several nodes.
+    A kill between the two steps leaves files without a record: see :func:`garbage`. A missing file is no error.
     """
     others = [path for path in own_files(place, manifest) if path not in manifest.deciders]
     place.delete(reversed(manifest.deciders), durable=bool(others), folders=manifest.is_directory)
@@ -220,15 +242,15 @@ def delete_checkpoint(place: Place, manifest: Manifest) -> None:
 
 
 def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> list[str]:
-    """Return the paths of the files that go with a checkpoint when it is deleted, renamed or replaced.
+    """Return the paths of the files to delete, rename or replace together with a checkpoint.
 
-    A forged record of archives can name any file of its folder. So the archive of another rank counts only if its own
-    record has the same id and the same deciding file.
+    A forged record of archives can name any file of the folder. So the archive of another rank counts only with
+    a record of the same id and the same deciding file.
 
     Args:
-        place: has the checkpoint.
-        manifest: its record.
-        or_damaged: archives count, too, whose own record is missing or damaged.
+        place: the place of the checkpoint.
+        manifest: the record.
+        or_damaged: archives with a missing or damaged record count, too.
     """
     first, *others = (file.path for file in manifest.files)
     if manifest.form != "archives":
@@ -244,14 +266,14 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
             return or_damaged
         return found.form == "archives" and found.id == manifest.id and f"/{first}".endswith(f"/{found.name}")
 
-    return [first, *(path for path, own in zip(others, place.each(is_own, others), strict=True) if own)]
+    return [first, *(path for path, own in zip(others, map_reads(place, is_own, others), strict=True) if own)]
 
 
 def check_own(place: Place, manifest: Manifest) -> None:
-    """Check that a checkpoint owns all files that it names, before they replace other files.
+    """Check that all files of the record belong to the checkpoint, before the files replace other files.
 
     Raises:
-        CorruptCheckpointError: it does not: see :func:`own_files`.
+        CorruptCheckpointError: a file belongs to another checkpoint: see :func:`own_files`.
     """
     foreign = {file.path for file in manifest.files} - {*own_files(place, manifest)}
     if foreign:
@@ -260,9 +282,9 @@ def check_own(place: Place, manifest: Manifest) -> None:
 
 
 def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Rename a damaged checkpoint to ``<name>.damaged``, with archives whose own record is missing or damaged."""
+    """Rename a damaged checkpoint to ``<name>.damaged``, with archives that have no intact record."""
     paths = own_files(place, manifest, or_damaged=True) if manifest.form == "archives" else [manifest.name]
-    for path in reversed(paths):  # the record last: after a kill the next start finishes
+    for path in reversed(paths):  # the record comes last: after a kill the next start finishes
         quarantine_file(place, path)
 
 
@@ -273,13 +295,13 @@ def quarantine_file(place: Place, name: str) -> None:
 
 
 def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[str]:
-    """Return the data files that killed saves of directories have left: no record names them, no process writes them.
+    """Return the data files of killed saves of directories: files without a record and without a living writer.
 
     Args:
-        place: a folder after :meth:`Place.sweep`, where only living processes have temporary files; or a bucket whose
-            lease this process holds.
+        place: a folder after :meth:`Place.sweep`, with temporary files of living processes only; or a bucket with the
+            lease held by this process.
         files: the paths to consider.
-        names: matches the names of the directories to consider.
+        names: pattern of the names of the directories to consider.
     """
     found: dict[str, list[str]] = {}
     for path in files:

@@ -1,10 +1,10 @@
-"""The directory of a checkpoint in any place: its files, and the deciding file with the record.
+"""The directory of a checkpoint in any place: data files, and the deciding file with the record.
 
-A directory without a record was written by another program, and is read unverified.
+Another program wrote a directory without a record. Such a directory is read unverified.
 
-A step has ``train/rank*.pt``, ``model_and_optim/`` and, last of all, ``.metadata.json``, which marks it as a checkpoint
-for OLMo-core. Its record is in ``model_and_optim/.metadata``, and names the files in ``train/``, too. Files of ranks
-have fixed names, which cannot be switched at one instant, so a save that replaces a step deletes that one first.
+A step has ``train/rank*.pt``, ``model_and_optim/`` and, written last, ``.metadata.json``, which makes the step a
+checkpoint for OLMo-core. The record is in ``model_and_optim/.metadata``, and names the files in ``train/``, too. Files
+of ranks have fixed names, so no atomic step can replace them: a save deletes the old step first.
 """
 
 from __future__ import annotations
@@ -27,19 +27,13 @@ import xxhash
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
 from composerlite.checkpoint.format.weight_files import holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import record_in, with_node
+from composerlite.checkpoint.place.catalog import record_in, record_of_index
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage, put_decider
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import NewFile, Place
+from composerlite.checkpoint.place.place import NewFile, Place, check_name
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_id
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.tail import (
-    index_of,
-    seal_index,
-    seal_weights_index,
-    unseal_index,
-    unseal_weights_index,
-)
+from composerlite.checkpoint.record.tail import index_of, seal_index, seal_weights_index
 from composerlite.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -65,29 +59,29 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
-"""Age from which files that no record names are those of a killed save, where no lease tells."""
+"""Age of files of killed saves, for saves without a lease."""
 _SEEN_SECONDS = 20.0
-"""A network file system shows what another machine made some time later."""
+"""Time until a network file system shows a new file on other machines."""
 LEAST_CHUNK_BYTES = 32 << 10
-"""Bytes of a file that are verified at once: few, since a read of a shard is often of one tensor among many."""
+"""Smallest chunk with a digest. Small, because a read of a shard is often a single tensor among many."""
 MOST_CHUNKS = 1 << 15
-"""Parts in which a file is verified: the digests of all are in one manifest."""
+"""Largest number of chunks of a file. The digests of all chunks are in one record."""
 ON_ALL_NODES = (
     "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
     "nodes share, or to a bucket, to be free of that."
 )
-"""What to do about files on the disks of other nodes."""
+"""Advice about files on the disks of other nodes."""
 RANK_FILE = re.compile(r"rank(\d+)\.pt")
 """Name of the file of a rank in ``train/``."""
 
 
 class SaveHandle(NamedTuple):
-    """A save of a directory in progress, as all ranks know it.
+    """A save of a directory in progress; equal on all ranks.
 
     Attributes:
-        overwrite: replace what is there.
+        overwrite: replace an existing checkpoint.
         decider: name of the deciding file in the directory.
-        id: of the save; the names of its data files end with it.
+        id: id of the save. The names of data files end with this id.
     """
 
     overwrite: bool
@@ -106,11 +100,11 @@ class SaveHandle(NamedTuple):
 
 
 class Directory:
-    """A directory in a place. Used as a context manager, or until :meth:`close`.
+    """A directory in a place. A context manager; otherwise call :meth:`close`.
 
     Args:
-        place: that it is in; closed with it.
-        name: of the directory, below the place; empty: the place itself.
+        place: the place, closed together with the directory.
+        name: name of the directory, below the place; empty: the place itself.
     """
 
     def __init__(self, place: Place, name: str) -> None:
@@ -119,10 +113,10 @@ class Directory:
 
     @classmethod
     def of(cls, place: object, *, threads: int | None = None) -> Self:
-        """Return the directory at a path or a URI. ``threads`` are those that move bytes to and from an object store.
+        """Return the directory at a path or a URI. ``threads`` threads move bytes to and from an object store.
 
         Raises:
-            ConfigError: it is neither, or the URI names no store.
+            ConfigError: ``place`` is no path and no URI, or the URI names no store.
         """
         if isinstance(place, cls):
             return place
@@ -138,7 +132,7 @@ class Directory:
 
     @classmethod
     def in_store(cls, store: ObjectStore, root: str, *, threads: int = 8, closes: bool = False) -> Self:
-        """Directory below ``root/`` of ``store``, moved by ``threads`` threads; ``closes``: closes ``store``, too."""
+        """Return the directory below ``root/`` of ``store``. With ``closes``, :meth:`close` closes ``store``, too."""
         above, _, name = root.strip("/").rpartition("/")
         return cls(Bucket.of(store, above, threads=threads, closes=closes), name)
 
@@ -152,7 +146,7 @@ class Directory:
         return "/".join(part for part in (self.name, name) if part)
 
     def has(self, name: str) -> bool:
-        """Return true if there is the file ``name``."""
+        """Return true if the file ``name`` exists."""
         return self.place.exists(self.at(name))
 
     def close(self) -> None:
@@ -168,54 +162,59 @@ class Directory:
 
 @final
 class ShardedDirectory(Directory):
-    """The directory of one sharded checkpoint, or the file of weights ``only`` in it, whose header is its index.
+    """The directory of one sharded checkpoint, or one file of weights, whose header is the index.
 
-    A save: :meth:`begin` in one process; :meth:`write` on any rank, each file durable and under its final name;
-    :meth:`commit` in the process that began. Where nodes have disks of their own, one process of each other disk
-    calls :meth:`begin` before the ranks write, and :meth:`commit` too: the checkpoint exists if every disk has it.
+    A save: :meth:`begin` in one process; :meth:`write` on any rank, each file durable and with its final name;
+    :meth:`commit` in the process that called :meth:`begin`. If nodes have disks of their own, one process of each other
+    disk calls :meth:`begin` and :meth:`commit`, too. The checkpoint exists if every disk has the deciding file.
+
+    Args:
+        place, name: as in :class:`Directory`.
+        only: name of the file of weights; ``None``: the whole directory.
     """
 
     def __init__(self, place: Place, name: str, only: str | None = None) -> None:
         super().__init__(place, name)
         self._only = only
         self._handle: SaveHandle | None = None
-        """Of the save that this process has begun."""
+        """The save that this process has begun."""
         self._staged: StagedFile | None = None
-        """The deciding file of that save, where it is on this machine."""
+        """The deciding file of this save, in a folder."""
 
     @property
     def uri(self) -> str:
-        """Path or URI of the directory, or of its one file, for messages."""
+        """Path or URI of the directory, or of the file of weights, for messages."""
         return self.place.uri(self.at(self._only or ""))
 
     @property
     def path(self) -> Path | None:
-        """The directory on this machine; ``None``: it is in a bucket."""
+        """Path of the directory on this machine; ``None`` in a bucket."""
         return self.place.path_of(self.name)
 
     def identity(self) -> str:
-        """Return the same on all ranks that see one and the same checkpoint here; another where they see a copy."""
+        """Return a text that is equal on all ranks with the same checkpoint, and differs for a copy."""
         if (here := self.path) is None:
             return self.uri
-        paths = [here, here / INDEX] if self._only is None else [here / self._only]  # weights have no index
-        seen = [path.stat() for path in paths if path.exists()]  # NFS shows all machines the same
+        paths = [here, here / INDEX] if self._only is None else [here / self._only]
+        seen = [path.stat() for path in paths if path.exists()]  # equal on all machines with NFS
         return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def described(self) -> tuple[bytes, Manifest | None]:
-        """Return the index and the record that is in the same file, ``None`` if another program wrote that.
+        """Return the index and the record; the record is ``None`` if another program wrote the checkpoint.
 
         Raises:
             FileNotFoundError: there is no index, and there are no weights.
             CorruptCheckpointError: the record or the index is damaged.
         """
+        path = self.at(INDEX)
         if self._only is None:
             with contextlib.suppress(FileNotFoundError):
-                data = self.place.read(self.at(INDEX))
-                return index_of(data, self.place.uri(self.at(INDEX))), self._unsealed(INDEX, data)
+                data = self.place.read(path)
+                return index_of(data, self.place.uri(path)), record_of_index(self.place, path, data)
         names = self.place.names(self.name) if self._only is None else [self._only]
         if self._only is None and not holds_weights(names):
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(self.at(INDEX)))
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(path))
         from composerlite.checkpoint.format.folder_index import folder_index  # imports torch
 
         record = self.record()
@@ -225,7 +224,7 @@ class ShardedDirectory(Directory):
             path = self.at(name)
             digest = digests.get(path)
             if digest is not None and (not digest.chunk_bytes or digest.size_bytes != self.place.size(path)):
-                digest = None  # another program has written it anew, which the reader sees
+                digest = None  # another program rewrote the file, which the reader notices
             with self.place.opened(path, digest, threads=1) as source:
                 return source.read(offset, size)
 
@@ -237,20 +236,14 @@ class ShardedDirectory(Directory):
         return found, record
 
     def record(self) -> Manifest | None:
-        """Return the record; ``None`` if there is none. Raises CorruptCheckpointError if it is damaged."""
-        for index in INDEXES if self._only is None else ():
+        """Return the record; ``None`` if there is no record. Raises CorruptCheckpointError if it is damaged."""
+        for path in (self.at(index) for index in (INDEXES if self._only is None else ())):
             with contextlib.suppress(FileNotFoundError):
-                return self._unsealed(index, self.place.read(self.at(index)))
+                return record_of_index(self.place, path, self.place.read(path))
         return None
 
-    def _unsealed(self, index: str, data: bytes) -> Manifest | None:
-        """Return the record in the file ``index``, which contains ``data``."""
-        path = self.at(index)
-        found = (unseal_index if index == INDEX else unseal_weights_index)(path, data, self.place.uri(path))
-        return None if found is None else with_node(self.place, found)
-
     def missing(self) -> CheckpointNotFoundError:
-        """Error to raise where there is no ``.metadata``."""
+        """Return the error for a directory without an index."""
         names = self.place.names(self.name)
         if not names:
             return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
@@ -262,13 +255,13 @@ class ShardedDirectory(Directory):
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def check_free(self, *, overwrite: bool) -> None:
-        """See that a checkpoint may be saved here. Leftovers of a killed save do not count.
+        """Check that a checkpoint may be saved here. Files of a killed save do not count.
 
         Raises:
-            CheckpointExistsError: there is something, and ``overwrite`` is false.
+            CheckpointExistsError: the directory has other files, and ``overwrite`` is false.
             ConfigError: a checkpoint cannot have this name.
         """
-        self.place.check_name(self.name)
+        check_name(self.place, self.name)
         names = self.place.names(self.name)
         left_over = all(data_file_id(name) is not None or ".tmp-" in name for name in names)
         if not overwrite and not left_over:
@@ -278,34 +271,32 @@ class ShardedDirectory(Directory):
             )
 
     def sweep(self) -> None:
-        """Remove leftovers of killed saves in the directory that are older than a day. Failures are logged.
+        """Remove files of killed saves in the directory, older than a day. Failures are logged.
 
         For saves without a lease, in one process for all.
 
         Raises:
             ConfigError: a checkpoint cannot have this name.
         """
-        self.place.check_name(self.name)
+        check_name(self.place, self.name)
         try:
             self.place.inside(self.name).sweep(_OLD)
             until = datetime.now(UTC) - _OLD
             files = self.place.files(self.name).values()
             old = [file.path for file in files if file.modified_at is not None and file.modified_at < until]
-            names = re.compile(re.escape(self.name))
-            unnamed = garbage(self.place, old, names)
-            self.place.delete(unnamed, folders=True)
+            self.place.delete(garbage(self.place, old, re.compile(re.escape(self.name))), folders=True)
         except (OSError, ObjectStoreError) as e:
             log.warning("could not remove leftovers of killed processes in %s: %s", self.uri, e)
 
     def begin(self, handle: SaveHandle) -> None:
-        """Begin a save, in one process for all; or take part in it, in one process for each other disk of the nodes.
+        """Begin a save: in one process for all, and in one process for each other disk of the nodes.
 
-        The directory is made, with the deciding file under a temporary name that is locked as long as this process
-        lives: data files with the id of the save are no garbage as long as that is there. A bucket has no such file.
+        In a folder this makes the directory and the deciding file under a temporary name. The file is locked during the
+        life of this process. While the lock is held, data files with the id of the save are no garbage.
 
         Raises:
             CheckpointExistsError: as :meth:`check_free`.
-            FileExistsError: another process has begun it on this disk.
+            FileExistsError: another process has begun this save on this disk.
         """
         self.check_free(overwrite=handle.overwrite)
         if (folder := self.path) is not None:
@@ -314,10 +305,10 @@ class ShardedDirectory(Directory):
         self._handle = handle
 
     def write(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
-        """Make durable files, by their names in the directory, in their order; return what they contain.
+        """Write durable files in order, with paths relative to the directory, and return the digests.
 
         Raises:
-            FileNotFoundError: the file made by another machine is not seen: the machines have folders of their own.
+            FileNotFoundError: the deciding file of another machine is missing here: the machines share no folder.
         """
         if self._handle is None and (folder := self.path) is not None:
             staged = StagedFile.temporary_of(folder / handle.decider, handle.id)
@@ -335,18 +326,18 @@ class ShardedDirectory(Directory):
         return self.place.write(file._replace(path=self.at(file.path)) for file in files)
 
     def commit(self, index: bytes, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest) -> Manifest:
-        """Make the checkpoint exist, in a process that began: put ``index`` with the record.
+        """Commit the checkpoint, in a process that called :meth:`begin`: put ``index`` with the record.
 
         Args:
-            index: the content of the index.
-            files: digests of all other files, by name, with the node whose disk has each, where nodes have their own.
-            record: what it says of the checkpoint; and the files that are beside the directory.
+            index: content of the index.
+            files: digests of all other files, by name, each with the node of its disk if nodes have disks of their own.
+            record: the record, with files beside the directory only.
 
         Returns:
-            The record as it can be read now.
+            The record as a reader sees it.
 
         Raises:
-            CheckpointExistsError: another process has saved here meanwhile, and that must not be replaced.
+            CheckpointExistsError: another process saved here meanwhile, and ``overwrite`` is false.
         """
         handle = self._handle
         assert handle is not None
@@ -357,30 +348,31 @@ class ShardedDirectory(Directory):
         data = seal_weights_index(record, json.loads(index)) if is_weights else seal_index(record, index)
         replaced: Sequence[FileRecord] = ()
         if handle.overwrite:
-            with contextlib.suppress(CorruptCheckpointError):  # nothing says which files it has: they become garbage
+            with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
                 replaced = () if (there := self.record()) is None else there.files[1:]
         else:
             self.check_free(overwrite=False)
-        put_decider(self.place, self.at(handle.decider), data, self._staged, overwrite=handle.overwrite)
+        decider = self.at(handle.decider)
+        put_decider(self.place, decider, data, self._staged, overwrite=handle.overwrite)
         self._end()
         kept = {file.path for file in record.files}
         self.place.delete(file.path for file in replaced if file.path not in kept)
-        committed = self._unsealed(handle.decider, data)
+        committed = record_of_index(self.place, decider, data)
         assert committed is not None
         return committed
 
     def abandon(self) -> None:
-        """Remove the files written so far, after an error, when no rank writes any more. Raises nothing.
+        """Remove the files of a failed save, after the last write of all ranks. Raises no error.
 
-        In a process that began; in others it does nothing. The files stay if the checkpoint exists: the
-        error came after its commit, as where the folder could not be flushed or the answer of a bucket was lost.
+        Only a process that called :meth:`begin` removes files. The files stay if the checkpoint exists: then the error
+        came after the commit, for example because the answer of a bucket was lost.
         """
         handle = self._handle
         if handle is None:
             return
         there: Manifest | None = None
         try:
-            with contextlib.suppress(CheckpointError):  # of a save before: damaged, or of a newer version
+            with contextlib.suppress(CheckpointError):  # the record of an earlier save, damaged or newer
                 there = record_in(self.place, self.at(handle.decider))
             if there is not None and there.id == handle.id:
                 log.warning("checkpoint %s exists and is whole, although its save failed", self.uri)
@@ -390,9 +382,9 @@ class ShardedDirectory(Directory):
                 )
             self._end()
             if (folder := self.path) is not None:
-                with contextlib.suppress(OSError):  # it holds something else
+                with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
-        except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
+        except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
             log.warning("%s: files of a save that failed are left behind: %s", self.uri, e)
 
     def _end(self) -> None:
@@ -401,17 +393,17 @@ class ShardedDirectory(Directory):
             staged.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Give up a save, and close connections. May be called twice."""
+        """End a save without a commit, and close connections. May be called twice."""
         self._end()
         self.place.close()
 
 
 @final
 class StepFolder(Directory):
-    """The directory of one step. Used as a context manager, or until :meth:`close`."""
+    """The directory of one step. A context manager; otherwise call :meth:`close`."""
 
     def model(self, *, bare: bool = False) -> ShardedDirectory:
-        """Return the directory of the model and the optimizer; ``bare``: this directory is that of a model alone."""
+        """Return the directory of the model and the optimizer. With ``bare`` this directory has the model itself."""
         return ShardedDirectory(self.place.inside(""), self.name if bare else self.at(MODEL))
 
     def rank_files(self) -> dict[int, str]:
@@ -420,19 +412,19 @@ class StepFolder(Directory):
         return {int(match[1]): self.at(f"{TRAIN}/{match[0]}") for name in names if (match := RANK_FILE.fullmatch(name))}
 
     def record(self) -> Manifest | None:
-        """Return the record of the model, which is that of the step if its form is ``'step'``; ``None``: it has none.
+        """Return the record of the model; ``None`` if there is no record. The form ``'step'`` covers the whole step.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
+            CorruptCheckpointError: the record is damaged.
         """
         return record_in(self.place, self.at(f"{MODEL}/{INDEX}"))
 
     def is_checkpoint(self) -> bool:
-        """Return true if there is all that a checkpoint has, or that of a model alone."""
+        """Return true if the directory has all parts of a step, or the index of a model alone."""
         return self.has(INDEX) or all(self.has(name) for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt"))
 
     def version(self) -> str:
-        """Digest of this checkpoint: equal on every rank, and another once the checkpoint is replaced."""
+        """Return a digest of this checkpoint: equal on every rank, and different after the checkpoint is replaced."""
         digest = xxhash.xxh3_128()
         for name in (MARKER, f"{MODEL}/{INDEX}", INDEX):
             with contextlib.suppress(FileNotFoundError):
@@ -440,16 +432,16 @@ class StepFolder(Directory):
         return digest.hexdigest()
 
     def check_free(self, *, overwrite: bool) -> None:
-        """See that a checkpoint may be saved here. Files of a save that did not end are no checkpoint.
+        """Check that a checkpoint may be saved here. Files of a killed save do not count.
 
         Raises:
-            CheckpointExistsError: there is one, and ``overwrite`` is false.
+            CheckpointExistsError: the directory has a checkpoint, and ``overwrite`` is false.
             ConfigError: a checkpoint cannot have this name.
         """
         if self.name:  # else a bucket
-            self.place.check_name(self.name)
+            check_name(self.place, self.name)
         has_model_alone = False
-        with contextlib.suppress(CorruptCheckpointError):  # a damaged one says nothing
+        with contextlib.suppress(CorruptCheckpointError):
             has_model_alone = (found := self.record()) is not None and found.form != "step"
         if not overwrite and (has_model_alone or self.has(MARKER) or self.has(INDEX)):
             raise CheckpointExistsError(
@@ -457,9 +449,9 @@ class StepFolder(Directory):
             )
 
     def uncommit(self) -> None:
-        """Delete the step that is there, in one process for all, and what a killed save has left of one."""
+        """Delete the existing step, and the files of a killed save, in one process for all."""
         self.place.delete([self.at(MARKER)], durable=True)
-        with contextlib.suppress(CorruptCheckpointError):  # nothing says which files it has
+        with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
             if (old := self.record()) is not None and old.form == "step":
                 delete_checkpoint(self.place, dataclasses.replace(old, name=self.name))
         self.place.delete(self.rank_files().values())
@@ -467,4 +459,4 @@ class StepFolder(Directory):
 
 
 PathOrUri = str | os.PathLike[str] | ShardedDirectory
-"""Where a sharded checkpoint is: a path, or a URI of an object store."""
+"""Place of a sharded checkpoint: a path, or a URI of an object store."""

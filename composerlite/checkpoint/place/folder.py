@@ -1,4 +1,4 @@
-"""A folder of checkpoints on this machine, or on a disk that it mounts."""
+"""A folder of checkpoints on this machine, or on a mounted disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
@@ -43,25 +43,18 @@ _MOST_SMALL_BYTES = 1 << 30
 class Folder(Place):
     """The checkpoints in the folder ``path``."""
 
-    where = "local"
-    readers = 1
-
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────
     def uri(self, path: str = "") -> str:
         return str(self.path / path)
 
     def path_of(self, path: str) -> Path:
         return self.path / path
 
-    @property
-    def top(self) -> PurePosixPath:
-        return PurePosixPath(self.path.resolve())
-
     def inside(self, path: str) -> Folder:
-        return Folder(self.path / path)
+        return Folder(os.path.normpath(self.path / path))
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
@@ -84,12 +77,6 @@ class Folder(Place):
             return []
         except NotADirectoryError as e:
             raise ConfigError(f"{self.uri(folder)!r} is a file and no directory of a sharded checkpoint.") from e
-
-    def exists(self, path: str) -> bool:
-        return (self.path / path).is_file()
-
-    def size(self, path: str) -> int:
-        return self.end(path, 0)[0]
 
     def read(self, path: str) -> bytes:
         size_bytes, data = self.end(path, _MOST_SMALL_BYTES)
@@ -123,12 +110,7 @@ class Folder(Place):
     def fetch(
         self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
     ) -> None:
-        make_folder(target.parent)
-        with StagedFile(target) as staged:
-            _copy(self.path / path, staged)
-            if digest is not None:
-                verify_file(staged.temporary, digest, progress)
-            staged.publish(overwrite=not create_only)
+        _write(target, self.path / path, digest, progress, create_only=create_only)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
@@ -141,19 +123,11 @@ class Folder(Place):
                 file.fill(sink)
                 digests.append(sink.finish())
         for folder in {path.parent for path, _ in wanted}:
-            fsync_folder(folder)  # the files have their names before the file that decides about them
+            fsync_folder(folder)  # the names of data files are durable before the deciding file is written
         return digests
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
-        target = self.path / path
-        make_folder(target.parent)
-        with StagedFile(target) as staged:
-            if isinstance(data, Path):
-                _copy(data, staged)
-            else:
-                staged.file.write(data)
-                staged.flush()
-            staged.publish(overwrite=not create_only)
+        _write(self.path / path, data, None, progress, create_only=create_only)
 
     def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
         targets = [self.path / path for path in paths]
@@ -162,15 +136,15 @@ class Folder(Place):
                 continue
             target.unlink(missing_ok=True)
             if durable:
-                with contextlib.suppress(FileNotFoundError):  # another process deletes the same, and is ahead
+                with contextlib.suppress(FileNotFoundError):  # another process deletes the same folder
                     fsync_folder(target.parent)
         above = {folder for target in targets for folder in target.parents if self.path in folder.parents}
         for folder in sorted(above, reverse=True) if folders else ():
-            with contextlib.suppress(OSError):  # it holds something else: it stays
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
     def _is_own(self, path: Path) -> bool:
-        """Return true if ``path`` is a file that lies in the folder itself: no link, nor anything behind one."""
+        """Return true if ``path`` is a file in the folder: no link, and not behind a link."""
         if self._is_behind_a_link(path):
             log.warning("%s is behind a link and is left alone", path)
             return False
@@ -192,7 +166,7 @@ class Folder(Place):
         with contextlib.suppress(FileNotFoundError):
             target.rename(target.with_name(name))
 
-    # ── links and locks ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── links, locks, leftovers ──────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
@@ -225,13 +199,12 @@ class Folder(Place):
     def lock(self, name: str) -> Lease:
         return FileLease(self.path / lease_name(name))
 
-    # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
         folders = ["", *(f"{path}/" for path, entry in _walk(self.path) if entry.is_dir(follow_symlinks=False))]
         found: list[StoredFile] = []
         for folder in folders:
             for path in abandoned_temporaries(self.path / folder):
-                with contextlib.suppress(FileNotFoundError):  # another process removes the same, and is ahead
+                with contextlib.suppress(FileNotFoundError):  # another process removes the same file
                     found.append(StoredFile(folder + path.name, path.lstat().st_size, None))
                     if not dry_run:
                         path.unlink()
@@ -239,20 +212,30 @@ class Folder(Place):
         return found
 
 
-def _copy(source: Path, staged: StagedFile) -> None:
-    """Copy the bytes of ``source``, durable."""
-    with source.open("rb", buffering=0) as file:
-        shutil.copyfileobj(file, staged.file, 8 << 20)
-    staged.flush()
+def _write(
+    target: Path, data: bytes | Path, digest: FileDigest | None, progress: OnBytes, *, create_only: bool
+) -> None:
+    """Write the file ``target`` from bytes or another file: write, flush, verify by ``digest``, rename."""
+    make_folder(target.parent)
+    with StagedFile(target) as staged:
+        if isinstance(data, Path):
+            with data.open("rb", buffering=0) as file:
+                shutil.copyfileobj(file, staged.file, 8 << 20)
+        else:
+            staged.file.write(data)
+        staged.flush()
+        if digest is not None:
+            verify_file(staged.temporary, digest, progress)
+        staged.publish(overwrite=not create_only)
 
 
 def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield all that is in ``folder`` and in those below it, with its path after ``prefix``, in order.
+    """Yield every entry in ``folder`` and below, in order, each with its path after ``prefix``.
 
-    Links are not followed, and temporary folders not entered.
+    Links are not followed, and temporary folders are not entered.
 
     Raises:
-        OSError: a folder cannot be read. What is not seen is not absent.
+        OSError: a folder cannot be read. An unreadable folder does not count as empty.
     """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

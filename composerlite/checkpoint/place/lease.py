@@ -1,9 +1,9 @@
-"""Leases: one process at a time writes the checkpoint files and the link of a run.
+"""Leases: only a single process at a time writes the checkpoint files and the link of a run.
 
-:func:`take_leases` takes all leases of a run, or raises an error that names the process that holds one. In a folder a
-lease is a locked file, in a bucket an object that its holder rewrites every few seconds. Leases of one file or object
-in one process share the file or object. Both classes have the attributes ``uri``, the path or URI of the file or
-object, and ``lost_to``, a description of the process that took the lease over; always ``None`` in a folder.
+:func:`take_leases` takes all leases of a run, or raises an error with the name of the holder. In a folder a lease is a
+locked file, in a bucket an object, rewritten every few seconds by the holder. Leases of the same file or object in a
+process share the file or object. Both classes have the attributes ``uri``, the path or URI of the file or object, and
+``lost_to``, a description of the process with the lease after a takeover; always ``None`` in a folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEAD_SECONDS = 20.0
 
 @functools.cache
 def this_process(pid: int) -> dict[str, Any]:
-    """Return the record of this process, for its leases. A forked child has another ``pid``, and so another id."""
+    """Return the record of this process, for leases. A forked child has another ``pid``, and so another id."""
     try:  # process numbers are unique within one boot and one process namespace (container)
         boot = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # not Linux, or hidden: treat each process as on its own machine
@@ -63,7 +63,7 @@ def _is_own_or_gone(holder: Mapping[str, Any]) -> bool:
         os.getpgid(holder["pid"])
     except ProcessLookupError:
         return True
-    return holder["pid"] == own["pid"]  # this process, or an earlier process that had its number
+    return holder["pid"] == own["pid"]  # this process, or an earlier process with the same number
 
 
 def lease_name(name: str) -> str:
@@ -72,10 +72,10 @@ def lease_name(name: str) -> str:
 
 
 def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
-    """Take all leases, and wait for other holders to release them.
+    """Take all leases, and wait until other holders release the leases.
 
     Args:
-        leases: by the path or URI that they protect.
+        leases: leases by the protected path or URI.
         what: the run, for messages.
         timeout: seconds to wait in total.
 
@@ -106,7 +106,7 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
 
 
 class FileLease:
-    """Lease in a folder: a lock on the file ``path``, which the kernel releases when the process ends.
+    """Lease in a folder: a lock on the file ``path``. The kernel releases the lock when the process ends.
 
     On a file system without locks every process gets the lease, and a warning is logged.
     """
@@ -147,7 +147,7 @@ class FileLease:
 
     @property
     def is_gone(self) -> bool:
-        """True if the locked file was removed or replaced: another process may have locked a new one."""
+        """True if the locked file was removed or replaced: another process may have locked a new file."""
         return self.uri in _locked and not self._is_locked()
 
     def release(self) -> None:
@@ -166,14 +166,14 @@ class FileLease:
 
 
 class HeartbeatLease:
-    """Lease in a bucket: one object that a thread of the holder rewrites every few seconds by a conditional swap.
+    """Lease in a bucket: an object, rewritten every few seconds by a thread of the holder with a conditional swap.
 
-    Another process takes the lease over by swapping the version that it read, so exactly one of several processes
-    succeeds. It may do so if it saw no change for `DEAD_SECONDS`, or at once if the holder ran on this machine and is
-    gone. The old holder learns of the loss at its next beat.
+    Another process takes the lease over with a swap of the version of its last read, so only the first of several
+    processes succeeds. A takeover is allowed after `DEAD_SECONDS` without a change, or at once if the holder ran on
+    this machine and is gone. The old holder learns of the loss at the next beat.
 
     Attributes:
-        taken_over: the lease was taken from a silent process that may still be alive.
+        taken_over: the lease was taken from a silent process, perhaps still alive.
     """
 
     def __init__(self, transfer: Transfer, name: str) -> None:
@@ -195,7 +195,7 @@ class HeartbeatLease:
         self.taken_over = not is_free
         self.lost_to = None
         self.confirm(max_age=0)
-        if is_new and self._seen_version is None:  # some stores hide objects that may not be read
+        if is_new and self._seen_version is None:  # some stores hide unreadable objects
             raise PermissionError(f"{self.uri}: the lease was written and cannot be read: get the right to read it")
         if self.lost_to is not None:
             return self.lost_to
@@ -206,7 +206,7 @@ class HeartbeatLease:
         return None
 
     def observe(self) -> dict[str, Any]:
-        """Read the object and return its holder. Stores the version (``None``: no object) and when it changed."""
+        """Read the object and return the holder. Stores the version (``None``: no object) and when it changed."""
         try:
             data, version = self._transfer.read_versioned(self._name)
         except FileNotFoundError:
@@ -216,9 +216,9 @@ class HeartbeatLease:
         return _parse(data)
 
     def confirm(self, max_age: float = 2 * BEAT_SECONDS) -> None:
-        """Write a beat if the last beat is older than ``max_age`` seconds. Sets ``lost_to`` if another process has it.
+        """Write a beat if the last beat is older than ``max_age`` seconds. Sets ``lost_to`` after a takeover.
 
-        If the object was deleted, the next beat writes it again. After a long silence another process may have taken
+        If the object was deleted, the next beat makes a new object. After a long silence another process may have taken
         the lease, deleted the object and ended: then the lease is lost.
 
         Raises:
@@ -241,7 +241,7 @@ class HeartbeatLease:
                 self.lost_to = holder["process"]
 
     def _beat(self) -> None:
-        """Renew the lease until its release. Then delete the object, if no other lease of this process shares it."""
+        """Renew the lease until the release. Then delete the object, unless another lease of this process shares it."""
         is_released = False
         while not is_released and self.lost_to is None:
             is_released = self._is_released.wait(BEAT_SECONDS)
@@ -263,9 +263,9 @@ class HeartbeatLease:
 
 Lease = FileLease | HeartbeatLease
 _held: list[Lease] = []
-"""Leases that this process holds."""
+"""Leases held by this process."""
 _locked: dict[str, int] = {}
-"""Descriptors of the files that this process has locked, by path."""
+"""Descriptors of the files locked by this process, by path."""
 
 
 def _is_shared(lease: Lease) -> bool:
@@ -278,7 +278,7 @@ def _unlock(path: str) -> None:
 
 
 def _close_in_child() -> None:
-    """Close inherited files in a forked child: a child that outlives this process must not hold the locks."""
+    """Close inherited files in a forked child: a child must not hold the locks after the end of this process."""
     for path in list(_locked):
         _unlock(path)
     _held.clear()
@@ -288,5 +288,5 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _now() -> float:
-    """Return seconds that include the time in which the machine was suspended, where the system counts that time."""
+    """Return seconds, including time of a suspended machine if the system counts this time."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,4 +1,4 @@
-"""Disks that nodes have of their own: which ranks see the same one."""
+"""Groups of ranks with the same disk, if nodes have disks of their own."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from composerlite.storage import StagedFile, make_folder
 __all__ = ["Disks", "disks_of"]
 
 _APPEARS_SECONDS = 5.0
-"""A network file system may show a new file on other machines a moment later."""
+"""Time until a network file system shows a new file on other machines."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """Several disks that nodes have of their own: which ranks see the same folder of checkpoints.
+    """Disks of nodes, each with a folder of checkpoints for some ranks.
 
     Attributes:
-        leaders: for each rank, the one that begins, commits and deletes checkpoints in the folder that it sees.
+        leaders: for each rank, the rank that begins, commits and deletes checkpoints in the same folder.
     """
 
     leaders: tuple[int, ...]
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """Number, for each rank, of the folder that it sees, from 0; that of its node, if each node has its own."""
+        """For each rank the number of its folder, from 0. With a disk for each node this is the number of the node."""
         numbers = {leader: number for number, leader in enumerate(sorted(set(self.leaders)))}
         return tuple(numbers[leader] for leader in self.leaders)
 
     @property
     def is_folder_leader(self) -> bool:
-        """True if this rank leads the ranks that see its folder."""
+        """True if this rank is the leader of its folder."""
         rank = dist.get_global_rank()
         return rank == self.leaders[rank]
 
 
 def disks_of(folder: Path) -> Disks | None:
-    """Find out which ranks share ``folder``, and create it if missing; ``None``: all share one. Collective.
+    """Find the ranks with the same ``folder``, and make a missing folder. Collective.
 
-    The first rank of each node tries to make one and the same file, with its number in it: on a file system that
-    several nodes mount one of them makes it, whatever the others have seen so far.
+    The first rank of each node tries to make the same file, with the number of the rank as content. On a shared file
+    system only the first attempt succeeds.
+
+    Returns:
+        The disks; ``None``: all ranks share the folder.
 
     Raises:
-        ConfigError: a rank sees the folder of none of them, or it cannot be written to; on every rank.
+        ConfigError: a rank sees no such file, or the folder is not writable; on every rank.
     """
     group = dist.get_group()
     mark, mark_id = folder / "seen-by-all", group.from_first("naming a file", new_id)
@@ -59,7 +62,7 @@ def disks_of(folder: Path) -> Disks | None:
             if dist.get_local_rank() == 0:
                 try:
                     make_folder(folder)
-                    with contextlib.suppress(FileExistsError):  # another rank sees the same folder, and made it
+                    with contextlib.suppress(FileExistsError):  # another rank with the same folder was first
                         file = stack.enter_context(StagedFile(mark, mark_id)).file
                         file.write(f"{dist.get_global_rank()}\n".encode())
                         file.flush()
@@ -81,10 +84,10 @@ def disks_of(folder: Path) -> Disks | None:
 
 
 def _leader(mark: Path) -> int | None:
-    """The rank that made ``mark``, where it is seen."""
+    """Return the rank in ``mark``; ``None`` if the file does not appear."""
     until = time.monotonic() + _APPEARS_SECONDS
     while True:
-        with contextlib.suppress(OSError):  # whatever the reason, it is not seen
+        with contextlib.suppress(OSError):  # not visible yet
             if (text := mark.read_text()).endswith("\n"):
                 return int(text)
         if time.monotonic() >= until:

@@ -1,6 +1,6 @@
-"""Place: a folder of this machine, or the objects of a bucket below a prefix, both seen in one way.
+"""Place: a folder of this machine, or the objects of a bucket below a prefix, with the same verbs.
 
-Nothing here imports torch: a listing needs none.
+Nothing here imports torch, which a listing does not need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
 
 from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import FileRecord, new_name, relative_path
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
     from composerlite.storage import FileDigest, Sink
 
-__all__ = ["LINK_SUFFIX", "NewFile", "OnBytes", "Place", "StoredFile"]
+__all__ = ["LINK_SUFFIX", "NewFile", "OnBytes", "Place", "StoredFile", "check_name", "local_copy", "map_reads", "set_link"]
 
 LINK_SUFFIX = ".symlink"
-"""End of the name of an object that is a link in a bucket."""
+"""Suffix of an object that is a link in a bucket."""
+_REQUESTS = 16
+"""Number of small objects that are read from a bucket at the same time."""
 T = TypeVar("T")
 R = TypeVar("R")
 OnBytes = Callable[[int], object]
@@ -40,9 +42,9 @@ class StoredFile:
     """A file or an object.
 
     Attributes:
-        path: below the place.
-        size_bytes: of it.
-        modified_at: when it was written, where that is known.
+        path: path below the place.
+        size_bytes: size in bytes.
+        modified_at: time of the last write, if known.
     """
 
     path: str
@@ -51,13 +53,13 @@ class StoredFile:
 
 
 class NewFile(NamedTuple):
-    """A file to be written.
+    """A file to write.
 
     Attributes:
-        path: of it.
-        most_bytes: that it will have at most.
-        fill: gives what it contains.
-        chunk_bytes: what is verified at once.
+        path: path below the place.
+        most_bytes: upper limit of the size.
+        fill: writes the content to a sink.
+        chunk_bytes: size of the chunks with a digest each.
     """
 
     path: str
@@ -67,173 +69,118 @@ class NewFile(NamedTuple):
 
 
 class Place(ABC):
-    """A folder, or the objects of a bucket below a prefix. Used as a context manager, or until :meth:`close`.
+    """A folder, or the objects of a bucket below a prefix. A context manager; otherwise call :meth:`close`.
 
-    Paths are relative to the place, with slashes; a path with a slash before it is from the top of the disk or the
-    bucket. FileNotFoundError means that there is no file of that name; every other failure of a disk or a store is
-    raised as it is, and is no absence.
+    Paths are relative to the place, with slashes. A path with a slash at the beginning starts at the top of the disk or
+    the bucket. FileNotFoundError means absence. All other failures of a disk or a store are raised unchanged.
     """
 
-    where: ClassVar[str]
-    """``'local'`` or ``'remote'``."""
-    readers: ClassVar[int]
-    """Small files that are best read at the same time."""
-
-    # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def uri(self, path: str = "") -> str:
-        """URI or path of ``path``, or of the place itself, as commands take it."""
+        """Return the URI, or the path on this machine, of ``path`` or of the place."""
 
     @abstractmethod
     def path_of(self, path: str) -> Path | None:
-        """Return ``path`` as one of this machine; ``None``: it is elsewhere."""
-
-    @property
-    @abstractmethod
-    def top(self) -> PurePosixPath:
-        """Path of the place itself from the top of the disk or the bucket, with a slash before it."""
+        """Return ``path`` as a path of this machine; ``None`` in a bucket."""
 
     @abstractmethod
     def inside(self, path: str) -> Place:
-        """Return the place ``path`` in this one, until this one is closed."""
+        """Return the place at ``path``, usable until this place is closed. The path may begin with ``..``."""
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
-        """Return every file below ``below``, hidden ones too, links not, by path and in order; none where it is not."""
+        """Return every file below ``below`` by path and in order: hidden files too, but no links."""
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Return the names of all that is directly in ``folder``; none where it is not.
+        """Return the names of the files and folders directly in ``folder``. Empty if there is no such folder.
 
-        Some stores list folders whose objects are gone.
+        Some stores list folders without objects.
         """
 
     @abstractmethod
-    def size(self, path: str) -> int:
-        """Return the size of the file ``path`` in bytes; FileNotFoundError."""
-
-    @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return the bytes of the small file ``path``, as of an index or a link; FileNotFoundError.
+        """Return the bytes of a small file, such as an index or a link.
 
         Raises:
-            CorruptCheckpointError: it is too large to be one of the small ones.
+            FileNotFoundError: there is no such file.
+            CorruptCheckpointError: the file has more than 1 GiB.
         """
 
     @abstractmethod
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size of the file ``path``, and its last ``most_bytes`` bytes; FileNotFoundError if none."""
+        """Return the size of a file, and its last ``most_bytes`` bytes. Raises FileNotFoundError."""
 
-    @abstractmethod
-    def opened(
-        self, path: str, digest: FileDigest | None, *, threads: int = 8
-    ) -> contextlib.AbstractContextManager[ByteSource]:
-        """Open the file ``path``: what is read of it is compared with ``digest`` as it passes; FileNotFoundError."""
-
-    @abstractmethod
-    def verify(self, record: FileRecord, progress: OnBytes = int) -> None:
-        """Read a file and compare it with its record.
-
-        Raises:
-            CorruptCheckpointError: it has another size or other bytes.
-            FileNotFoundError: it is gone.
-        """
-
-    @abstractmethod
-    def fetch(
-        self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
-    ) -> None:
-        """Make ``path`` the local file ``target``, durable, and verified by ``digest``. Raises as ``verify``.
-
-        With ``create_only``, FileExistsError if there is a file.
-        """
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes. Raises FileNotFoundError."""
+        return self.end(path, 0)[0]
 
     def exists(self, path: str) -> bool:
-        """Return true if there is a file ``path``."""
+        """Return true if the file exists."""
         try:
             self.size(path)
         except FileNotFoundError:
             return False
         return True
 
-    def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Results of ``work``, which reads, for each item; computed in parallel where that is faster."""
-        everything = list(items)
-        if min(self.readers, len(everything)) < 2:
-            return [work(item) for item in everything]
-        with WorkerPool(min(self.readers, len(everything)), name="place") as pool:
-            doing = [pool.submit(functools.partial(work, item)) for item in everything]
-            return [done.result() for done in doing]
+    @abstractmethod
+    def opened(
+        self, path: str, digest: FileDigest | None, *, threads: int = 8
+    ) -> contextlib.AbstractContextManager[ByteSource]:
+        """Open a file. Every read is compared with ``digest``. Raises FileNotFoundError."""
 
-    @contextlib.contextmanager
-    def lent(self, path: str, digest: FileDigest | None = None) -> Generator[Path]:
-        """Provide the file ``path``, verified by ``digest``, as a local one. Raises as ``verify`` does."""
-        if (here := self.path_of(path)) is not None:
-            self.size(path)
-            if digest is not None:
-                verify_file(here, digest)
-            yield here
-            return
-        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
-            here = Path(folder) / PurePosixPath(path).name
-            self.fetch(path, here, digest)
-            yield here
+    @abstractmethod
+    def verify(self, record: FileRecord, progress: OnBytes = int) -> None:
+        """Read a file and compare the bytes with the record.
+
+        Raises:
+            CorruptCheckpointError: the size or the bytes differ.
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def fetch(
+        self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
+    ) -> None:
+        """Copy a file to the local file ``target``, durable, and verified by ``digest``. Raises as :meth:`verify`.
+
+        With ``create_only`` an existing ``target`` raises FileExistsError.
+        """
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
-        """Make durable files, in their order; return what they contain. One is flushed while the next is filled."""
+        """Write durable files in order, and return the digests. A file is flushed while the next file is filled."""
 
     @abstractmethod
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
-        """Make ``path`` a file of these bytes, or of those of a local file, whole and durable, at one instant.
+        """Write a file whole and durable, in one atomic step, from bytes or from a local file.
 
-        It replaces what is there. With ``create_only``, FileExistsError if there is a file.
+        An existing file is replaced; with ``create_only`` it raises FileExistsError.
         """
-
-    def take(self, source: Place, record: FileRecord, progress: OnBytes = int, *, create_only: bool = False) -> None:
-        """Make a file of ``source`` one of this place, whole, durable and verified. It replaces what has its name.
-
-        Raises as ``verify``; with ``create_only``, FileExistsError if there is a file of that name.
-        """
-        if (here := self.path_of(record.path)) is not None:
-            source.fetch(record.path, here, record.digest, progress, create_only=create_only)
-            return
-        with source.lent(record.path, record.digest) as path:
-            self.put(record.path, path, create_only=create_only, progress=progress)
 
     @abstractmethod
     def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
-        """Remove files, one after the other. A missing file is no error; links, and files behind links, stay.
+        """Delete files one after the other. Links stay, and so do files behind links. A missing file is no error.
 
         Args:
-            paths: of the files.
-            durable: none of them comes back after a power cut.
-            folders: remove the folders that are empty then, too.
+            paths: paths of the files.
+            durable: flush the folder, so that no file comes back after a power cut.
+            folders: delete folders that become empty, too.
         """
 
     @abstractmethod
     def quarantine(self, path: str) -> None:
-        """Give a damaged file or directory a name that nothing has, where names can be changed."""
+        """Rename a damaged file or directory to a free name. A bucket has no renames: nothing happens."""
 
-    # ── names, links and locks ───────────────────────────────────────────────────────────────────────────────────
-    def check_name(self, name: str) -> None:
-        """See that a checkpoint, or a file in one, can be saved as ``name``, and found again.
-
-        Raises:
-            ConfigError: it cannot; names the rule.
-        """
-        try:
-            new_name(name, on_disk=self.where == "local")
-        except ValueError as e:
-            raise ConfigError(f"{self.uri(name)!r}: {e}. Give another name.") from e
-
+    # ── links, locks, leftovers ──────────────────────────────────────────────────────────────────────────────────
     def check_link(self, link: str) -> None:
-        """See that the link ``link``, below the place, can be made: it replaces a link and nothing else.
+        """Check that the link ``link`` can be made below the place. A link replaces only links.
 
         Raises:
-            ConfigError: it leads out of the place, or something else has this name.
+            ConfigError: the path leaves the place, or a file has this name.
         """
         try:
             relative_path(link)
@@ -242,15 +189,10 @@ class Place(ABC):
 
     @abstractmethod
     def pointing(self, links: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
-        """Make each link lead to the checkpoint of its name at the end of the block. Raises as :meth:`check_link`.
+        """Point each link to the checkpoint of its name at the end of the block. Raises as :meth:`check_link`.
 
-        A disk without room for them fails before the block.
+        A full disk raises before the block.
         """
-
-    def point(self, link: str, name: str) -> None:
-        """Make ``link`` lead to the checkpoint ``name``. Raises as :meth:`check_link`."""
-        with self.pointing({link: name}):
-            pass
 
     @abstractmethod
     def target_of(self, link: str) -> str:
@@ -258,18 +200,18 @@ class Place(ABC):
 
     @abstractmethod
     def links(self) -> Mapping[str, str]:
-        """Return the target of each link in the place, be it there or not."""
+        """Return the target of each link in the place, also of broken links."""
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
-        """Return the lease of the names ``name``."""
+        """Return the lease for the names ``name``."""
 
-    # ── what is left ─────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
-        """Remove leftovers of killed processes, temporary files and unfinished uploads; return what they were.
+        """Remove temporary files and unfinished uploads of killed processes, and return them.
 
-        In a folder a lock tells which process is dead. In a bucket uploads count that were started ``older_than`` ago.
+        In a folder a lock shows if a process is dead. In a bucket an upload is removed if it started ``older_than``
+        ago.
         """
 
     def close(self) -> None:
@@ -280,3 +222,47 @@ class Place(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results of ``work``, a function that reads files of ``place``, in order. Threads read a bucket."""
+    everything = list(items)
+    threads = min(_REQUESTS, len(everything)) if place.path_of("") is None else 1
+    if threads < 2:
+        return [work(item) for item in everything]
+    with WorkerPool(threads, name="place") as pool:
+        results = [pool.submit(functools.partial(work, item)) for item in everything]
+        return [result.result() for result in results]
+
+
+@contextlib.contextmanager
+def local_copy(place: Place, path: str, digest: FileDigest | None = None) -> Generator[Path]:
+    """Provide a file of ``place``, verified by ``digest``, as a local file. Raises as :meth:`Place.verify`."""
+    if (here := place.path_of(path)) is not None:
+        place.size(path)
+        if digest is not None:
+            verify_file(here, digest)
+        yield here
+        return
+    with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+        here = Path(folder) / PurePosixPath(path).name
+        place.fetch(path, here, digest)
+        yield here
+
+
+def set_link(place: Place, link: str, name: str) -> None:
+    """Point ``link`` to the checkpoint ``name``. Raises as :meth:`Place.check_link`."""
+    with place.pointing({link: name}):
+        pass
+
+
+def check_name(place: Place, name: str) -> None:
+    """Check that ``place`` takes the name of a checkpoint, or of a file in a checkpoint.
+
+    Raises:
+        ConfigError: the name breaks a rule, which the message states.
+    """
+    try:
+        new_name(name, on_disk=place.path_of(name) is not None)
+    except ValueError as e:
+        raise ConfigError(f"{place.uri(name)!r}: {e}. Give another name.") from e

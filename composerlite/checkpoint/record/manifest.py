@@ -1,4 +1,4 @@
-"""The record of a checkpoint (class :class:`Manifest`), and the attempts of a run that a set of records gives.
+"""The record of a checkpoint (class :class:`Manifest`), and the attempts of a run in a set of records.
 
 The record is in the deciding file of its checkpoint: :mod:`composerlite.checkpoint.record.tail`.
 """
@@ -11,11 +11,9 @@ import os
 import re
 import secrets
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import msgspec
@@ -32,6 +30,7 @@ __all__ = [
     "Manifest",
     "NewerManifestError",
     "Position",
+    "RunRecord",
     "continued",
     "highest_attempt",
     "in_line",
@@ -46,11 +45,11 @@ __all__ = [
 ]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A whole number that a file may give."""
+"""Range of whole numbers in a file."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")
-"""The kinds of checkpoints that autoresume takes."""
+"""Kinds of checkpoints that autoresume takes."""
 _DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
-"""The file in a directory that contains the record, by form."""
+"""Name of the deciding file of a directory, by form."""
 _NUMBER = re.compile(r"\d+")
 T = TypeVar("T")
 
@@ -60,32 +59,29 @@ class NewerManifestError(IncompatibleCheckpointError):
     """A record was written by a newer version.
 
     Args:
-        message: what the user reads.
-        fields: what it says, none of it checked.
+        message: text for the user.
+        run_name: name of the run in the record, unchecked; ``None``: unknown.
     """
 
-    def __init__(self, message: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(self, message: str, run_name: object = None) -> None:
         super().__init__(message)
-        also = fields.get("also")
-        self.run_name, self.name = fields.get("run_name"), fields.get("name")
-        self.names = (self.name, *(also if isinstance(also, dict) else ()))
+        self._run_name = run_name
 
-    def may_be_of(self, run_name: str, path: str) -> bool:
-        """Return false if the record of the checkpoint at ``path`` is of another run, or of a copy made by hand."""
-        return self.run_name in (None, run_name) and (self.name is None or path in self.names)
+    def may_be_of(self, run_name: str) -> bool:
+        """Return false if the record belongs to another run."""
+        return self._run_name in (None, run_name)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: its path below the folder of checkpoints, and what it must contain.
+    """Path of a file of a checkpoint, and the size and hashes of its content.
 
     Args:
         path: relative to the folder of checkpoints.
         size_bytes, xxh3_128, chunk_bytes, chunks, tail_bytes, tail_xxh3_128: as in
             :class:`composerlite.storage.FileDigest`.
-        node: number of the node whose disk has it, where nodes have disks of their own; ``None``: it is in every folder
-            that has the manifest.
+        node: number of the node with the file on its own disk; ``None``: the file is in every folder with the record.
     """
 
     path: str
@@ -99,105 +95,159 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
-        """Make the record of the file ``path``, which contains what ``digest`` says.
-
-        Args:
-            path: of the file, relative to the folder of checkpoints.
-            digest: size and hashes of its content.
-            node: number of the node whose disk has it; ``None`` if every folder has it.
-
-        Returns:
-            The record.
-        """
+        """Return the record of the file ``path`` with the content of ``digest``. ``node`` as in the class."""
         return cls(path, **dataclasses.asdict(digest), node=node)
 
     @property
     def digest(self) -> FileDigest:
-        """Digest of what the file must contain."""
-        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing does not read them
+        """Size and hashes of the content."""
+        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing does not read chunks
         return FileDigest(self.size_bytes, self.xxh3_128, *chunks, self.tail_bytes, self.tail_xxh3_128)
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The record of a checkpoint: its files, and the moment of the run at which it was saved.
+class RunRecord:
+    """A training run at the moment of a save.
 
     Attributes:
-        name: path of the checkpoint below its folder.
+        name: name of the run; empty for a checkpoint without a run.
+        timestamp: the fourteen fields of the timestamp; clocks in seconds.
+        fit_calls: number of calls of ``fit`` so far. Only with this number are batch counts of a run in order:
+            ``reset_time`` sets the timestamp back.
+        world_size: number of ranks.
+        lineage: the attempt of the run.
+        metrics: metric values, by name.
+        not_finite: names of losses and gradient norms of the last batch, or of a weight, with NaN or infinity. A
+            resume skips a checkpoint with such names, and such a checkpoint is never among the best.
+    """
+
+    name: str
+    timestamp: Mapping[str, int | float]
+    fit_calls: Count = 0
+    world_size: Count = 1
+    lineage: Lineage = field(default_factory=Lineage)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    not_finite: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The record of a checkpoint: the files, and the run at the moment of the save.
+
+    Attributes:
+        name: path of the checkpoint below the folder of checkpoints.
         id: 16 hexadecimal digits, new for each save.
-        also: other names under which the same bytes are uploaded, each with its template.
-        kind: ``'monolithic'``: everything, in a file; ``'sharded'``: in a directory; ``'weights'``: the model only;
-            ``'crash'``: everything, as an exception left it.
+        also: other names with the same bytes in a bucket, each with its template.
+        kind: ``'monolithic'``: all parts of the state, in a file; ``'sharded'``: in a directory; ``'deepspeed'``: in
+            archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``.
         form: ``'file'``; ``'archives'``: a file of each rank; ``'sharded'``, ``'weights'`` (safetensors), ``'step'``:
             a directory.
-        template: the file name template it was named by; tells the savers of one folder apart.
-        run_name: the run it belongs to.
-        timestamp: the fourteen fields of the timestamp; clocks in seconds.
-        fit_calls: calls of ``fit`` in the run so far. Counts of one run only grow together with it: ``reset_time``
-            sets the timestamp back.
-        world_size: number of ranks that saved.
-        files: the data, on all disks.
-        left_out: globs of what was ignored when saving; ``['<function>']`` where a function chose.
-        metrics: metric values at the save, by name.
-        unpacked_bytes: size of the file inside, where the data are compressed or in an archive; 0: not known.
-        ephemeral: it goes as soon as a newer one is committed.
-        timings: what the save cost, in seconds by name: see ``SaveReport``.
-        versions: of composerlite, torch and python.
+        template: template of the file name. Savers of one folder have different templates.
+        run: the run at the moment of the save.
+        files: the data files, on all disks; the deciding file first.
+        left_out: globs of parts of the state that were not saved; ``['<function>']`` for a choice by a function.
+        unpacked_bytes: size of the decompressed file or of the file in the archive; 0: unknown.
+        ephemeral: retention deletes the checkpoint after the next commit.
+        timings: seconds of the phases of the save, by name: see ``SaveReport``.
         saved_at: time of the save, ISO 8601 in UTC.
-        node: number of the node whose files lie beside this record, where nodes have disks of their own; ``None``: all
-            files are in one folder.
-        lineage: the attempt of the run that saved it.
-        not_finite: names of the losses and gradient norms of its last batch that were no finite numbers, or of a weight
-            in it that is not finite: the mark of a checkpoint that nobody resumes from unasked, and that is none of the
-            best.
+        node: number of the node with the files beside this record, if nodes have disks of their own; ``None``: all
+            files are in the same folder.
     """
 
     name: str
     kind: str
     template: str
-    run_name: str
-    timestamp: Mapping[str, int | float]
+    run: RunRecord
     files: tuple[FileRecord, ...]
-    fit_calls: Count = 0
-    world_size: Count = 1
     left_out: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     unpacked_bytes: Count = 0
     ephemeral: bool = False
     timings: Mapping[str, float] = field(default_factory=dict[str, float])
-    versions: Mapping[str, str] = field(default_factory=dict[str, str])
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     node: Count | None = None
-    lineage: Lineage = field(default_factory=Lineage)
-    not_finite: tuple[str, ...] = ()
     form: str = "file"
     id: str = field(default_factory=lambda: new_id())
     also: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def run_name(self) -> str:
+        """Name of the run."""
+        return self.run.name
+
+    @property
+    def timestamp(self) -> Mapping[str, int | float]:
+        """Fields of the timestamp at the save."""
+        return self.run.timestamp
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metric values at the save, by name."""
+        return self.run.metrics
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """As in :class:`RunRecord`."""
+        return self.run.not_finite
+
+    @property
+    def batch(self) -> int:
+        """Number of optimizer steps before the save."""
+        return int(self.timestamp["batch"])
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Calls of ``fit`` and optimizer steps before the save: the progress of the attempt."""
+        return self.run.fit_calls, self.batch
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Sort key of checkpoints of one run, the oldest first: attempt, moment, time of the save."""
+        return self.run.lineage.attempt, *self.moment, self.saved_at
+
+    def marked(self, weights: Iterable[str | None]) -> Manifest:
+        """Return the record with the first name of ``weights`` as ``not_finite``, unless the run has such names."""
+        found = next((name for name in weights if name is not None), None)
+        if found is None or self.not_finite:
+            return self
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, not_finite=(found,)))
+
+    # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def is_directory(self) -> bool:
-        """True for a directory with files in it."""
+        """True if the checkpoint is a directory."""
         return self.form in _DECIDERS
 
     @property
     def home(self) -> str:
-        """Folder that the files of the checkpoint are in, with a slash; empty: the place itself."""
+        """Folder with the files of the checkpoint, with a slash at the end; empty: the place itself."""
         if self.is_directory:
             return f"{self.name}/" if self.name else ""
         return "".join(self.name.rpartition("/")[:2])
 
     @property
     def deciders(self) -> tuple[str, ...]:
-        """Files whose existence makes the checkpoint exist, in the order in which they are written."""
+        """Deciding files, in the order of the writes: the checkpoint exists if all exist."""
         marker = (f"{self.home}{MARKER}",) if self.form == "step" else ()
         return f"{self.home}{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
 
+    @property
+    def here(self) -> tuple[FileRecord, ...]:
+        """The files in the folder of this record."""
+        return tuple(file for file in self.files if file.node in (None, self.node))
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.size_bytes for file in self.files)
+
     def path_of(self, decider: str) -> str:
-        """Return the path at which the checkpoint lies whose deciding file is ``decider``.
+        """Return the path of the checkpoint with the deciding file ``decider``.
 
         Raises:
-            ValueError: a checkpoint of this form has no such deciding file.
+            ValueError: a checkpoint of this form has no deciding file of that name.
         """
         last = _DECIDERS.get(self.form)
         if last is None and decider.rpartition("/")[2] not in INDEXES:
@@ -207,48 +257,18 @@ class Manifest:
         raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
 
     def lying_at(self, path: str) -> Manifest | None:
-        """Return the record of the same checkpoint under the name ``path``. ``None``: a copy has no such name."""
+        """Return the record with the name ``path``. ``None``: a copy made by hand has a name that no save gave."""
         if path == self.name:
             return self
         return dataclasses.replace(self, name=path, template=self.also[path]) if path in self.also else None
 
-    def marked(self, weights: Iterable[str | None]) -> Manifest:
-        """Return the record of the same checkpoint, marked if one of its files has a weight that is not finite."""
-        found = next((name for name in weights if name is not None), None)
-        return self if found is None or self.not_finite else dataclasses.replace(self, not_finite=(found,))
-
-    @property
-    def here(self) -> tuple[FileRecord, ...]:
-        """The files that are in the folder of this record."""
-        return tuple(file for file in self.files if file.node in (None, self.node))
-
-    @property
-    def batch(self) -> int:
-        """Optimizer steps done when it was saved."""
-        return int(self.timestamp["batch"])
-
-    @property
-    def moment(self) -> tuple[int, int]:
-        """Calls of ``fit`` and optimizer steps done: where its attempt stood."""
-        return self.fit_calls, self.batch
-
-    @property
-    def order(self) -> tuple[int, int, int, str]:
-        """Sort key of the checkpoints of one run, the oldest first: attempt, moment, time of the save."""
-        return self.lineage.attempt, *self.moment, self.saved_at
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all its files."""
-        return sum(file.size_bytes for file in self.files)
-
     def check(self) -> None:
         """Check that the parts agree, files of a directory lie in it, and names of archives differ in numbers only.
 
-        Archives are deleted with it only if they name it: :func:`composerlite.checkpoint.place.commit.own_files`.
+        Archives are deleted only if their own records agree: :func:`composerlite.checkpoint.place.commit.own_files`.
 
         Raises:
-            ValueError: they do not.
+            ValueError: a rule is broken.
         """
         if type(self.timestamp.get("batch")) is not int or self.batch < 0:
             raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
@@ -268,17 +288,17 @@ class Manifest:
 
 
 def new_id() -> str:
-    """Return the id of a save: 16 hexadecimal digits, never given twice."""
+    """Return a new id of a save: 16 hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 # ── attempts of a run ─────────────────────────────────────────────────────────────────────────────────────────────
-# A run that is started over leaves the checkpoints of the attempt before it in the same folder. Batch counts do not
-# tell the two apart, and clocks may jump, so each attempt has a number: one more than any that was in the folder or the
-# bucket when it began.
+# A run that is started over leaves the checkpoints of the attempt before in the same folder. Batch counts do not tell
+# the attempts apart, and clocks may jump. So each attempt has a number: the highest number in the folder or the bucket,
+# plus one.
 def in_line(lineage: Lineage, manifest: Manifest) -> bool:
-    """Check that ``manifest`` belongs to the attempt of ``lineage``, or to an ancestor before it was left."""
-    own = manifest.lineage
+    """Return true if the attempt of ``lineage`` saved the checkpoint, or an ancestor saved the checkpoint in time."""
+    own = manifest.run.lineage
     if (own.attempt, own.id) == (lineage.attempt, lineage.id):
         return True
     return any(
@@ -292,8 +312,9 @@ class Position(NamedTuple):
     """Position of a run in training.
 
     Attributes:
-        run_name: of the run. moment: as ``Manifest.moment`` counts.
-        lineage: its attempt.
+        run_name: name of the run.
+        moment: as in :attr:`Manifest.moment`.
+        lineage: the attempt.
     """
 
     run_name: str
@@ -301,10 +322,10 @@ class Position(NamedTuple):
     lineage: Lineage
 
     def own(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
-        """Select the checkpoints that the run wrote under names of ``template``, before a resume too, oldest first.
+        """Select the checkpoints of this run with names of ``template``, also from before a resume, oldest first.
 
-        Those of an attempt that was abandoned are not among them, nor are those ahead of the run: they are left from
-        before it was started over, and would count as newer than what it saves now.
+        Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
+        must not take old checkpoints for newer checkpoints.
         """
         own = [
             manifest
@@ -318,43 +339,42 @@ class Position(NamedTuple):
 
 
 def living_line(items: Sequence[T], manifest_of: Callable[[T], Manifest]) -> list[T]:
-    """Select the checkpoints of the newest attempt and of its ancestors; the others are abandoned.
+    """Select the checkpoints of the newest attempt and its ancestors. All others are abandoned.
 
-    The newest attempt is the one with the highest number of those that can be resumed from. Where two began at the same
-    time, neither knowing of the other, it is the one that saved last. A later attempt that has saved weights alone so
-    far is not abandoned either.
+    The newest attempt has the highest number among checkpoints that autoresume takes. Of two attempts with the same
+    number, begun at the same time, the attempt with the last save is the newest. Later attempts with weights only stay.
     """
     manifests = [manifest_of(item) for item in items]
     whole = [manifest for manifest in manifests if manifest.kind in RESUMABLE] or manifests
     if not whole:
         return []
-    newest = max(whole, key=lambda m: (m.lineage.attempt, m.saved_at)).lineage
+    newest = max(whole, key=lambda m: (m.run.lineage.attempt, m.saved_at)).run.lineage
     return [
         item
         for item, manifest in zip(items, manifests, strict=True)
-        if in_line(newest, manifest) or manifest.lineage.attempt > newest.attempt
+        if in_line(newest, manifest) or manifest.run.lineage.attempt > newest.attempt
     ]
 
 
 def highest_attempt(manifests: Iterable[Manifest]) -> int:
-    """Return the highest attempt number of ``manifests``, 0 if there are none."""
-    return max((manifest.lineage.attempt for manifest in manifests), default=0)
+    """Return the highest attempt number of ``manifests``; 0 if there are no records."""
+    return max((manifest.run.lineage.attempt for manifest in manifests), default=0)
 
 
 def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bool = False) -> Lineage:
-    """Begin an attempt.
+    """Return the lineage of a new attempt.
 
     Args:
-        highest: the highest attempt number that is known.
-        origin: the checkpoint of the same run that it starts from; ``None``: it starts from scratch, or elsewhere.
-        passed_over: later checkpoints of that attempt could not be used.
+        highest: the highest known attempt number.
+        origin: the checkpoint of the same run to start from; ``None``: the run starts from scratch, or elsewhere.
+        passed_over: later checkpoints of the attempt of ``origin`` could not be used.
     """
     if origin is None:
-        return Lineage(highest + 1, uuid.uuid4().hex[:16])
-    parent = origin.lineage
+        return Lineage(highest + 1, new_id())
+    parent = origin.run.lineage
     earlier = (dataclasses.replace(one, **_at(min(one.until, origin.moment))) for one in parent.ancestors)
     left = Ancestor(parent.attempt, parent.id, **_at(origin.moment), passed_over=passed_over)
-    return Lineage(highest + 1, uuid.uuid4().hex[:16], (*earlier, left), origin.name)
+    return Lineage(highest + 1, new_id(), (*earlier, left), origin.name)
 
 
 def continued(
@@ -362,23 +382,24 @@ def continued(
 ) -> Lineage:
     """Return the lineage of a run that resumes from ``chosen``.
 
-    It is that of ``chosen`` where nothing newer is left behind; otherwise a new attempt begins, so that
-    skipped checkpoints do not come before those that are saved from now on.
+    The run continues the attempt of ``chosen`` if no newer checkpoint is skipped. Otherwise a new attempt begins, so
+    that skipped checkpoints do not count as newer than the next saves.
 
     Args:
-        chosen: the checkpoint. known: all of the run. resumable: those that were tried, or would have been.
-        damaged: there are checkpoints with a manifest that cannot be read, which may be newer.
+        chosen: the checkpoint.
+        known: all checkpoints of the run.
+        resumable: the candidates.
+        damaged: the place has unreadable records, perhaps of newer checkpoints.
     """
-    newer = damaged or any(in_line(chosen.lineage, one) and one.order[:3] > chosen.order[:3] for one in resumable)
+    own = chosen.run.lineage
+    newer = damaged or any(in_line(own, one) and one.order[:3] > chosen.order[:3] for one in resumable)
     highest = highest_attempt(known)
-    if newer or highest > chosen.lineage.attempt:
-        return new_attempt(highest, chosen, passed_over=newer)
-    return chosen.lineage
+    return new_attempt(highest, chosen, passed_over=newer) if newer or highest > own.attempt else own
 
 
 def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
-    """Check that ``manifest`` was skipped when an attempt of this line began; that one saves its name again."""
-    own = manifest.lineage
+    """Return true if an attempt of this line skipped ``manifest`` at its start, and so saves under its name again."""
+    own = manifest.run.lineage
     return any(
         (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and ancestor.passed_over
         for ancestor in lineage.ancestors
@@ -389,21 +410,21 @@ def _at(moment: tuple[int, int]) -> dict[str, int]:
     return {"fit_calls": moment[0], "batch": moment[1]}
 
 
-# ── values that come from files ──────────────────────────────────────────────────────────────────────────────────────
+# ── values from files ─────────────────────────────────────────────────────────────────────────────────────────────────
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
-_AROUND_NAMES = len("..tmp-") + 16  # of a temporary name, and of its number
+_TEMPORARY_BYTES = len("..tmp-") + 16
+"""Bytes that a temporary name has more than the final name."""
 
 
 def relative_path(value: object) -> str:
-    """``value`` if it is the path of a file inside a folder, its parts apart by slashes.
+    """Return ``value`` if it is the path of a file inside a folder, with slashes between the parts.
 
     Raises:
-        ValueError: it is something else, leads out of the folder, to the records of other checkpoints, or no file
-            system can have it; the message says which rule it breaks.
+        ValueError: the value is no such path, or no file system takes it. The message states the rule.
     """
     if not isinstance(value, str):
         raise ValueError(f"{_short(value)} is no path")
-    parts = [part for part in value.split("/") if part not in ("", ".")]  # which change nothing
+    parts = [part for part in value.split("/") if part not in ("", ".")]
     try:
         encoded = [os.fsencode(part) for part in parts]
     except UnicodeEncodeError as e:
@@ -422,30 +443,30 @@ def relative_path(value: object) -> str:
 
 
 def new_name(value: object, *, on_disk: bool = True) -> str:
-    """``value`` if a checkpoint, or a file in one, can be saved under this name, and found again by its record.
+    """Return ``value`` if a checkpoint, or a file in a checkpoint, can have this name.
 
     Args:
         value: the name, below its place.
-        on_disk: whether temporary names, which are longer, are made of it.
+        on_disk: the place is a folder, with temporary names, which are longer.
 
     Raises:
-        ValueError: as :func:`relative_path`, or it is too long for that.
+        ValueError: as :func:`relative_path`, or the name is too long for a temporary name.
     """
     name = relative_path(value)
-    length = len(os.fsencode(name.rpartition("/")[2]))
-    if on_disk and length > _LONGEST_PART - _AROUND_NAMES:
+    length, most = len(os.fsencode(name.rpartition("/")[2])), _LONGEST_PART - _TEMPORARY_BYTES
+    if on_disk and length > most:
         raise ValueError(
-            f"the name has {length} bytes, of at most {_LONGEST_PART - _AROUND_NAMES}: file "
-            f"systems take {_LONGEST_PART}, of which temporary names need {_AROUND_NAMES}"
+            f"the name has {length} bytes, of at most {most}: file systems take {_LONGEST_PART}, of which temporary "
+            f"names need {_TEMPORARY_BYTES}"
         )
     return name
 
 
 def json_object(data: bytes | str) -> dict[str, Any]:
-    """The object that ``data`` holds as JSON.
+    """Return the JSON object in ``data``.
 
     Raises:
-        ValueError: it is no JSON, something else than an object, or nested too deeply.
+        ValueError: the data are no JSON, no object, or nested too deeply.
     """
     try:
         found: object = json.loads(data)
@@ -461,10 +482,10 @@ _converting = threading.Lock()
 
 
 def recorded(kind: type[T], fields: object) -> T:
-    """The dataclass ``kind`` of JSON ``fields``, each of which is checked against its annotation.
+    """Return the dataclass ``kind`` with the JSON ``fields``, each checked against its annotation.
 
     Raises:
-        ValueError: a field is missing or of another type; the message names it.
+        ValueError: a field is missing or has another type; the message names the field.
     """
     with _converting:
         return msgspec.convert(fields, kind)
@@ -473,6 +494,6 @@ def recorded(kind: type[T], fields: object) -> T:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of too many digits, or what is nested too deeply
+    except (ValueError, RecursionError):  # a number of too many digits, or nested too deeply
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,4 +1,4 @@
-"""Names of checkpoints: the only place that formats or parses them."""
+"""Names of checkpoints. Only this module formats or parses names."""
 
 from __future__ import annotations
 
@@ -35,30 +35,27 @@ __all__ = [
 ]
 
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
-"""What a folder name may contain."""
-
+"""Variables of folder names and file names."""
 FIRST_RANK: Mapping[str, int] = {"rank": 0, "local_rank": 0, "node_rank": 0}
-"""The variables by which ranks differ, as they are on rank 0: several ranks' checkpoint has the name of its file."""
-
+"""Variables with different values on each rank, with the values of rank 0: rank 0's file names the checkpoint."""
 _TOTALS = ("epoch", "batch", "sample", "token")
 _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
-"""What a file name may contain besides."""
-
+"""Further variables of file names."""
 _DATA_FILE = re.compile(rf"(?:.*/)?[^/]+_([0-9a-f]{{16}})(?:{re.escape(SUFFIX)}|\.safetensors)")
-"""Path of a data file of a directory; its group is the id of the save."""
+"""Path of a data file of a directory; the group is the id of the save."""
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
 
 
 class TimestampLike(Protocol):
-    """A timestamp, as far as a name needs it."""
+    """Interface of a timestamp in a name."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
 
 class NamedState(Protocol):
-    """A training state, or the record of a checkpoint, as far as a name needs it."""
+    """Interface of a training state, or of the record of a checkpoint, for names."""
 
     @property
     def run_name(self) -> str: ...
@@ -67,8 +64,9 @@ class NamedState(Protocol):
     def timestamp(self) -> TimestampLike | Mapping[str, Any]: ...
 
 
+# ── checks of a user's templates ─────────────────────────────────────────────────────────────────────────────────────
 def variables_in(template: str, source: str) -> list[str]:
-    """The format variables of ``template``; ``source`` names it in the error of one that cannot be read."""
+    """Return the format variables of ``template``. Errors name ``source``."""
     try:
         return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as e:
@@ -76,16 +74,19 @@ def variables_in(template: str, source: str) -> list[str]:
 
 
 def check_variables(template: str, *, argument: str, allow_time: bool = True) -> str:
-    """``template`` if it can be formatted.
+    """Return ``template`` if its variables exist and their formats work.
+
+    Args:
+        template: a name with format variables.
+        argument: name of the user's argument, for messages.
+        allow_time: allow variables of time.
 
     Raises:
-        ConfigError: a variable or its format does not exist. ``argument`` is named in the message.
+        ConfigError: a variable or its format does not exist.
     """
     source = f"{argument}={template!r}"
     known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
-    for name in variables_in(template, source):
-        if name not in known:
-            raise ConfigError(f"{source}: {{{name}}} is not a variable.{did_you_mean(name, known)}")
+    _check_known(template, known, source)
     try:
         template.format(**{name: "run" if name == "run_name" else 1.5 if name in _CLOCKS else 1 for name in known})
     except (ValueError, LookupError) as e:
@@ -95,13 +96,18 @@ def check_variables(template: str, *, argument: str, allow_time: bool = True) ->
     return template
 
 
+def _check_known(template: str, known: Iterable[str], source: str) -> None:
+    for name in variables_in(template, source):
+        if name not in known:
+            raise ConfigError(f"{source}: {{{name}}} is not a variable.{did_you_mean(name, known)}")
+
+
 def check_template(template: str, *, argument: str) -> str:
-    """``template`` if it can be formatted, and names a file below its folder.
+    """Return ``template`` if it names a file below the folder of checkpoints, with a known format.
 
     Raises:
-        ConfigError: a variable or its format does not exist, the name leaves its folder, the suffix asks for a format
-            of checkpoints that does not exist, or what compresses it is not installed. ``argument`` is named in the
-            message.
+        ConfigError: a variable or its format does not exist, the name leaves the folder, the suffix names no format of
+            checkpoints, or a library for the compression is not installed. The message names ``argument``.
     """
     check_variables(template, argument=argument)
     source = f"{argument}={template!r}"
@@ -116,12 +122,12 @@ def check_template(template: str, *, argument: str) -> str:
 
 
 def directory_template(template: str, *, argument: str = "save_filename") -> str:
-    """The name of a directory that every rank writes a part of, where ``template`` is that of a file.
+    """Return the template of a directory of all ranks for the file template ``template``.
 
-    The ending ``.pt`` is left out, and what tells ranks apart: ``'ep{epoch}-rank{rank}.pt'`` is ``'ep{epoch}'``.
+    The ending ``.pt`` and variables of ranks are removed: ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}'``.
 
     Raises:
-        ConfigError: the name is that of an archive or a compressed file, or nothing is left of it.
+        ConfigError: the name belongs to an archive or a compressed file, or the result is empty.
     """
     suffix = format_of(template).suffix
     if suffix not in ("", ".pt"):
@@ -137,13 +143,12 @@ def directory_template(template: str, *, argument: str = "save_filename") -> str
 
 
 def archive_template(template: str, *, argument: str = "save_filename") -> str:
-    """The name of the archives that DeepSpeed's ranks write, one each, where ``template`` is that of a file.
+    """Return the template of the archives of DeepSpeed's ranks for the file template ``template``.
 
-    ``.tar`` comes in the place of ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'`` is
-    ``'ep{epoch}-rank{rank}.tar'``.
+    ``.tar`` replaces ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}-rank{rank}.tar'``.
 
     Raises:
-        ConfigError: the name is the same for all ranks, or that of a compressed file that is no archive.
+        ConfigError: all ranks have the same name, or the file is compressed and no archive.
     """
     layout = format_of(template)
     if not layout.archive:
@@ -161,63 +166,11 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
     return template
 
 
-def _dist_values(run_name: str) -> dict[str, Any]:
-    from composerlite import dist  # imports torch, which a listing does without
-
-    return {
-        "run_name": run_name,
-        "rank": dist.get_global_rank(),
-        "local_rank": dist.get_local_rank(),
-        "world_size": dist.get_world_size(),
-        "local_world_size": dist.get_local_world_size(),
-        "node_rank": dist.get_node_rank(),
-    }
-
-
-def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
-    """``template`` with ``{run_name}``, ``{rank}``, … filled in.
-
-    Args:
-        template: a name with format variables.
-        run_name: value of ``{run_name}``.
-        **extra: values of further variables.
-
-    Returns:
-        The name.
-
-    Raises:
-        ConfigError: a variable does not exist.
-    """
-    return _fill(template, {**_dist_values(run_name), **extra})
-
-
-def format_name_with_dist_and_time(
-    template: str, run_name: str, timestamp: TimestampLike | Mapping[str, Any], **extra: object
-) -> str:
-    """``template`` with the variables of ranks and of time filled in; wall-clock times are seconds.
-
-    Args:
-        template: a name with format variables.
-        run_name: value of ``{run_name}``.
-        timestamp: gives ``{epoch}``, ``{batch}`` and the like; or its state dict.
-        **extra: values of further variables.
-
-    Returns:
-        The name.
-
-    Raises:
-        ConfigError: a variable does not exist.
-    """
-    fields = timestamp if isinstance(timestamp, Mapping) else timestamp.state_dict()
-    times = {name: _seconds(fields[name]) if name in _CLOCKS else int(fields[name]) for name in TIME_VARIABLES}
-    return _fill(template, {**_dist_values(run_name), **times, **extra})
-
-
 def root_and_template(remote: str, local: str) -> tuple[str, str]:
-    """Cut the template ``remote`` of names in a bucket: what all begin with, without variables of time, and the rest.
+    """Split the template ``remote`` of names in a bucket into a root without variables of time, and the rest.
 
-    It is cut as in the folder if it ends with ``local``, the template there. Otherwise the root is the folders at its
-    beginning whose names do not change with time.
+    The rest is ``local``, the template in the folder, if ``remote`` ends with ``local``. Otherwise the root has all
+    leading folders without variables of time.
     """
     if remote == local or remote.endswith(f"/{local}"):
         return remote.removesuffix(local).rstrip("/"), local
@@ -228,24 +181,62 @@ def root_and_template(remote: str, local: str) -> tuple[str, str]:
     return "/".join(parts[:fixed]), "/".join(parts[fixed:])
 
 
-def _seconds(clock: timedelta | float) -> float:
-    return clock.total_seconds() if isinstance(clock, timedelta) else float(clock)
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
+    """Return ``template`` with ``{run_name}``, ``{rank}`` and the other variables of ranks filled in.
 
+    Args:
+        template: a name with format variables.
+        run_name: value of ``{run_name}``.
+        **extra: values of further variables.
 
-def _fill(template: str, values: Mapping[str, Any]) -> str:
-    for name in variables_in(template, f"name {template!r}"):
-        if name not in values:
-            raise ConfigError(f"name {template!r}: {{{name}}} is not a variable.{did_you_mean(name, values)}")
+    Raises:
+        ConfigError: a variable does not exist.
+    """
+    from composerlite import dist  # imports torch, which a listing does not need
+
+    values: dict[str, Any] = {
+        "run_name": run_name,
+        "rank": dist.get_global_rank(),
+        "local_rank": dist.get_local_rank(),
+        "world_size": dist.get_world_size(),
+        "local_world_size": dist.get_local_world_size(),
+        "node_rank": dist.get_node_rank(),
+        **extra,
+    }
+    _check_known(template, values, f"name {template!r}")
     return template.format(**values)
+
+
+def format_name_with_dist_and_time(
+    template: str, run_name: str, timestamp: TimestampLike | Mapping[str, Any], **extra: object
+) -> str:
+    """Return ``template`` with the variables of ranks and of time filled in; clocks are in seconds.
+
+    Args:
+        template: a name with format variables.
+        run_name: value of ``{run_name}``.
+        timestamp: values of ``{epoch}``, ``{batch}`` and the like; or its state dict.
+        **extra: values of further variables.
+
+    Raises:
+        ConfigError: a variable does not exist.
+    """
+    fields = timestamp if isinstance(timestamp, Mapping) else timestamp.state_dict()
+    times: dict[str, object] = {name: int(fields[name]) for name in (*_TOTALS, *_WITHIN)}
+    for name in _CLOCKS:
+        clock = fields[name]
+        times[name] = clock.total_seconds() if isinstance(clock, timedelta) else float(clock)
+    return format_name_with_dist(template, run_name, **{**times, **extra})
 
 
 @final
 class PartialFilePath:
-    """A file name template and, possibly, the folder it is in.
+    """A file name template and, possibly, its folder.
 
     Args:
-        filename: template of the file's name.
-        folder: its folder; ``None``: to be given later.
+        filename: template of the file name.
+        folder: the folder; ``None``: given later.
     """
 
     def __init__(self, filename: str | Path, folder: str | Path | None = None) -> None:
@@ -254,11 +245,11 @@ class PartialFilePath:
 
     @property
     def varies(self) -> bool:
-        """Return true if the name changes as training advances."""
+        """True if the name changes during training."""
         return any(name in TIME_VARIABLES for _, name, _, _ in string.Formatter().parse(self.filename))
 
     def format(self, state: NamedState) -> str:
-        """The path for ``state`` as it stands."""
+        """Return the path at the current time of ``state``."""
         template = self.filename if self.folder is None else str(Path(self.folder) / self.filename)
         return format_name_with_dist_and_time(template, state.run_name, state.timestamp)
 
@@ -267,14 +258,11 @@ class PartialFilePath:
 
 
 def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{batch}-rank{rank}") -> str:
-    """The name that a checkpoint of ``state`` gets now from the template ``filename``.
+    """Return the name of a checkpoint of ``state`` at the current time.
 
     Args:
-        state: of the run.
+        state: state of the run.
         filename: a template, or a :class:`PartialFilePath`.
-
-    Returns:
-        The name.
 
     Raises:
         ConfigError: a variable does not exist.
@@ -282,8 +270,9 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
     return PartialFilePath(filename).format(state)
 
 
+# ── names in a place ─────────────────────────────────────────────────────────────────────────────────────────────────
 def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
-    """Matches every name that ``template`` can give in this run; the numbers are groups."""
+    """Return a pattern of all names of ``template`` in this run; the numbers are groups."""
     pattern, formats = "", dict[str, str | None]()
     for text, name, number_format, _ in string.Formatter().parse(template):
         pattern += re.escape(text)
@@ -309,19 +298,22 @@ def ensure_no_conflict(
     folder: str,
     may_replace: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Refuse to start where a checkpoint is that this run would write later.
+    """Refuse to start if the run would later write a name that exists already.
 
     Args:
-        names: paths below ``folder`` of the files there are.
-        template: names that the run will give.
-        may_replace: checks that the run may replace the checkpoint of a name, although it is ahead.
+        names: paths of the existing files, below ``folder``.
+        template: template of the run's names.
+        run_name: name of the run.
+        timestamp: current time of the run.
+        folder: the folder, for messages.
+        may_replace: returns true for a checkpoint that the run may replace.
 
     Raises:
         CheckpointExistsError: a file is ahead of ``timestamp``.
     """
     pattern = name_pattern(template, run_name)
     now = timestamp.state_dict()
-    # What is compared is read from names on both sides: a clock that is rounded in one is rounded in the other.
+    # Both sides are read from names: a clock in a name is rounded.
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
     for name in names:
         match = pattern.fullmatch(name)
@@ -336,17 +328,17 @@ def ensure_no_conflict(
 
 
 def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Check that a name with the numbers ``found`` comes later in a run than the one with ``own``."""
+    """Return true if a name with the numbers ``found`` comes later in a run than a name with the numbers ``own``."""
     progress = [(int(found[name]), int(own[name])) for name in _TOTALS if name in found]
     if "total_wct" in found and all(theirs == ours for theirs, ours in progress):
         progress = [(float(found["total_wct"]), float(own["total_wct"]))]
     if any(theirs != ours for theirs, ours in progress):
         return any(theirs > ours for theirs, ours in progress)
-    # Counts within an epoch start anew in the next: they say something only where nothing else tells names apart.
+    # Counts within an epoch start anew in the next epoch, so they decide only between names that are equal otherwise.
     return any(int(found[name]) > int(own[name]) for name in _WITHIN if name in found)
 
 
 def data_file_id(path: str) -> str | None:
-    """Return the id of the save that wrote the data file ``path`` of a directory; ``None`` if it is no such file."""
+    """Return the id of the save that wrote the data file ``path`` of a directory; ``None`` for other files."""
     match = _DATA_FILE.fullmatch(path)
     return None if match is None else match[1]

@@ -1,4 +1,4 @@
-"""The choice of checkpoints that may go: a pure function of manifests and a policy."""
+"""The choice of checkpoints to delete: pure functions of records and a policy."""
 
 from __future__ import annotations
 
@@ -10,29 +10,10 @@ from typing import NamedTuple, Protocol, final
 from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "Interval",
-    "KeepAll",
-    "KeepAny",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "Retention",
-    "RetentionPolicy",
-    "deletions",
-    "retention_policy",
-]
+__all__ = ["Interval", "Retention", "RetentionPolicy", "deletions", "retention_policy"]
 
 _FIELDS = {"iter": "iteration", "ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "sec": "total_wct"}
 _MODES = ("max", "min")
-
-
-class RetentionPolicy(Protocol):
-    """Decides which checkpoints to keep. Must be pure: the same records give the same answer after a resume."""
-
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """Decide for each of ``manifests``, oldest first, if its checkpoint is kept. None of them is ephemeral."""
-        ...
 
 
 class Interval(Protocol):
@@ -48,91 +29,52 @@ class Interval(Protocol):
 
 
 @final
-class KeepAll:
-    """Policy that deletes nothing."""
-
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """Keep all."""
-        return [True] * len(manifests)
-
-
-@final
 @dataclass(frozen=True)
-class KeepLast:
-    """The newest ``count`` stay."""
+class RetentionPolicy:
+    """Rules of retention: a checkpoint stays if any rule keeps the checkpoint. Without rules all checkpoints stay.
 
-    count: int
-
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """The last ``count`` stay."""
-        return [index >= len(manifests) - self.count for index in range(len(manifests))]
-
-
-@final
-class KeepEvery:
-    """The first checkpoint at or after each multiple of ``interval`` stays.
-
-    That one is first whatever came between it and the last multiple, so the answer is the same whether those are there
-    or were deleted. Where ``reset_time`` set the counts back, multiples count anew; that is seen by a later call of
-    ``fit`` with no more batches than what is left of the one before.
+    Attributes:
+        last: the newest ``last`` checkpoints stay.
+        every: the first checkpoint at or after each multiple of this interval stays. The answer is the same whether
+            the checkpoints in between exist or are deleted. After ``reset_time`` multiples count anew: a later call of
+            ``fit`` with no more batches than before shows a reset.
+        best: the ``best`` checkpoints with the best value of ``metric`` stay; of equal values the newer checkpoint. NaN
+            is worse than any number. Checkpoints without the metric, or marked as ``not_finite``, do not count.
+        metric: name of a value in :attr:`Manifest.metrics`.
+        mode: ``'max'`` or ``'min'``: the better values.
     """
 
-    def __init__(self, interval: Interval) -> None:
-        self.interval = interval
-        self._field = _FIELDS[interval.unit]
-
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """Keep the first checkpoint past each multiple."""
-        stays: list[bool] = []
-        passed = 0
-        before: Manifest | None = None
-        for manifest in manifests:
-            if before is not None and _counts_anew(before, manifest):
-                passed = 0
-            multiple = int(manifest.timestamp.get(self._field, 0) // self.interval.value)
-            stays.append(multiple > passed)
-            passed = max(passed, multiple)
-            before = manifest
-        return stays
-
-
-@final
-@dataclass(frozen=True)
-class KeepBest:
-    """The ``count`` checkpoints with the best value of ``metric`` stay; of equal ones the newer.
-
-    NaN is worse than any number. A checkpoint without the metric is none of the best and pushes none out, nor is one
-    that is marked as ``not_finite``.
-    """
-
-    count: int
-    metric: str
+    last: int | None = None
+    every: Interval | None = None
+    best: int | None = None
+    metric: str = ""
     mode: str = "max"
 
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """The best ``count`` stay."""
-        measured = [index for index, one in enumerate(manifests) if self.metric in one.metrics and not one.not_finite]
-        best = set(sorted(measured, key=lambda index: (self._goodness(manifests[index]), index))[-self.count :])
-        return [index in best for index in range(len(manifests))]
-
-    def _goodness(self, manifest: Manifest) -> tuple[bool, float]:
-        value = manifest.metrics[self.metric]
-        if math.isnan(value):
-            return False, 0.0
-        return True, value if self.mode == "max" else -value
-
-
-@final
-@dataclass(frozen=True)
-class KeepAny:
-    """A policy by which what any of ``policies`` keeps stays."""
-
-    policies: Sequence[RetentionPolicy]
-
-    def keep(self, manifests: Sequence[Manifest]) -> Sequence[bool]:
-        """The union of what each keeps."""
-        answers = [policy.keep(manifests) for policy in self.policies]
-        return [any(votes) for votes in zip(*answers, strict=True)]
+    def keep(self, manifests: Sequence[Manifest]) -> list[bool]:
+        """Decide for each of ``manifests``, oldest first and none ephemeral, if its checkpoint stays."""
+        last, every, best = self.last, self.every, self.best
+        if last is None and every is None and best is None:
+            return [True] * len(manifests)
+        kept = set[int]() if last is None else set(range(len(manifests))[-last:])
+        if every is not None:
+            passed = 0
+            for index, manifest in enumerate(manifests):
+                before = manifests[index - 1] if index else manifest
+                if manifest.run.fit_calls > before.run.fit_calls and manifest.batch <= before.batch:  # reset_time
+                    passed = 0
+                multiple = int(manifest.timestamp.get(_FIELDS[every.unit], 0) // every.value)
+                if multiple > passed:
+                    passed = multiple
+                    kept.add(index)
+        if best is not None:
+            goodness: dict[int, tuple[bool, float]] = {}
+            for index, manifest in enumerate(manifests):
+                value = manifest.metrics.get(self.metric)
+                if value is not None and not manifest.not_finite:
+                    is_number = not math.isnan(value)
+                    goodness[index] = (is_number, (value if self.mode == "max" else -value) if is_number else 0.0)
+            kept.update(sorted(goodness, key=lambda index: (goodness[index], index))[-best:])
+        return [index in kept for index in range(len(manifests))]
 
 
 def retention_policy(
@@ -143,53 +85,52 @@ def retention_policy(
     best_metric: str | None = None,
     best_mode: str = "max",
 ) -> RetentionPolicy:
-    """A checkpoint stays if any of the rules keeps it.
+    """Return the policy of a user's options, checked.
 
     Args:
-        num_checkpoints_to_keep: number of the newest. -1: no such rule; all are kept if there is no other rule.
-            ``best_k=3`` alone keeps the best three, and the newest, which :func:`deletions` never gives up.
-        keep_every: the first at or after each multiple of it, for ever, as of ``Time(10, 'ep')``. It counts training
-            rather than checkpoints, since that is known when others are deleted.
-        best_k: number of the best by ``best_metric``, the name of a value in ``Manifest.metrics``.
-        best_mode: ``'max'`` or ``'min'``: which values are better.
+        num_checkpoints_to_keep: number of newest checkpoints to keep; -1: no such rule. ``best_k=3`` alone keeps the
+            best three and the newest, which :func:`deletions` never deletes.
+        keep_every: as ``RetentionPolicy.every``. This interval counts training, not checkpoints: training is known
+            after other checkpoints are deleted.
+        best_k: number of best checkpoints by ``best_metric``.
+        best_metric: as ``RetentionPolicy.metric``.
+        best_mode: as ``RetentionPolicy.mode``.
 
     Raises:
-        ConfigError: a number that would keep nothing, an interval that cannot be counted in checkpoints, ``best_k``
-            without ``best_metric`` or the other way round, or an unknown mode.
+        ConfigError: a number keeps no checkpoint, an interval cannot be counted in checkpoints, ``best_k`` is given
+            without ``best_metric`` or the other way round, or the mode is unknown.
     """
-    policies: list[RetentionPolicy] = []
     if not _is_whole(num_checkpoints_to_keep) or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
         raise ConfigError(
             f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: expected -1 to keep all or a positive number; a "
             "local folder that keeps none could not be resumed from."
         )
-    if num_checkpoints_to_keep != -1:
-        policies.append(KeepLast(num_checkpoints_to_keep))
-    if keep_every is not None:
-        policies.append(KeepEvery(_checked_interval(keep_every)))
+    if keep_every is not None and keep_every.unit not in _FIELDS:
+        raise ConfigError(
+            f"keep_every={str(keep_every)!r}: a checkpoint does not know how long training will be. Give an amount "
+            "that can be counted, as in '10ep', '1000ba', '1e9tok' or '6h'."
+        )
+    if keep_every is not None and keep_every.value <= 0:
+        raise ConfigError(f"keep_every={str(keep_every)!r}: expected more than zero, or None to keep none for ever.")
     if best_mode not in _MODES:
         raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
     if (best_k is None) != (best_metric is None):
         raise ConfigError(f"best_k={best_k}, best_metric={best_metric!r}: give both, as 3 and 'eval/<name>', or none.")
-    if best_k is not None and best_metric is not None:
-        if not _is_whole(best_k) or best_k < 1:
-            raise ConfigError(
-                f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no such rule."
-            )
-        policies.append(KeepBest(best_k, best_metric, best_mode))
-    return KeepAny(policies) if policies else KeepAll()
+    if best_k is not None and (not _is_whole(best_k) or best_k < 1):
+        raise ConfigError(f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no such rule.")
+    last = None if num_checkpoints_to_keep == -1 else num_checkpoints_to_keep
+    return RetentionPolicy(last, keep_every, best_k, best_metric or "", best_mode)
 
 
 def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Manifest]:
-    """List the checkpoints to delete, oldest first: those that ``policy`` does not keep, and ephemeral ones.
+    """List the checkpoints to delete, oldest first: those that ``policy`` does not keep, and ephemeral checkpoints.
 
-    Three are never among them: the newest, the newest that is not ephemeral, and the newest that a run would resume
-    from, which is not marked as ``not_finite``. An ephemeral one stays as long as it is
-    the newest of all; it is not shown to the policy, so it does not count among the last N or the best K.
+    Three checkpoints always stay: the newest, the newest permanent checkpoint, and the newest without ``not_finite``,
+    for a resume. An ephemeral checkpoint stays while it is the newest. The policy does not see ephemeral checkpoints, so
+    they do not count among the last N or the best K.
 
-    Deleting them after each save leaves the same checkpoints as one call with the whole history, as
-    long as each save is newer than those before it: the policies of :func:`retention_policy` keep of a longer history
-    no old checkpoint that they gave up in a shorter one.
+    Deletions after each save leave the same checkpoints as one call with the whole history, if each save is newer than
+    the saves before.
     """
     ordered = sorted(manifests, key=lambda manifest: manifest.order)
     permanent = [manifest for manifest in ordered if not manifest.ephemeral]
@@ -201,10 +142,12 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
 
 @final
 class Retention(NamedTuple):
-    """Retention of a run's checkpoints by ``policy``, once the one at ``position`` is saved.
+    """Retention of a run's checkpoints after a save.
 
     Attributes:
-        held: names of checkpoints that stay in any case.
+        policy: the rules.
+        position: position of the run at the save.
+        held: names of checkpoints that always stay.
     """
 
     policy: RetentionPolicy
@@ -212,25 +155,9 @@ class Retention(NamedTuple):
     held: frozenset[str] = frozenset()
 
     def given_up(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
-        """List the checkpoints to delete among the run's own in ``manifests`` that are named after ``template``."""
+        """List the checkpoints to delete among the run's own in ``manifests`` with names of ``template``."""
         given_up = deletions(self.position.own(manifests, template), self.policy)
         return [manifest for manifest in given_up if manifest.name not in self.held]
-
-
-def _counts_anew(before: Manifest, manifest: Manifest) -> bool:
-    """Check that ``reset_time`` lies between the two: a later call of ``fit``, and no more batches than before."""
-    return manifest.fit_calls > before.fit_calls and manifest.batch <= before.batch
-
-
-def _checked_interval(keep_every: Interval) -> Interval:
-    if keep_every.unit not in _FIELDS:
-        raise ConfigError(
-            f"keep_every={str(keep_every)!r}: a checkpoint does not know how long training will be. Give an amount "
-            "that can be counted, as in '10ep', '1000ba', '1e9tok' or '6h'."
-        )
-    if keep_every.value <= 0:
-        raise ConfigError(f"keep_every={str(keep_every)!r}: expected more than zero, or None to keep none for ever.")
-    return keep_every
 
 
 def _is_whole(value: object) -> bool:

@@ -1,31 +1,32 @@
-r"""The tail of a checkpoint's deciding file: the record of the checkpoint, behind the bytes that it describes.
+r"""The tail of a checkpoint's deciding file: the record of the checkpoint, after the data.
 
-A tail is a line of ASCII JSON and a footer with the length and the digest of that line::
+A tail is a line of ASCII JSON and a footer with the length and the digest of the line::
 
     \n{"composerlite": 1, "record": {...}, ...}\nCLREC1 <length: 8 hex digits> <xxh3_128: 32 hex digits>\n
 
 ============================== ========================================================================================
-deciding file                  where the tail lies
+deciding file                  place of the tail
 ============================== ========================================================================================
-``.pt``                        it is the comment of the zip archive, which ends with it
-``.tar``                       behind the end-of-archive blocks
-``.pt.gz``, ``.tar.gz``, …     in the last frame, which decompresses to the tail of the file inside
-``.metadata`` of a directory   behind the index, and behind the digests of the chunks of the data files
+``.pt``                        the comment of the zip archive, at its end
+``.tar``                       after the end-of-archive blocks
+``.pt.gz``, ``.tar.gz``, …     the last frame, which decompresses to the tail of the file inside
+``.metadata`` of a directory   after the index and the digests of the chunks of the data files
 ``model.safetensors.index…``   in the JSON, under ``metadata``
 ============================== ========================================================================================
 
-Every program that reads these formats ignores the tail. A file and its record are one object: they are renamed,
-copied and deleted together.
+Every program that reads these formats ignores the tail. A file and its record are one object: renamed, copied and
+deleted together.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, cast
 
 import xxhash
@@ -42,6 +43,7 @@ from composerlite.checkpoint.record.manifest import (
 )
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
+from composerlite.types import StateDict
 
 __all__ = [
     "MOST_TAIL_BYTES",
@@ -58,14 +60,14 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 VERSION = 1
-"""Version of the record's layout. A reader refuses a newer one."""
+"""Version of the record's layout. A reader refuses a newer version."""
 _MOST_COMMENT_BYTES = 0xFFFF - 256
 _FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) ([0-9a-f]{32})\n\Z")
 _FOOTER_BYTES = 50
 _VARIABLE_BYTES = 1024
-"""Room for values that are unknown until the tail is written: timings, the name of a weight that is not finite."""
+"""Room for values that are unknown before the tail is written: timings, and a name in ``not_finite``."""
 _MARK_CHARACTERS = 80
-"""Characters kept of the name of a weight, if the record is too long. JSON has up to 12 bytes for each."""
+"""Characters of a name in ``not_finite`` if the record is too long. JSON has up to 12 bytes for a character."""
 _CHUNK_DIGEST_BYTES = 8
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
 _EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
@@ -88,7 +90,7 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
     longest = dataclasses.replace(_EMPTY, chunks=chunks)
     room = 0
-    for kept in (manifest, dataclasses.replace(manifest, metrics={})):
+    for kept in (manifest, _shortened(manifest)):
         room = len(_tail(_fields(kept, longest, longest))) + _VARIABLE_BYTES
         if room <= _MOST_COMMENT_BYTES:
             return room
@@ -103,19 +105,23 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
 
     Args:
         manifest: the record. Its files exclude the deciding file.
-        stored: digest of the bytes before the tail, as they are in the file.
-        plain: digest of the bytes inside, if the file is compressed.
-        room: exact size of the tail in bytes; spaces fill it. If the record does not fit, metrics and timings are left
-            out. ``None``: the tail has the size that it needs.
+        stored: digest of the bytes before the tail, as in the file.
+        plain: digest of the decompressed bytes, for a compressed file.
+        room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
+            not fit. ``None``: no fixed size.
     """
     tail = _tail(_fields(manifest, stored, plain), room)
     if room is not None and len(tail) > room:
         log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
-        marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.not_finite[:1])
-        manifest = dataclasses.replace(manifest, metrics={}, timings={}, not_finite=marks)
-        tail = _tail(_fields(manifest, stored, plain), room)
+        tail = _tail(_fields(dataclasses.replace(_shortened(manifest), timings={}), stored, plain), room)
     assert room is None or len(tail) == room, f"a tail of {len(tail)} bytes for {room}"
     return tail
+
+
+def _shortened(manifest: Manifest) -> Manifest:
+    """Return the record without metrics, and with one short name in ``not_finite``."""
+    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.not_finite[:1])
+    return dataclasses.replace(manifest, run=dataclasses.replace(manifest.run, metrics={}, not_finite=marks))
 
 
 def seal_index(manifest: Manifest, index: bytes) -> bytes:
@@ -138,13 +144,14 @@ def _index_text(index: Mapping[str, Any]) -> bytes:
 
 
 def _fields(manifest: Manifest, stored: FileDigest, plain: FileDigest | None) -> dict[str, Any]:
+    """Return the JSON of a tail. Paths are relative to the folder of the checkpoint, and defaults are left out."""
     record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
-    del record["node"]  # the same bytes lie on the disks of all nodes
-    home = "" if manifest.form == "archives" else manifest.home  # each rank may have a folder of its own
-    files = [{**dataclasses.asdict(file), "path": file.path.removeprefix(home)} for file in manifest.files]
-    for file in files:
-        del file["chunks"]
-    record["files"] = [{key: value for key, value in file.items() if value != _DEFAULTS[key]} for file in files]
+    del record["node"]  # the disks of all nodes have the same bytes
+    home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
+    record["files"] = [
+        {key: value for key, value in dataclasses.asdict(file).items() if key != "chunks" and value != _DEFAULTS[key]}
+        for file in (dataclasses.replace(file, path=file.path.removeprefix(home)) for file in manifest.files)
+    ]
     fields = {"composerlite": VERSION, "record": record, "stored": _digest_fields(stored)}
     return fields if plain is None else {**fields, "plain": _digest_fields(dataclasses.replace(plain, chunk_bytes=0))}
 
@@ -163,33 +170,33 @@ def _tail(fields: Mapping[str, Any], size: int | None = None) -> bytes:
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tail_bytes(end: bytes) -> int:
-    """Return the size of the tail that ``end`` ends with, as its footer states it; 0 if there is no footer."""
+    """Return the size of the tail at the end of ``end``, as the footer states; 0 if there is no footer."""
     footer = _FOOTER.search(end)
     return 0 if footer is None else int(footer[1], 16) + _FOOTER_BYTES
 
 
 def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | None:
-    """Return the record of the file ``path``, which ``end`` is the end of. ``None``: the file has no tail.
+    """Return the record in the file ``path``. ``None``: the file has no tail.
 
-    The record's files lie where they are relative to ``path``. ``Manifest.name`` is the name under which the
-    checkpoint was saved: it differs from where it lies in a copy. The digests of data files have no chunks.
+    The paths of the record's files are relative to the place of ``path``. ``Manifest.name`` is the name at the save, so
+    the name of a copy differs from its path. The digests of data files have no chunks.
 
     Args:
-        path: of the file, below the place.
-        size_bytes: of the file.
+        path: path of the file, below the place.
+        size_bytes: size of the file.
         end: the end of the file, with the whole tail: see :func:`tail_bytes`.
         source: path or URI of the file, for messages.
 
     Raises:
-        CorruptCheckpointError: the tail is damaged, or is that of a file of another size.
+        CorruptCheckpointError: the tail is damaged, or belongs to a file of another size.
         NewerManifestError: a newer version wrote the record.
     """
-    try:
+    with _reading(source):
         text, before = _find(end)
         if text is None:
             return None
         fields = _checked(text, source)
-        # ``plain`` is the digest of the file after another program has decompressed it.
+        # ``plain`` is the digest of the file after another program has decompressed the file.
         digests = [recorded(FileDigest, fields[key]) for key in ("stored", "plain") if key in fields]
         body_bytes = size_bytes - len(end) + before
         digest = next((one for one in digests if one.size_bytes == body_bytes and not one.tail_bytes), None)
@@ -201,29 +208,23 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
         digest = digest.with_tail(end[before:])
         digest.chunk_digests()
         return _manifest(fields, FileRecord.of(path, digest))
-    except (KeyError, TypeError) as e:
-        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: field {e} is missing") from e
-    except (ValueError, RecursionError) as e:
-        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
 
 
 def index_of(data: bytes, source: str) -> bytes:
-    """Return the index in ``.metadata``, whose content is ``data``: all of it if it has no tail.
+    """Return the index in ``.metadata`` with the content ``data``: the whole content if there is no tail.
 
     Raises:
         CorruptCheckpointError: the tail is damaged.
     """
-    try:
+    with _reading(source):
         text = _text_of(data)
         return data if text is None else data[: cast("int", json_object(text)["index_bytes"])]
-    except (KeyError, TypeError, ValueError, RecursionError) as e:
-        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
 
 
 def unseal_index(path: str, data: bytes, source: str) -> Manifest | None:
-    """Return the record of ``.metadata``, whose content is ``data``, with the digests of chunks.
+    """Return the record of ``.metadata`` with the content ``data``, and with the digests of chunks.
 
-    Args and errors are those of :func:`unseal`; the index is compared with its digest, too.
+    The index is compared with its digest, too. Arguments and errors are those of :func:`unseal`.
     """
     manifest = unseal(path, len(data), data, source)
     if manifest is None:
@@ -235,29 +236,38 @@ def unseal_index(path: str, data: bytes, source: str) -> Manifest | None:
 
 
 def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None:
-    """Return the record in ``model.safetensors.index.json``, whose content is ``data``. Raises as :func:`unseal`."""
-    try:
+    """Return the record in ``model.safetensors.index.json`` with the content ``data``.
+
+    ``None``: another program wrote the index. Errors are those of :func:`unseal`.
+    """
+    with _reading(source):
         index = json_object(data)
-    except (ValueError, RecursionError) as e:
-        raise CorruptCheckpointError(f"{source!r} is no index of weights: {e}") from e
-    try:
-        tail = index["metadata"].pop("composerlite")
+        about = index.get("metadata")
+        tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
+        if not isinstance(tail, str):
+            if b"CLREC1 " in data:
+                raise ValueError("its place in the JSON is damaged")
+            return None
         text = _text_of(tail.encode())
         if text is None:
             raise ValueError("its footer is damaged")
         fields = _checked(text, source)
-        saved = recorded(FileDigest, fields["stored"])
         plain = _index_text(index)
         index["metadata"]["composerlite"] = tail
+        saved = recorded(FileDigest, fields["stored"])
         if xxhash.xxh3_128_hexdigest(plain) != saved.xxh3_128 or _index_text(index) != data:
             raise ValueError("its bytes are not those that were saved")
         manifest = _manifest(fields, FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
-        block = b"".join(base64.b64decode(chunks) for chunks in fields["chunks"])
-        return _with_chunks(manifest, block, source)
-    except (KeyError, TypeError, AttributeError) as e:
-        if b"CLREC1 " in data:
-            raise CorruptCheckpointError(f"the record of {source!r} is damaged") from e
-        return None  # an index of another program
+        return _with_chunks(manifest, b"".join(base64.b64decode(chunks) for chunks in fields["chunks"]), source)
+
+
+@contextlib.contextmanager
+def _reading(source: str) -> Generator[None]:
+    """Raise errors about wrong fields within the block as CorruptCheckpointError with the name ``source``."""
+    try:
+        yield
+    except (KeyError, TypeError) as e:
+        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: field {e} is missing") from e
     except (ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
 
@@ -267,26 +277,27 @@ def _checked(text: bytes, source: str) -> dict[str, Any]:
     if type(version := fields.get("composerlite")) is not int:
         raise ValueError("its version is no whole number")
     if version != VERSION:
-        record = fields.get("record")
+        run_name: Any = fields.get("record")
+        for key in ("run", "name"):
+            run_name = cast("StateDict", run_name).get(key) if isinstance(run_name, dict) else None
         raise NewerManifestError(
             f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite.",
-            cast("Mapping[str, Any]", record if isinstance(record, dict) else {}),
+            run_name,
         )
     return fields
 
 
 def _manifest(fields: Mapping[str, Any], decider: FileRecord) -> Manifest:
-    """Return the record with the paths of its files moved to where ``decider`` lies. A copy keeps its saved name."""
+    """Return the record with the paths of its files moved to the folder of ``decider``. A copy keeps its saved name."""
     saved = recorded(Manifest, fields["record"])
     for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
         relative_path(path)
     moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
+    home = moved.home
     if saved.form == "archives":
         dataclasses.replace(saved, files=(decider, *saved.files)).check()
-        is_named = f"/{decider.path}".endswith(f"/{saved.name}")
-        home = decider.path.removesuffix(saved.name) if is_named else moved.home
-    else:
-        home = moved.home
+        if f"/{decider.path}".endswith(f"/{saved.name}"):
+            home = decider.path.removesuffix(saved.name)
     others = tuple(dataclasses.replace(file, path=home + file.path) for file in saved.files)
     manifest = dataclasses.replace(moved, files=(decider, *others))
     if saved.form != "archives":
@@ -295,7 +306,7 @@ def _manifest(fields: Mapping[str, Any], decider: FileRecord) -> Manifest:
 
 
 def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:
-    """Return the record with the digests of chunks that ``block`` contains, file by file."""
+    """Return the record with the digests of chunks in ``block``, file by file."""
     files: list[FileRecord] = [manifest.files[0]]
     at = 0
     for file in manifest.files[1:]:
@@ -309,7 +320,7 @@ def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:
 
 
 def _find(end: bytes) -> tuple[bytes | None, int]:
-    """Find the JSON of the tail in the end of a file, and the offset in ``end`` where the tail begins.
+    """Return the JSON of the tail in the end of a file, and the offset of the tail in ``end``.
 
     Raises:
         ValueError: there is a damaged tail.

@@ -268,7 +268,7 @@ class Publisher:
         if self._known is None:  # from here on we know what comes and goes
             self._known = [m for m in self.remote.readable() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
-        now = Position(newest.run_name, newest.moment, newest.lineage)
+        now = Position(newest.run_name, newest.moment, newest.run.lineage)
         for old in Retention(retention_policy(self.keep), now).given_up(self._known, self.template):
             delete_checkpoint(self.bucket, old)
             self._known.remove(old)

@@ -29,6 +29,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.lease import FileLease, HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks
+from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.manifest import (
     Manifest,
     NewerManifestError,
@@ -378,11 +379,11 @@ class RunFolder:
             behind = order is not None and order < newest.order
         if not behind:
             return
-        self.catalog.place.point(name, newest.name)
+        set_link(self.catalog.place, name, newest.name)
         if newest.kind == "deepspeed":  # each rank has a file, and a link to it
             links = names_of_ranks(self.latest_filename.filename, state, len(newest.files))
             for its_link, file in zip(links, newest.files, strict=True):
-                self.catalog.place.point(its_link, file.path)
+                set_link(self.catalog.place, its_link, file.path)
 
     def follow(self, saved: Sequence[str], state: SavedState, *, deletes: bool) -> None:
         """Repair ``latest`` and complete deletions on the disk of a node other than the first.
@@ -522,8 +523,8 @@ def begin_attempt(
         for place, link in links:
             latest = None if link is None else place.latest(link, run_name)
             manifests, faults = place.manifests_and_faults() if latest is None else ([latest], {})
-            for name, fault in faults.items():  # its number must not be given again
-                is_newer = isinstance(fault, NewerManifestError) and fault.may_be_of(run_name, name)
+            for fault in faults.values():  # its number must not be given again
+                is_newer = isinstance(fault, NewerManifestError) and fault.may_be_of(run_name)
                 if isinstance(fault, OSError) or is_newer:
                     raise fault
             known += manifests

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, final
 from torch.optim import Optimizer
 
 from composerlite import dist
-from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, versions
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.record.manifest import Manifest, new_id
+from composerlite.checkpoint.record.manifest import Manifest, RunRecord, new_id
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name, form_of
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
@@ -608,20 +608,21 @@ def _record_of(
         name=names[0],
         kind="crash" if request.occasion == "crash" else kind,
         template=form.template(request.template),
-        run_name=state.run_name,
-        timestamp={
-            key: value.total_seconds() if isinstance(value, timedelta) else value
-            for key, value in state.timestamp.state_dict().items()
-        },
-        fit_calls=len(state.fit_starts),
-        world_size=dist.get_world_size(),
+        run=RunRecord(
+            name=state.run_name,
+            timestamp={
+                key: value.total_seconds() if isinstance(value, timedelta) else value
+                for key, value in state.timestamp.state_dict().items()
+            },
+            fit_calls=len(state.fit_starts),
+            world_size=dist.get_world_size(),
+            lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
+            metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
+            not_finite=tuple(getattr(state, "not_finite", ())),
+        ),
         files=(),
         left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
-        metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
         ephemeral=request.occasion == "ephemeral",
-        versions=versions(),
-        not_finite=tuple(getattr(state, "not_finite", ())),
-        lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
         also=dict(request.after_commit.also),
         form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
         id=id_,

@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from composerlite import dist
 from composerlite._torch_compat import storage_id
-from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
@@ -40,7 +39,7 @@ from composerlite.checkpoint.place.directory import (
 )
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import Manifest, RunRecord
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -263,11 +262,8 @@ def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") ->
         name=name,
         kind=kind,
         template=name,
-        run_name="",
-        timestamp={"batch": 0},
+        run=RunRecord(name="", timestamp={"batch": 0}, world_size=world_size),
         files=(),
-        world_size=world_size,
-        versions=versions(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Tools for checkpoints that others save and load, for the command line and the report: survey, copy, compare, convert.
+"""Tools for the command line and the report: survey, copy, compare and convert checkpoints.
 
 ``pointing``, ``surveying`` and ``copying`` import no torch.
 """

@@ -16,9 +16,7 @@ from composerlite.checkpoint.tools.reading import leaves_in, shortened
 __all__ = ["Change", "Comparison", "compared", "flat"]
 
 _STEP = 1 << 24
-"""Numbers that are compared at a time."""
-_EXACT = 2.0**62
-"""Differences of 64-bit integers below this number are computed with integers."""
+"""Count of numbers to compare at a time."""
 
 
 class Change(NamedTuple):
@@ -26,10 +24,10 @@ class Change(NamedTuple):
 
     Attributes:
         key: joined by dots.
-        shape: of both tensors.
+        shape: shape of both tensors.
         max_abs: the largest ``|a - b|``.
         norm: the Euclidean norm of ``a - b``.
-        relative: ``norm`` divided by the norm of ``a``; infinite where the norm of ``a`` is zero.
+        relative: ``norm`` divided by the norm of ``a``; infinite if the norm of ``a`` is zero.
     """
 
     key: str
@@ -79,27 +77,23 @@ def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     forms: list[tuple[str, str, str]] = []
     changes: list[Change] = []
     values: list[tuple[str, str, str]] = []
-    equal_count = 0
-    for key in (key for key in a if key in b):
+    both = [key for key in a if key in b]
+    for key in both:
         one, other = a[key], b[key]
         if isinstance(one, Tensor) or isinstance(other, Tensor):
-            if _form(one) != _form(other):
-                forms.append((key, _form(one), _form(other)))
-            elif (change := _change(key, one, other)) is not None:
+            if (form := _form(one)) != _form(other):
+                forms.append((key, form, _form(other)))
+            elif (change := _change(key, one, other)).max_abs != 0:
                 changes.append(change)
-            else:
-                equal_count += 1
         elif _written(one) != _written(other):
             values.append((key, shortened(one), shortened(other)))
-        else:
-            equal_count += 1
     changes.sort(key=lambda change: (-math.inf if math.isnan(change.max_abs) else -change.max_abs, change.key))
     only_a, only_b = [key for key in a if key not in b], [key for key in b if key not in a]
-    return Comparison(only_a, only_b, forms, changes, values, equal_count)
+    return Comparison(only_a, only_b, forms, changes, values, len(both) - len(forms) - len(changes) - len(values))
 
 
 def _written(value: Any) -> str:
-    """Return all of a value as text. ``repr`` of a long array leaves elements out."""
+    """Return the whole value as text. ``repr`` of a long array leaves elements out."""
     return f"{value.dtype} {value.tolist()!r}" if isinstance(value, np.ndarray) else repr(value)
 
 
@@ -109,21 +103,19 @@ def _form(value: Any) -> str:
     return type(value).__name__
 
 
-def _change(key: str, a: Tensor, b: Tensor) -> Change | None:
-    """Return the difference of two tensors of one shape and type; ``None`` if they are equal."""
+def _change(key: str, a: Tensor, b: Tensor) -> Change:
+    """Return the difference of two tensors of equal shape and type."""
     shape = tuple(a.shape)
     a, b = _numbers(a), _numbers(b)
-    most, squares, size = 0.0, 0.0, 0.0
+    largest, squares, size = [0.0], 0.0, 0.0
     for start in range(0, a.numel(), _STEP):
         part = a[start : start + _STEP]
         distance = _distance(part, b[start : start + _STEP])
-        largest = float(distance.max())
-        most = largest if math.isnan(largest) or largest > most else most
+        largest.append(float(distance.max()))
         squares += float((distance * distance).sum())
         size += float((_wide(part).abs() ** 2).nansum())
-    if most == 0:
-        return None
-    norm = math.sqrt(squares) if squares == squares else math.nan
+    most = math.nan if any(map(math.isnan, largest)) else max(largest)
+    norm = math.sqrt(squares)
     return Change(key, shape, most, norm, norm / math.sqrt(size) if size else math.inf)
 
 
@@ -135,14 +127,14 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``|a - b|`` in float64, zero for equal numbers alone: float64 has not all integers of 64 bits."""
+    """Return ``|a - b|`` in float64, zero for equal numbers only."""
     one, other = _wide(a), _wide(b)
     same = (one == other) | (one.isnan() & other.isnan())
     distance = torch.where(same, 0, one - other).abs()
     if a.dtype not in (torch.int64, torch.uint64):
         return distance
-    exact = (a.view(torch.int64) - b.view(torch.int64)).abs().to(torch.float64)  # may overflow above _EXACT
-    return torch.where(distance < _EXACT, exact, distance)
+    differs = a.view(torch.int64) != b.view(torch.int64)  # float64 lacks large integers
+    return torch.where(differs, distance.clamp(min=1), 0)
 
 
 def _wide(tensor: Tensor) -> Tensor:

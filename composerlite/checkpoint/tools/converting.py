@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from composerlite.checkpoint.api.state_dict import save_safetensors
-from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest, new_id
+from composerlite.checkpoint.record.manifest import Manifest, RunRecord
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.save import SaveTask
@@ -37,17 +35,17 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     """Write the checkpoint file ``path``, in the format of its suffix, with a record.
 
     Args:
-        contents: of the source.
-        path: of the file.
-        manifest: record of the source, with run and batch; ``None``: the source has no record.
-        overwrite: replace a file of that name.
+        contents: contents of the source.
+        path: path of the file.
+        manifest: record of the source; ``None``: no record.
+        overwrite: replace an existing file.
 
     Raises:
         CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
-        ConfigError: the suffix is of an unknown format, or a library for the compression is not installed.
+        ConfigError: the suffix names no known format, or a library for the compression is not installed.
     """
     format_of(path.name).check()
-    _check_free(path, overwrite=overwrite)
+    _make_folder_of(path)
     is_model = isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
     record = _record(manifest, path.name, "weights" if is_model else "monolithic")
     images = {STATES: TorchImage(cast("Any", contents))}
@@ -86,62 +84,49 @@ def write_weights(
     """Write the model in ``contents`` alone, without a record of the run.
 
     Args:
-        contents: of a checkpoint of any system.
-        path: to write.
+        contents: contents of a checkpoint of any system.
+        path: path of the file or folder to write.
         form: ``'safetensors'``: one file. ``'safetensors folder'``: a folder with an index. ``'state_dict'``: a file
             for ``model.load_state_dict(torch.load(path))``.
         source: the checkpoint, for messages.
-        rename: of the weights.
-        overwrite: replace a file of that name, or weights in the folder.
+        rename: new names of weights.
+        overwrite: replace an existing file, or weights in the folder.
 
     Raises:
         CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or a folder is where a file is to be.
         IncompatibleCheckpointError: there is no model.
-        ConfigError: ``rename`` gives two weights one name, or changes none.
+        ConfigError: ``rename`` gives two weights the same name, or changes no name.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
     if form == "safetensors folder":
         make_folder(path.parent)
         save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
         return
-    _check_free(path, overwrite=overwrite)
+    _make_folder_of(path)
     try:
         (write_safetensors if form == "safetensors" else write_torch)(path, weights, overwrite=overwrite)
     except FileExistsError as e:
         raise CheckpointExistsError(f"{str(path)!r} was written by another process meanwhile, and stays.") from e
 
 
-def _check_free(path: Path, *, overwrite: bool) -> None:
-    """Check that the file ``path`` may be written, and make its folder.
+def _make_folder_of(path: Path) -> None:
+    """Make the folder of the file ``path``.
 
     Raises:
-        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
+        CheckpointExistsError: ``path`` is a folder.
     """
     if path.is_dir():
         raise CheckpointExistsError(f"{str(path)!r} is a folder, and a file does not replace it. Give another name.")
-    if not overwrite and path.exists():
-        raise CheckpointExistsError(f"{str(path)!r} exists already. Give another name, or --overwrite.")
     make_folder(path.parent)
 
 
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
-    """Return the record of the converted checkpoint, without its files.
+    """Return the record of the converted checkpoint, without files.
 
     The user chose the name, not a template: retention in the folder of a run ignores the converted checkpoint.
     """
-    if manifest is None or manifest.kind == "step":
-        return Manifest(
-            name=name, kind=kind, template=name, run_name="", timestamp={"batch": 0}, files=(), versions=versions()
-        )
-    return dataclasses.replace(
-        manifest,
-        name=name,
-        template=name,
-        kind="weights" if manifest.kind == "weights" else kind,
-        form="file",
-        files=(),
-        node=None,
-        unpacked_bytes=0,
-        also={},
-        id=new_id(),
-    )
+    run, left_out = RunRecord(name="", timestamp={"batch": 0}), ()
+    if manifest is not None and manifest.kind != "step":
+        run, left_out = manifest.run, manifest.left_out
+        kind = "weights" if manifest.kind == "weights" else kind
+    return Manifest(name=name, kind=kind, template=name, run=run, files=(), left_out=left_out)

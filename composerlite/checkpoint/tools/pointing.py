@@ -15,7 +15,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.surveying import UNLISTED, Found, sealed, survey
+from composerlite.checkpoint.tools.surveying import UNLISTED, Found, checkpoint_at, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
 
@@ -26,8 +26,8 @@ class Pointed(NamedTuple):
     """A path or URI, resolved.
 
     Attributes:
-        place: has the checkpoints.
-        name: of one checkpoint in ``place``; ``None``: all checkpoints there.
+        place: the place with the checkpoints.
+        name: name of one checkpoint in ``place``; ``None``: all checkpoints there.
         text: the path or URI.
     """
 
@@ -43,7 +43,7 @@ class Pointed(NamedTuple):
         """
         if self.name is None:
             return survey(self.place)
-        if (one := sealed(self.place, self.name)) is not None and one.name == self.name:
+        if (one := checkpoint_at(self.place, self.name)) is not None and one.name == self.name:
             return [one]
         listed = survey(self.place)
         if chosen := [one for one in listed if one.name == self.name]:
@@ -54,7 +54,7 @@ class Pointed(NamedTuple):
         names = [file.path.rpartition("/")[2] for file in inside]
         if holds_weights(names) or holds_model_states(names):
             return [Found(self.name, "", None, (UNLISTED,), inside)]
-        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_what_is_there(listed)}")
+        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_names_of(listed)}")
 
     def the_one(self, *, whole: bool = False) -> Found:
         """Return the one checkpoint of this name.
@@ -121,25 +121,22 @@ def pointed(text: str) -> Generator[Pointed]:
             yield Pointed(whole.inside(f"/{name}"), None, text)
 
 
-def _on_disk(path: Path, text: str) -> Pointed:
-    is_relative = not path.is_absolute()
-    path = resolved(path).resolve()  # a copy of a bucket has links that are files
-    if is_relative and path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())  # messages show the path as the user gave it
+def _on_disk(given: Path, text: str) -> Pointed:
+    path = resolved(given).resolve()  # a copy of a bucket has links that are files
+    above = Folder(path.parent)
+    place, name = above, path.name
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
-        place, name = home_of(Folder(path.parent), path.name)
-        return Pointed(place if path.is_absolute() else Folder(os.path.relpath(place.uri())), name, text)
-    if not path.is_dir():
-        there = _what_is_there(survey(Folder(path.parent))) if path.parent.is_dir() else ""
-        raise CheckpointNotFoundError(f"there is no checkpoint and no folder {str(path)!r}.{there}")
-    if any(file.name.endswith(SUFFIX) for file in path.iterdir()):  # a sharded checkpoint without its index
-        return Pointed(Folder(path.parent), path.name, text)
-    whole = path.resolve()
-    if deepspeed_save(Folder(whole.parent), whole.name) is not None:
-        return Pointed(Folder(whole.parent), whole.name, text)
-    return Pointed(Folder(path), None, text)
+        place, name = home_of(above, path.name)
+    elif not path.is_dir():
+        there = _names_of(survey(above)) if path.parent.is_dir() else ""
+        raise CheckpointNotFoundError(f"there is no checkpoint and no folder {text!r}.{there}")
+    elif not any(file.name.endswith(SUFFIX) for file in path.iterdir()) and deepspeed_save(above, path.name) is None:
+        place, name = Folder(path), None  # neither a sharded checkpoint without its index nor a save of DeepSpeed
+    if not given.is_absolute() and path.is_relative_to(Path.cwd()):
+        place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
+    return Pointed(place, name, text)
 
 
-def _what_is_there(listed: list[Found]) -> str:
+def _names_of(listed: list[Found]) -> str:
     names = [one.name for one in listed]
     return f" The folder holds: {', '.join(names[-8:])}." if names else " The folder holds no checkpoint."

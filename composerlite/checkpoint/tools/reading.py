@@ -1,8 +1,8 @@
-"""Contents of a checkpoint of any form: keys with shapes, all values, or some parts."""
+"""Read the contents of a checkpoint of any form: keys with shapes, all values, or some parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -48,9 +48,9 @@ _BEGINNING_BYTES = 512
 """The first bytes of a file show whether the file is compressed."""
 
 
-# ── where the contents are ───────────────────────────────────────────────────────────────────────────────────────────
+# ── parts of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────────
 def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
-    """Return the directory with the model, which a step has as a part. ``None``: the checkpoint is one file."""
+    """Return the directory of the model, for a step the directory in the step. ``None``: the checkpoint is one file."""
     if found.kind == "step":
         return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(WEIGHTS_SUFFIX):
@@ -62,15 +62,23 @@ def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
 
 
 def _deepspeed_folder(place: Place, found: Found) -> str | None:
-    """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints."""
-    if found.manifest is not None or not holds_model_states([file.path.rpartition("/")[2] for file in found.files]):
+    """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints.
+
+    Raises:
+        CheckpointNotFoundError: the files are gone.
+    """
+    if not found.files:
+        raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
+    paths = [file.path for file in found.files]
+    if found.manifest is not None or not holds_model_states([path.rpartition("/")[2] for path in paths]):
         return None
-    return deepspeed_save(place, found.name) if found.name not in {file.path for file in found.files} else None
+    return None if found.name in paths else deepspeed_save(place, found.name)
 
 
 def _train_files(found: Found) -> list[str]:
     """Return the paths of the train states of a step's ranks."""
-    return [file.path for file in found.files if file.path.startswith(f"{found.name}/train/rank")]
+    start = f"{found.name}/train/rank"
+    return [file.path for file in found.files if found.kind == "step" and file.path.startswith(start)]
 
 
 # ── keys and shapes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -81,14 +89,12 @@ def contents_of(place: Place, found: Found) -> Any:
 
     Raises:
         CheckpointNotFoundError: the files are gone.
-        CorruptCheckpointError: the bytes are not those that were saved.
-        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
+        CorruptCheckpointError: the bytes differ from the record or the checksums.
+        UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
-    _check_files(place, found)
     if (save := _deepspeed_folder(place, found)) is not None:
         return deepspeed_contents(place, save)
-    directory = model_directory(place, found)
-    if directory is None:
+    if (directory := model_directory(place, found)) is None:
         return _shapes_in_file(place, found.name, found)
     shapes = _shapes_in_directory(directory)
     if found.kind != "step":
@@ -97,13 +103,8 @@ def contents_of(place: Place, found: Found) -> Any:
     return {MODEL: shapes, **beside}
 
 
-def _check_files(place: Place, found: Found) -> None:
-    if not found.files:
-        raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
-
-
-class _InDataFile:
-    """Stands for a value in a data file; data files are not opened."""
+class _UnreadValue:
+    """Placeholder for a value in a data file; data files are not opened."""
 
     def __repr__(self) -> str:
         return "in a data file"
@@ -118,7 +119,7 @@ def _shapes_in_directory(folder: ShardedDirectory) -> Any:
     values: dict[str, Any] = {
         key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         if isinstance(stored, sharded.TensorStorageMetadata)
-        else _InDataFile()
+        else _UnreadValue()
         for key, stored in metadata.state_dict_metadata.items()
     }
     return nested(metadata, "", list(values), values)
@@ -126,7 +127,7 @@ def _shapes_in_directory(folder: ShardedDirectory) -> Any:
 
 def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
     """Read the shapes in a file. A compressed file in a bucket is downloaded first."""
-    if (here := place.path_of(path)) is None:
+    if place.path_of(path) is None:
         size = place.size(path)
         digest = next((record.digest for record in found.records if record.path == path), None)
         verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
@@ -136,7 +137,7 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
                 raw = RawFile(source, body, unverified.read, digest is None, comment_bytes=comment)
                 with readable(Path(place.uri(path))):
                     return raw.torch_file(map_location="meta").contents
-    with fetched(place.uri(path) if here is None else here) as local, opened(local, map_location="meta") as (file, *_):
+    with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as (file, *_):
         return file.contents
 
 
@@ -145,24 +146,26 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
     """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
 
     Args:
-        place: has the checkpoint.
+        place: place of the checkpoint.
         found: the checkpoint.
         weights_only: read the model alone.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
-        CorruptCheckpointError: the bytes are not those that were saved.
-        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
+        CorruptCheckpointError: the bytes differ from the record or the checksums.
+        UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
         ConfigError: a library for the compression is not installed.
     """
-    return _read(place, found, _MODELS, model_in) if weights_only else _read(place, found, ("",), lambda whole: whole)
+    if weights_only:
+        return _read_part(place, found, _MODELS, model_in)
+    return _read_part(place, found, ("",), lambda contents: contents)
 
 
 def model_and_integrations(text: str) -> StateDict:
     """Load the model and the state of integrations from the checkpoint at the path, URI or address ``text``.
 
     Returns:
-        ``{'state': {'model': …, 'integrations': …}}``, without parts that are missing in the checkpoint.
+        ``{'state': {'model': …, 'integrations': …}}``, without missing parts.
 
     Raises:
         ConfigError: ``text`` is a folder of several checkpoints, or the URI names no store.
@@ -170,10 +173,10 @@ def model_and_integrations(text: str) -> StateDict:
     """
     if is_uri(text) and parse_uri(text)[0] in ("http", "https"):
         with fetched(text) as path:
-            return _file(path, _model_and_integrations_in)
+            return _read_file(path, _model_and_integrations_in)
     with pointed(text) as target:
         keys = (*_MODELS, "state.integrations.")
-        contents = _read(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
+        contents = _read_part(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
     return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
 
 
@@ -182,7 +185,7 @@ def metadata_of(place: Place, found: Found) -> StateDict:
     if found.kind == "deepspeed":
         return {}
     directory = model_directory(place, found)
-    contents: Any = contents_of(place, found) if directory is None else _directory(directory, ("state.metadata.",))
+    contents: Any = contents_of(place, found) if directory is None else _read_directory(directory, ("state.metadata.",))
     for key in ("state", "metadata"):
         contents = cast("Mapping[Any, Any]", contents).get(key) if isinstance(contents, Mapping) else None
     return cast("StateDict", contents) if isinstance(contents, dict) else {}
@@ -192,26 +195,24 @@ def weights_of(contents: Any, source: str) -> StateDict:
     """Return the tensors and the extra state of the model in ``contents``, by name.
 
     Raises:
-        IncompatibleCheckpointError: there are none. ``source`` is named in the message.
+        IncompatibleCheckpointError: there is no model. The message names ``source``.
     """
     if found := flat_weights(model_in(contents), source):
         return found
     raise no_model_error(source)
 
 
-def _read(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
+def _read_part(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
     """Load a part of a checkpoint: of a directory the values below ``keys``, of a file the result of ``part``."""
-    _check_files(place, found)
     if (save := _deepspeed_folder(place, found)) is not None:
         return part(deepspeed_contents(place, save))
     if (directory := model_directory(place, found)) is not None:
-        return _directory(directory, keys)
-    here = place.path_of(found.name)
-    with fetched(place.uri(found.name) if here is None else here) as path:
-        return _file(path, part)
+        return _read_directory(directory, keys)
+    with fetched(place.path_of(found.name) or place.uri(found.name)) as path:
+        return _read_file(path, part)
 
 
-def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
+def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 
@@ -223,15 +224,15 @@ def _directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
     if not isinstance(contents, dict):
         return contents
     contents = sharded.as_in_a_file(cast("StateDict", contents))
-    if isinstance(contents.get("rng"), list):  # each a row of bytes in a directory
+    if isinstance(contents.get("rng"), list):  # a directory has a row of bytes for each generator
         generators = cast("list[Any]", contents["rng"])
         contents["rng"] = [rng.unpacked(one) if isinstance(one, Tensor) else one for one in generators]
     return contents
 
 
-def _file(path: Path, part: Callable[[Any], Any]) -> Any:
+def _read_file(path: Path, part: Callable[[Any], Any]) -> Any:
     if is_read_in_place(path):
-        return _directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
+        return _read_directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
     with opened(path) as (file, progress, _):
         file.contents = part(file.contents)
         file.read(progress=progress)
@@ -247,28 +248,28 @@ def _model_and_integrations_in(contents: Any) -> StateDict:
 
 # ── without a record ─────────────────────────────────────────────────────────────────────────────────────────────────
 def read_without_record(place: Place, found: Found) -> str:
-    """Read a checkpoint without a record, and compare its bytes with the checksums in its own files.
+    """Read a checkpoint without a record, and compare the bytes with the checksums in the files.
 
-    Of a directory one item is in memory at a time, of other forms the whole checkpoint.
+    Of a directory a single item is in memory at a time, of other forms the whole checkpoint.
 
     Returns:
-        A sentence with the system that saved the checkpoint, for the user.
+        A sentence for the user, with the system that saved the checkpoint.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
         CorruptCheckpointError: a checksum, a size or a name of a file is wrong.
-        UntrustedCheckpointError: the checkpoint has a type that is not known to be safe.
+        UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
     from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
 
     system = recognised(contents_of(place, found)) or "of no system that is recognised"
-    told = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
+    sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
     directory = None if _deepspeed_folder(place, found) is not None else model_directory(place, found)
     if directory is None:
         whole_contents(place, found)
-        return told
-    items: dict[tuple[str, int], tuple[str, int]] = {}
+        return sentence
+    items: dict[tuple[str, int], tuple[str, int]] = {(path, 0): (path, -1) for path in _train_files(found)}
     with RemoteFileSystemReader(directory) as reader:
         for index, stored in reader.read_metadata().storage_data.items():
             path = directory.at(stored.relative_path)
@@ -276,7 +277,6 @@ def read_without_record(place: Place, found: Found) -> str:
                 items[path, 0] = (path, -1)
             elif not path.endswith(WEIGHTS_SUFFIX):  # safetensors have no checksums
                 items[path, stored.offset] = (index.fqn, stored.length)
-    items |= {(path, 0): (path, -1) for path in (_train_files(found) if found.kind == "step" else ())}
     for (path, offset), (key, length) in items.items():
         try:
             size = directory.place.size(path) if length < 0 else length
@@ -284,7 +284,7 @@ def read_without_record(place: Place, found: Found) -> str:
                 safe_contents(source.read(offset, size), key, directory.uri)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint {directory.uri!r}: its file {path!r} is gone.") from e
-    return told
+    return sentence
 
 
 # ── leaves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,9 +294,9 @@ class Leaf(NamedTuple):
     Attributes:
         path: the keys from the top of the checkpoint to the value.
         kind: ``'tensor'``, ``'array'`` or the name of the type of a plain value.
-        dtype: of a tensor or an array.
-        shape: of a tensor or an array.
-        size_bytes: of a tensor or an array.
+        dtype: type of the numbers in a tensor or an array; empty for plain values.
+        shape: shape of a tensor or an array.
+        size_bytes: size of a tensor or an array in bytes.
         text: a plain value, shortened.
     """
 
@@ -310,18 +310,16 @@ class Leaf(NamedTuple):
 
 def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the leaves of nested dicts and lists, each after its keys. Empty dicts and lists are leaves."""
-    items: Iterable[tuple[Any, Any]] = ()
+    items: list[tuple[Any, Any]] = []
     if isinstance(contents, Mapping):
-        items = cast("Mapping[Any, Any]", contents).items()
+        items = list(cast("Mapping[Any, Any]", contents).items())
     elif isinstance(contents, list | tuple):
         listed = cast("Sequence[Any]", contents)
         if any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for value in listed):
-            items = enumerate(listed)
-    is_leaf = True
+            items = list(enumerate(listed))
     for key, value in items:
-        is_leaf = False
         yield from leaves_in(value, (*path, str(key)))
-    if is_leaf:
+    if not items:
         yield path, contents
 
 
@@ -333,7 +331,7 @@ def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
             yield Leaf(path, "tensor", dtype, tuple(value.shape), value.numel() * value.element_size())
         elif isinstance(value, np.ndarray):
             yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
-        elif isinstance(value, _InDataFile):
+        elif isinstance(value, _UnreadValue):
             yield Leaf(path, "value", text=repr(value))
         elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:
             yield Leaf(path, type(value).__name__, text=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]

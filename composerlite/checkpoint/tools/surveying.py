@@ -1,8 +1,9 @@
-"""List the checkpoints in a place, complete and incomplete, with the reasons. Reads records, and no data."""
+"""List the complete and incomplete checkpoints in a place, with reasons. Only records are read, no data."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,34 +13,34 @@ from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.place.catalog import may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.place import Place, StoredFile
+from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, living_line
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "sealed", "survey"]
+__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "checkpoint_at", "survey"]
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
     r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
 )
-"""Names of checkpoints that are one file."""
+"""Names of checkpoints in a single file."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, or the files of an incomplete one.
+    """A checkpoint, or the files of an incomplete checkpoint.
 
     Attributes:
-        name: relative to the place.
+        name: path below the place.
         kind: ``'monolithic'``, ``'weights'``, ``'sharded'``; ``'step'``: the directory of a ``Checkpointer``; empty:
             unknown.
-        manifest: the record; ``None``: there is none, or it is damaged.
+        manifest: the record; ``None``: no record, or a damaged record.
         faults: reasons why the checkpoint is not committed; empty for a committed checkpoint.
-        files: the files that exist.
-        decider: path of the file with the record; empty if there is none.
+        files: the existing files.
+        decider: path of the file with the record; empty without a record.
         copy_of: name in the record of a copy made by hand; ``None`` otherwise.
-        saved_as: name in the record, if the path of the checkpoint ends with that name; ``None`` for copies and steps.
+        home: the folder of the run, with a slash at the end; empty: the place itself.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Found:
     files: tuple[StoredFile, ...]
     decider: str = ""
     copy_of: str | None = None
-    saved_as: str | None = None
+    home: str = ""
 
     @property
     def state(self) -> str:
@@ -65,29 +66,22 @@ class Found:
 
     @property
     def run_name(self) -> str | None:
-        """Name of the run that saved the checkpoint; ``None`` without a record."""
+        """Name of the run; ``None`` without a record."""
         return None if self.manifest is None else self.manifest.run_name
 
     @property
-    def home(self) -> str:
-        """The folder of the run, with a slash at the end; empty: the place itself."""
-        if self.saved_as is None:
-            return "".join(self.name.rpartition("/")[:2])
-        return self.name.removesuffix(self.saved_as)
-
-    @property
     def records(self) -> tuple[FileRecord, ...]:
-        """Path and digest of each file that the record names on this disk."""
+        """Path and digest of each recorded file on this disk."""
         return () if self.manifest is None else self.manifest.here
 
     @property
     def size_bytes(self) -> int:
-        """Size of the files that exist, in bytes."""
+        """Size of the existing files in bytes."""
         return sum(file.size_bytes for file in self.files)
 
 
 def newest(listed: Iterable[Found]) -> Found | None:
-    """Return the newest committed checkpoint of the run that saved last; ``None`` if no checkpoint is committed."""
+    """Return the newest committed checkpoint of the run with the last save; ``None`` if no checkpoint is committed."""
     whole = [(one, manifest) for one in listed if (manifest := one.committed) is not None]
     if not whole:
         return None
@@ -97,9 +91,10 @@ def newest(listed: Iterable[Found]) -> Found | None:
 
 
 def abandoned(listed: Iterable[Found]) -> set[str]:
-    """Return the names of the committed checkpoints, in one place, of abandoned attempts.
+    """Return the names of the committed checkpoints of abandoned attempts, in one place.
 
-    A run leaves such checkpoints when it is started over, or goes back to an older one. No run resumes from them.
+    A run abandons checkpoints when the run is started over, or goes back to an older checkpoint. No run resumes from
+    abandoned checkpoints.
     """
     runs: dict[tuple[str, str], list[Manifest]] = {}
     for one in listed:
@@ -115,68 +110,60 @@ def abandoned(listed: Iterable[Found]) -> set[str]:
 def survey(place: Place) -> list[Found]:
     """List the checkpoints in ``place`` and its folders, oldest first; files without a record come last.
 
-    Files that are no checkpoint by their names are left out.
+    Files without the name of a checkpoint are left out.
 
     Raises:
         OSError, ObjectStoreError: the place cannot be listed. Only "not found" counts as absence.
     """
     files = place.files()
     deciders = [path for path in files if may_be_decider(path)]
-
-    def read(path: str) -> Manifest | CheckpointError | None:
-        try:
-            return record_in(place, path)
-        except CheckpointError as e:
-            return e
-
     found: list[Found] = []
-    for path, record in zip(deciders, place.each(read, deciders), strict=True):
+    for path, record in zip(deciders, map_reads(place, functools.partial(_record, place), deciders), strict=True):
         if isinstance(record, Manifest):
             found.append(_of_record(path, record, files))
         elif record is not None:
             name = path.rpartition("/")[0].removesuffix(f"/{MODEL}") if path.endswith(INDEXES) else path
             found.append(Found(name, "", None, (str(record),), _below(files, name), path))
     known = {one.name for one in found}
-    for path in files:  # steps of another program: no record says what their files must contain
+    for path in files:  # steps of other programs have no record with the names of their files
         name = path.removesuffix(f"/{MARKER}")
         if name != path and name not in known:
-            needed = (f"{name}/{MODEL}/{INDEX}", f"{name}/{TRAIN}/rank0.pt")
-            faults = tuple(f"{one.removeprefix(f'{name}/')} is missing" for one in needed if one not in files)
+            needed = (f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt")
+            faults = tuple(f"{last} is missing" for last in needed if f"{name}/{last}" not in files)
             found.append(Found(name, "step", None, faults or (UNLISTED,), _below(files, name), path))
+    found.sort(key=lambda one: (*((1,) if one.manifest is None else (0, *one.manifest.order)), one.name))
     taken = {file.path for one in found for file in one.files}
-    found.sort(key=_age)
     rest = {path: file for path, file in files.items() if path not in taken}
     return found + _without_record(rest, {one.name for one in found})
 
 
-def sealed(place: Place, path: str) -> Found | None:
+def checkpoint_at(place: Place, path: str) -> Found | None:
     """Return the checkpoint with the deciding file ``path``; ``None``: the file is missing, or has no record."""
-    try:
-        record = record_in(place, path)
-    except CheckpointError as e:
-        return Found(path, "", None, (str(e),), (StoredFile(path, place.size(path), None),), path)
+    record = _record(place, path)
     if record is None:
         return None
+    if not isinstance(record, Manifest):
+        return Found(path, "", None, (str(record),), (StoredFile(path, place.size(path), None),), path)
 
     def stored(name: str) -> StoredFile | None:
         with contextlib.suppress(FileNotFoundError):
             return StoredFile(name, place.size(name), None)
         return None
 
-    files = place.each(stored, [file.path for file in record.here])
+    files = map_reads(place, stored, [file.path for file in record.here])
     return _of_record(path, record, {file.path: file for file in files if file is not None})
 
 
 def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
-    """Delete a checkpoint that has a record.
+    """Delete a checkpoint with a record.
 
     Args:
-        place: has the checkpoint.
+        place: place of the checkpoint.
         found: the checkpoint.
-        dry_run: do not delete it.
+        dry_run: delete nothing.
 
     Returns:
-        Whether the checkpoint is deleted. It stays if another checkpoint was saved under its name meanwhile.
+        True if the checkpoint is deleted. A checkpoint saved under this name meanwhile stays.
     """
     if found.manifest is None:
         return False
@@ -188,8 +175,12 @@ def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
     return True
 
 
-def _age(one: Found) -> tuple[bool, tuple[int, int, int, str], str]:
-    return one.manifest is None, (0, 0, 0, "") if one.manifest is None else one.manifest.order, one.name
+def _record(place: Place, path: str) -> Manifest | CheckpointError | None:
+    """Return the record in the file ``path``, or the error of an unreadable record."""
+    try:
+        return record_in(place, path)
+    except CheckpointError as e:
+        return e
 
 
 def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) -> Found:
@@ -206,16 +197,17 @@ def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) 
         there.append(file)
         if file.size_bytes != one.size_bytes:
             faults.append(f"{one.path} has {file.size_bytes} bytes and was saved with {one.size_bytes}")
-    names = [saved for saved in (record.name, *record.also) if f"/{name}".endswith(f"/{saved}")]
-    saved_as = None if record.form == "step" else max(names, key=len, default=None)
-    copy_of = record.name if saved_as is None and record.form != "step" else None
-    return Found(name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, saved_as)
+    home, copy_of = "".join(name.rpartition("/")[:2]), None
+    if record.form != "step":
+        names = [saved for saved in (record.name, *record.also) if f"/{name}".endswith(f"/{saved}")]
+        home, copy_of = (name.removesuffix(max(names, key=len)), None) if names else (home, record.name)
+    return Found(name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, home)
 
 
 def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
     """Find sharded directories, folders of weights, and single files with the names of checkpoints.
 
-    Data files of a killed save in a ``known`` directory are left out: ``gc`` removes them.
+    Data files of a killed save in a ``known`` directory are left out: ``gc`` removes these files.
     """
     directories: dict[str, str] = {}
     alone: list[str] = []
@@ -241,5 +233,5 @@ def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Fo
 
 
 def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
-    """Return the file ``name``, or the files in the directory of that name."""
+    """Return the file ``name``, or the files in the directory of this name."""
     return tuple(file for path, file in files.items() if path == name or path.startswith(f"{name}/"))
