@@ -125,9 +125,9 @@ def _convert(text: str, path: Path, form: str, *, dtype: str | None, rename: str
     """Write the form ``form`` of the checkpoint at ``text`` to ``path``, and return the URI of that checkpoint."""
     from composerlite.checkpoint.foreign.keys import Rename
     from composerlite.checkpoint.tools import converting
-    from composerlite.models.hf_folder import is_huggingface_folder
     from composerlite.checkpoint.tools.reading import whole_contents
     from composerlite.models import huggingface_contents, write_huggingface_pretrained_from_composer_checkpoint
+    from composerlite.models.hf_folder import is_huggingface_folder
 
     old, is_given, new = (rename or "=").partition("=")
     if not is_given or (rename is not None and form not in converting.WEIGHT_FORMS):

@@ -11,7 +11,7 @@ from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.place.place import Place, set_link
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed
-from composerlite.checkpoint.tools.surveying import Found, newest, checkpoint_at, survey
+from composerlite.checkpoint.tools.surveying import Found, checkpoint_at, newest, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from composerlite.models.hf_folder import write_huggingface
 from composerlite.checkpoint.tools.reading import model_and_integrations
 from composerlite.core import clean_name
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.models.hf_folder import write_huggingface
 from composerlite.models.hf_loading import kept_at, model_class_of
 from composerlite.models.hf_record import library
 from composerlite.models.huggingface import HuggingFaceModel

@@ -13,9 +13,9 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from composerlite.models.hf_folder import kept_by_huggingface, write_huggingface, write_tokenizer
 from composerlite.checkpoint.tools.reading import model_and_integrations, weights_of
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.models.hf_folder import kept_by_huggingface, write_huggingface, write_tokenizer
 from composerlite.models.hf_record import library
 from composerlite.types import StateDict
 

@@ -46,9 +46,7 @@ def _base(**changes: Any) -> dict[str, Any]:
         kind="sharded",
         form="sharded",
         template="ep{epoch}-ba{batch}",
-        run=RunRecord(
-            name="run", timestamp={"epoch": 1, "batch": 3, "total_wct": 1.5}, metrics={"loss": 0.5}
-        ),
+        run=RunRecord(name="run", timestamp={"epoch": 1, "batch": 3, "total_wct": 1.5}, metrics={"loss": 0.5}),
         files=(),
     )
     fields = {**dataclasses.asdict(manifest), "files": [_FILE | {"path": "a"}, _FILE | {"path": "sub/b"}]}

@@ -107,7 +107,7 @@ def test_ls_says_what_is_torn_and_why(demo: Path) -> None:
     whole = {name: (demo / name).read_bytes() for name in (ONE, TWO, THREE)}
     (demo / ONE).write_bytes(whole[ONE][:1000])
     (demo / TWO).write_bytes(whole[TWO][:-10])
-    (demo / THREE).write_bytes(whole[THREE].replace(b'"run_name": "demo"', b'"run_name": "demi"'))
+    (demo / THREE).write_bytes(whole[THREE].replace(b'"run": {"name": "demo"', b'"run": {"name": "demi"'))
     with (demo / "ep4-ba16-rank0.pt").open("ab") as file:
         file.write(b"more")
     found = answer("checkpoint", "ls", "demo", cwd=demo.parent)["checkpoints"]

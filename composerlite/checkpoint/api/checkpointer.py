@@ -47,7 +47,7 @@ from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import NewFile, check_name, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, RunRecord
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
@@ -494,11 +494,13 @@ class _StepWriter:
         number = name.rpartition("step")[2]
         marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
         marker_digest = FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker))
-        record = dataclasses.replace(
-            record_of_directory(name, self._group.size, kind="step"),
+        batch = int(number) if number.isdecimal() else 0
+        record = Manifest(
+            name=name,
+            kind="step",
             form="step",
             template="step{step}",
-            timestamp={"batch": int(number) if number.isdecimal() else 0},
+            run=RunRecord(name="", timestamp={"batch": batch}, world_size=self._group.size),
             files=(*(record for record, _ in parts), FileRecord.of(self._folder.at(MARKER), marker_digest)),
             ephemeral=self._ephemeral,
         )

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 
 from composerlite.checkpoint.format import INDEXES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
-from composerlite.checkpoint.place.place import OnBytes, Place, map_reads, local_copy, set_link
+from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal

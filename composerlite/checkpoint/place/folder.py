@@ -78,6 +78,9 @@ class Folder(Place):
         except NotADirectoryError as e:
             raise ConfigError(f"{self.uri(folder)!r} is a file and no directory of a sharded checkpoint.") from e
 
+    def exists(self, path: str) -> bool:
+        return (self.path / path).is_file()
+
     def read(self, path: str) -> bytes:
         size_bytes, data = self.end(path, _MOST_SMALL_BYTES)
         if len(data) < size_bytes:

@@ -126,8 +126,8 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     """List the checkpoints to delete, oldest first: those that ``policy`` does not keep, and ephemeral checkpoints.
 
     Three checkpoints always stay: the newest, the newest permanent checkpoint, and the newest without ``not_finite``,
-    for a resume. An ephemeral checkpoint stays while it is the newest. The policy does not see ephemeral checkpoints, so
-    they do not count among the last N or the best K.
+    for a resume. An ephemeral checkpoint stays while it is the newest. The policy does not see ephemeral checkpoints:
+    the last N and the best K are permanent.
 
     Deletions after each save leave the same checkpoints as one call with the whole history, if each save is newer than
     the saves before.

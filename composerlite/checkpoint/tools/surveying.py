@@ -17,7 +17,7 @@ from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, living_line
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "newest", "remove", "checkpoint_at", "survey"]
+__all__ = ["UNLISTED", "Found", "abandoned", "checkpoint_at", "newest", "remove", "survey"]
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
