@@ -240,8 +240,11 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
 
     ``None``: another program wrote the index. Errors are those of :func:`unseal`.
     """
-    with _reading(source):
+    try:
         index = json_object(data)
+    except ValueError as e:
+        raise CorruptCheckpointError(f"{source!r} is no index of weights: {e}") from e
+    with _reading(source):
         about = index.get("metadata")
         tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
         if not isinstance(tail, str):
