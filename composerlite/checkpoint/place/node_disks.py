@@ -32,7 +32,7 @@ class Disks:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """For each rank the number of its folder, from 0. With a disk for each node this is the number of the node."""
+        """Number of the folder of each rank, from 0. With a disk for each node this is the number of the node."""
         numbers = {leader: number for number, leader in enumerate(sorted(set(self.leaders)))}
         return tuple(numbers[leader] for leader in self.leaders)
 

@@ -189,7 +189,7 @@ class Manifest:
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """As in :class:`RunRecord`."""
+        """Names of values with NaN or infinity at the save, as in :class:`RunRecord`."""
         return self.run.not_finite
 
     @property
