@@ -13,6 +13,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory.replicas import NodeMemory
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import quarantine_checkpoint, quarantine_file
+from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import (
@@ -305,4 +306,4 @@ def _repair_links(place: RunPlace, manifest: Manifest, run_name: str, renamed: S
         if is_broken and links.fullmatch(link) is not None and (match is not None or target in gone):
             rank = 0 if match is None else int(match.groupdict().get("rank", 0))
             is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
-            place.catalog.place.point(link, manifest.files[rank].path if is_of_rank else manifest.name)
+            set_link(place.catalog.place, link, manifest.files[rank].path if is_of_rank else manifest.name)

@@ -7,7 +7,6 @@ target.
 from __future__ import annotations
 
 import contextlib
-import posixpath
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
@@ -84,9 +83,12 @@ class Bucket(Place):
     def path_of(self, path: str) -> None:
         return None
 
+    @property
+    def top(self) -> PurePosixPath:
+        return PurePosixPath("/", self.root)
+
     def inside(self, path: str) -> Bucket:
-        full = self._full(path)
-        return Bucket(self.transfer, posixpath.normpath(f"/{full}") if ".." in path else full)
+        return Bucket(self.transfer, self._full(path))
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:

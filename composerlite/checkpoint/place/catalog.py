@@ -94,20 +94,16 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
     """Return the place where the checkpoint ``name`` was saved, and the name at the save.
 
     If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``.
-
-    Args:
-        place: a bucket, or a folder with a resolved path.
-        name: name in ``place``.
     """
+    full = str(place.top / name)
     for path in _deciders_of(name):
         try:
             record = record_in(place, path)
         except CheckpointError:  # raised again when the checkpoint is opened
             break
         for saved in () if record is None else (record.name, *record.also):
-            above = place.inside("../" * (saved.count("/") - name.count("/")))
-            if saved != name and above.uri(saved) == place.uri(name):
-                return above, saved
+            if saved != name and full.endswith(f"/{saved}"):
+                return place.inside(full.removesuffix(saved)), saved
     return place, name
 
 

@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
@@ -53,8 +53,12 @@ class Folder(Place):
     def path_of(self, path: str) -> Path:
         return self.path / path
 
+    @property
+    def top(self) -> PurePosixPath:
+        return PurePosixPath(self.path.resolve())
+
     def inside(self, path: str) -> Folder:
-        return Folder(os.path.normpath(self.path / path))
+        return Folder(self.path / path)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def files(self, below: str = "") -> Mapping[str, StoredFile]:

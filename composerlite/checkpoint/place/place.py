@@ -94,9 +94,14 @@ class Place(ABC):
     def path_of(self, path: str) -> Path | None:
         """Return ``path`` as a path of this machine; ``None`` in a bucket."""
 
+    @property
+    @abstractmethod
+    def top(self) -> PurePosixPath:
+        """Path of the place from the top of the disk or the bucket, with a slash at the beginning."""
+
     @abstractmethod
     def inside(self, path: str) -> Place:
-        """Return the place at ``path``, usable until this place is closed. The path may begin with ``..``."""
+        """Return the place ``path`` in this place, usable until this place is closed."""
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
