@@ -182,7 +182,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     """Put so many small checkpoints into the bucket, and point the link to the newest."""
     from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.place.commit import commit_sent
-    from composerlite.checkpoint.record.manifest import FileRecord, Manifest, RunRecord
+    from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
     from composerlite.checkpoint.record.tail import seal
     from composerlite.storage import Digester, Transfer, chunk_bytes_for, open_store
 
@@ -200,7 +200,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
             name=name,
             kind="monolithic",
             template="ep{epoch}-ba{batch}-rank{rank}.pt",
-            run=RunRecord(name="run", timestamp={**stamp, "batch": batch}),
+            run=SavedRun(name="run", timestamp={**stamp, "batch": batch}),
             files=(),
             saved_at=when,
         )

@@ -23,7 +23,7 @@ from forked import run_forked
 from hypothesis.stateful import precondition, rule
 
 from composerlite.checkpoint import FileRecord, Manifest, read_checkpoint
-from composerlite.checkpoint.record.manifest import RunRecord
+from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import seal
 from composerlite.errors import CheckpointNotFoundError, RunInUseError
 from composerlite.storage import FileDigest
@@ -42,7 +42,7 @@ def hostile(*others: str, **fields: Any) -> Callable[[Path], None]:
         known = {"name": path.name, "kind": "monolithic", "template": "ba{batch}.pt", **fields}
         body = b"no checkpoint"
         stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
-        path.write_bytes(body + seal(Manifest(**known, run=RunRecord(name=RUN, timestamp=time), files=files), stored))
+        path.write_bytes(body + seal(Manifest(**known, run=SavedRun(name=RUN, timestamp=time), files=files), stored))
 
     return write
 

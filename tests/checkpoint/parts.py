@@ -14,7 +14,7 @@ from composerlite.checkpoint import Catalog, Manifest, rng
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import RunRecord
+from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.save.form import FileWriter, SaveRequest
 from composerlite.checkpoint.save.save import SaveTask, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
@@ -73,7 +73,7 @@ def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:
 def save_run_directory(path: Path, state: State, batch: int) -> None:
     """Save ``state`` to the directory ``path`` as a checkpoint of the run ``run``."""
     contents = {"state": state.state_dict(), "rng": [rng.capture()]}
-    record = replace(record_of_directory(path.name, 1), run=RunRecord(name="run", timestamp={"batch": batch}))
+    record = replace(record_of_directory(path.name, 1), run=SavedRun(name="run", timestamp={"batch": batch}))
     group = SingleProcess()
     writer = ShardWriter(lambda: contents, ShardedDirectory.of(path), overwrite=False)
     votes = [group.vote(f"saving {path.name}")]
@@ -89,7 +89,7 @@ def save_archives(
         kind="deepspeed",
         form="archives",
         template=template,
-        run=RunRecord(name="run", timestamp={"batch": batch}, world_size=2),
+        run=SavedRun(name="run", timestamp={"batch": batch}, world_size=2),
         files=(),
     )
     writers = [

@@ -19,7 +19,7 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.memory.replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, RunRecord
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
 from composerlite.checkpoint.record.tail import seal, seal_index
 from composerlite.storage import FileDigest
 
@@ -64,7 +64,7 @@ def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000,
         kind="sharded" if of else "monolithic",
         form="sharded" if of else "file",
         template="ba{batch}",
-        run=RunRecord(name=run, timestamp={"batch": batch}),
+        run=SavedRun(name=run, timestamp={"batch": batch}),
         files=tuple(records),
         saved_at="2026-01-01T00:00:00.000+00:00",
         id=save_id,

@@ -17,7 +17,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.record.manifest import RunRecord
+from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import seal
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import Pointed
@@ -60,7 +60,7 @@ def plant(folder: Path, victim: Path) -> Manifest:
         kind="deepspeed",
         form="archives",
         template=template,
-        run=RunRecord(name="run", timestamp={"batch": 1}, world_size=2),
+        run=SavedRun(name="run", timestamp={"batch": 1}, world_size=2),
         files=(FileRecord.of(victim.name, digest(victim.read_bytes())),),
     )
     if manifests:

@@ -27,7 +27,7 @@ from composerlite.checkpoint import Manifest
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, last_frame
 from composerlite.checkpoint.format.packing import format_of, unpacked
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.record.manifest import RunRecord
+from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, StagedFile
@@ -42,7 +42,7 @@ def record_of(name: str) -> Manifest:
         name=name,
         kind="monolithic",
         template=name,
-        run=RunRecord(name="r", timestamp={"batch": 3}, fit_calls=1, world_size=1, metrics={"loss": 0.5}),
+        run=SavedRun(name="r", timestamp={"batch": 3}, fit_calls=1, world_size=1, metrics={"loss": 0.5}),
         files=(),
     )
 

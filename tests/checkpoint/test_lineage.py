@@ -14,7 +14,7 @@ from parts import save_batch
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load.resume import RunPlace, choose
 from composerlite.checkpoint.record.manifest import (
-    RunRecord,
+    SavedRun,
     continued,
     highest_attempt,
     in_line,
@@ -33,7 +33,7 @@ def manifest(batch: int, lineage: Lineage, saved_at: str = "2026-01-01T00:00:00.
         name=name,
         kind="monolithic",
         template="x",
-        run=RunRecord(name="run", timestamp={"batch": batch}, lineage=lineage),
+        run=SavedRun(name="run", timestamp={"batch": batch}, lineage=lineage),
         files=(),
         saved_at=saved_at,
     )

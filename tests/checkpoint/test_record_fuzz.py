@@ -17,7 +17,7 @@ from parts import save_batch
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
 from composerlite.checkpoint.api.step_metadata import CheckpointMetadata
-from composerlite.checkpoint.record.manifest import RunRecord, relative_path
+from composerlite.checkpoint.record.manifest import SavedRun, relative_path
 from composerlite.checkpoint.record.tail import seal, unseal
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
@@ -46,7 +46,7 @@ def _base(**changes: Any) -> dict[str, Any]:
         kind="sharded",
         form="sharded",
         template="ep{epoch}-ba{batch}",
-        run=RunRecord(name="run", timestamp={"epoch": 1, "batch": 3, "total_wct": 1.5}, metrics={"loss": 0.5}),
+        run=SavedRun(name="run", timestamp={"epoch": 1, "batch": 3, "total_wct": 1.5}, metrics={"loss": 0.5}),
         files=(),
     )
     fields = {**dataclasses.asdict(manifest), "files": [_FILE | {"path": "a"}, _FILE | {"path": "sub/b"}]}
@@ -193,7 +193,7 @@ def test_the_files_of_all_ranks_are_those_of_a_checkpoint(template: str, paths: 
         kind="deepspeed",
         form="archives",
         template=template,
-        run=RunRecord(name="run7", timestamp={"batch": 3}),
+        run=SavedRun(name="run7", timestamp={"batch": 3}),
         files=tuple(FileRecord(path, 4, "0" * 32) for path in paths[1:]),
     )
     data = b"1234" + seal(record, FileDigest(4, xxhash.xxh3_128_hexdigest(b"1234")))

@@ -24,7 +24,7 @@ from composerlite.checkpoint import Catalog, FileRecord, Manifest, read_checkpoi
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.record.manifest import RunRecord
+from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import Digester, FileDigest, chunk_bytes_for
@@ -37,7 +37,7 @@ RECORD = Manifest(
     name="a.pt",
     kind="monolithic",
     template="a.pt",
-    run=RunRecord(
+    run=SavedRun(
         name="run ☃",
         timestamp={"batch": 7, "total_wct": 1.5},
         fit_calls=2,

@@ -47,7 +47,7 @@ from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import NewFile, check_name, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, RunRecord
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
@@ -500,7 +500,7 @@ class _StepWriter:
             kind="step",
             form="step",
             template="step{step}",
-            run=RunRecord(name="", timestamp={"batch": batch}, world_size=self._group.size),
+            run=SavedRun(name="", timestamp={"batch": batch}, world_size=self._group.size),
             files=(*(record for record, _ in parts), FileRecord.of(self._folder.at(MARKER), marker_digest)),
             ephemeral=self._ephemeral,
         )

@@ -30,7 +30,7 @@ __all__ = [
     "Manifest",
     "NewerManifestError",
     "Position",
-    "RunRecord",
+    "SavedRun",
     "continued",
     "highest_attempt",
     "in_line",
@@ -107,7 +107,7 @@ class FileRecord:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class SavedRun:
     """A training run at the moment of a save.
 
     Attributes:
@@ -159,7 +159,7 @@ class Manifest:
     name: str
     kind: str
     template: str
-    run: RunRecord
+    run: SavedRun
     files: tuple[FileRecord, ...]
     left_out: tuple[str, ...] = ()
     unpacked_bytes: Count = 0
@@ -189,7 +189,7 @@ class Manifest:
 
     @property
     def not_finite(self) -> tuple[str, ...]:
-        """Names of values with NaN or infinity at the save, as in :class:`RunRecord`."""
+        """Names of values with NaN or infinity at the save, as in :class:`SavedRun`."""
         return self.run.not_finite
 
     @property

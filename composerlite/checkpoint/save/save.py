@@ -27,7 +27,7 @@ from composerlite import dist
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.record.manifest import Manifest, RunRecord, new_id
+from composerlite.checkpoint.record.manifest import Manifest, SavedRun, new_id
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name, form_of
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
@@ -608,7 +608,7 @@ def _record_of(
         name=names[0],
         kind="crash" if request.occasion == "crash" else kind,
         template=form.template(request.template),
-        run=RunRecord(
+        run=SavedRun(
             name=state.run_name,
             timestamp={
                 key: value.total_seconds() if isinstance(value, timedelta) else value

@@ -39,7 +39,7 @@ from composerlite.checkpoint.place.directory import (
 )
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
-from composerlite.checkpoint.record.manifest import Manifest, RunRecord
+from composerlite.checkpoint.record.manifest import Manifest, SavedRun
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -262,7 +262,7 @@ def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") ->
         name=name,
         kind=kind,
         template=name,
-        run=RunRecord(name="", timestamp={"batch": 0}, world_size=world_size),
+        run=SavedRun(name="", timestamp={"batch": 0}, world_size=world_size),
         files=(),
     )
 

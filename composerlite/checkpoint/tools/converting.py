@@ -13,7 +13,7 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest, RunRecord
+from composerlite.checkpoint.record.manifest import Manifest, SavedRun
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.save import SaveTask
@@ -125,7 +125,7 @@ def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
 
     The user chose the name, not a template: retention in the folder of a run ignores the converted checkpoint.
     """
-    run, left_out = RunRecord(name="", timestamp={"batch": 0}), ()
+    run, left_out = SavedRun(name="", timestamp={"batch": 0}), ()
     if manifest is not None and manifest.kind != "step":
         run, left_out = manifest.run, manifest.left_out
         kind = "weights" if manifest.kind == "weights" else kind
