@@ -95,7 +95,16 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
-        """Return the record of the file ``path`` with the content of ``digest``. ``node`` as in the class."""
+        """Make the record of a file.
+
+        Args:
+            path: path of the file, relative to the folder of checkpoints.
+            digest: size and hashes of the content.
+            node: as in the class.
+
+        Returns:
+            The record.
+        """
         return cls(path, **dataclasses.asdict(digest), node=node)
 
     @property

@@ -190,6 +190,9 @@ def format_name_with_dist(template: str, run_name: str, **extra: object) -> str:
         run_name: value of ``{run_name}``.
         **extra: values of further variables.
 
+    Returns:
+        The name.
+
     Raises:
         ConfigError: a variable does not exist.
     """
@@ -218,6 +221,9 @@ def format_name_with_dist_and_time(
         run_name: value of ``{run_name}``.
         timestamp: values of ``{epoch}``, ``{batch}`` and the like; or its state dict.
         **extra: values of further variables.
+
+    Returns:
+        The name.
 
     Raises:
         ConfigError: a variable does not exist.
@@ -263,6 +269,9 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
     Args:
         state: state of the run.
         filename: a template, or a :class:`PartialFilePath`.
+
+    Returns:
+        The name.
 
     Raises:
         ConfigError: a variable does not exist.
