@@ -38,10 +38,10 @@ def check_fit(
         reader: of the checkpoint.
         wanted: values to load, by the keys of the index.
         strict: missing keys, unexpected keys and other types are errors.
-        owned: prefixes of keys; other keys of the checkpoint with these prefixes are unexpected.
+        owned: prefixes of keys; other keys of the checkpoint with such a prefix are unexpected.
 
     Raises:
-        IncompatibleCheckpointError: keys or shapes differ; lists all of them.
+        IncompatibleCheckpointError: keys or shapes differ; lists all differences.
     """
 
     def is_tensor(value: Any) -> bool:  # with a key of its own in the index
@@ -81,7 +81,7 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def near(key: str, known: Iterable[str]) -> str:
-    """Return a hint with the nearest of the ``known`` keys, and with all of them if they are few."""
+    """Return a hint with the nearest of the ``known`` keys, and with all keys if there are few."""
     known = list(known)
     hint = did_you_mean(key, known)
     return hint if len(known) <= _MOST_LISTED else hint.partition(" Known:")[0]
@@ -98,7 +98,7 @@ def is_flattened(metadata: Metadata, *, default: bool) -> bool:
 def match_settings_of_schedulers(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:
     """Give ``groups`` the same settings of schedulers as the checkpoint, such as ``initial_lr``.
 
-    A scheduler may be made before a load or after the load, so a setting of one side alone is no difference.
+    A scheduler may be made before or after the load, so a setting only here or only in the checkpoint is no difference.
 
     Args:
         groups: of the optimizer, with the names of the checkpoint.
@@ -130,7 +130,7 @@ def check_groups(
         reader: of the checkpoint.
         groups: names of the parameters in each group, with the names of the checkpoint.
         flatten: the checkpoint has a flattened state.
-        strict: parameters of one side alone are an error.
+        strict: parameters only here or only in the checkpoint are an error.
 
     Raises:
         IncompatibleCheckpointError: the groups differ; lists the differences.

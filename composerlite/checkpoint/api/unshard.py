@@ -1,4 +1,4 @@
-"""A sharded checkpoint as plain files: one for all, one for each tensor, or some of about the same size."""
+"""Writing a sharded checkpoint as plain files: a single file, a file for each tensor, or files of similar size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class UnshardStrategyType(enum.StrEnum):
     """Rule by which unsharded files are split."""
 
     one_file = "one_file"
-    """One file for the model and one for the optimizer. All of each is in memory at once."""
+    """A file for the model and a file for the optimizer. Each is in memory as a whole."""
 
     one_file_per_tensor = "one_file_per_tensor"
     """A file for each key."""
@@ -52,7 +52,7 @@ class UnshardStrategy:
         chunk_size_bytes: about how large a file is at most; for ``chunks``, and only for that.
 
     Raises:
-        ConfigError: a ValueError: ``chunk_size_bytes`` is missing, not positive, or given where it means nothing.
+        ConfigError: a ValueError: ``chunk_size_bytes`` is missing, not positive, or given for another strategy.
     """
 
     name: UnshardStrategyType = UnshardStrategyType.one_file
@@ -72,7 +72,7 @@ class UnshardStrategy:
 
     @classmethod
     def one_file(cls) -> UnshardStrategy:
-        """Return the strategy of one file for the model and one for the optimizer."""
+        """Return the strategy of a file for the model and a file for the optimizer."""
         return cls(UnshardStrategyType.one_file)
 
     @classmethod
@@ -100,21 +100,21 @@ def unshard_checkpoint(
 ) -> tuple[Path, Path | None]:
     """Write the model, and the optimizer, of a sharded checkpoint to files that ``torch.load`` or safetensors opens.
 
-    One file is ``model.pt``, with the model's state dict. Several are in the folder ``model``, with an index
-    ``model.pt.index.json`` that says which key is in which file; each holds a dict. With safetensors they end with
-    ``.safetensors``. The optimizer's are ``optim.pt`` or in ``optim``; in one file it has the layout it was saved in.
+    A single file is ``model.pt``, with the model's state dict. Several files are in the folder ``model``, with an index
+    ``model.pt.index.json`` of the file of each key; each file holds a dict. Names of safetensors files end with
+    ``.safetensors``. Files of the optimizer are ``optim.pt`` or in ``optim``; a single file keeps the saved layout.
 
-    Each file gets its name when it is whole and durable; the index is written last. With ``save_overwrite`` an old
+    Each file gets a name once the file is whole and durable; the index comes last. With ``save_overwrite`` an old
     index, and the old ``optim.pt``, are removed first: after a kill no index names a file of another checkpoint.
 
     Args:
-        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of one of the Trainer the model
-            is written.
+        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of a checkpoint of the Trainer
+            the model is written.
         target_dir: a folder of this machine.
-        optim: whether to write the optimizer; ``None``: if there is one and the format is torch's.
+        optim: whether to write the optimizer; ``None``: if the checkpoint has an optimizer and the format is torch's.
         save_overwrite: replace the files of these names; otherwise none may exist. Other files in ``target_dir`` stay.
-        use_safetensors: write safetensors files, which hold tensors only.
-        unshard_strategy: ``None``: one file.
+        use_safetensors: write safetensors files. Such files hold tensors only.
+        unshard_strategy: ``None``: a single file.
         pre_download: first bring the checkpoint's files to this machine.
         work_dir: where to. ``None``: to a temporary folder.
         quiet: do not log what is written.

@@ -1,4 +1,4 @@
-"""The archives of a checkpoint of DeepSpeed, one for each rank, and reading them in place, without extraction.
+"""The archives of a checkpoint of DeepSpeed, an archive for each rank, read in place, without extraction.
 
 Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files that DeepSpeed writes on its
 rank, unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
@@ -178,7 +178,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
         unpacked_bytes: size up to which the archive may be decompressed, whatever the ratio.
 
     Raises:
-        CorruptCheckpointError: the bytes are not those that were saved.
+        CorruptCheckpointError: the bytes differ from the saved bytes.
         IncompatibleCheckpointError: the file is no archive of DeepSpeed.
         OSError: the file is missing or cannot be read, or there is no space to decompress it.
     """
@@ -223,10 +223,10 @@ class Archives:
 
     @contextlib.contextmanager
     def opened(self, rank: int, object_store: ObjectStore | None) -> Generator[RankFiles]:
-        """Open the archive of ``rank``. One in a store is downloaded for as long as the block lasts.
+        """Open the archive of ``rank``. An archive in a store is downloaded for the duration of the block.
 
         Raises:
-            CheckpointNotFoundError: the archive is missing. The message names it.
+            CheckpointNotFoundError: the archive is missing. The message names the archive.
             CheckpointError: as :func:`opened_archive`.
         """
         with fetched(self.names[rank], object_store) as path:

@@ -79,7 +79,7 @@ def optimizer_state_to_fill(
 def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) -> None:
     """Load ``state``, in either layout, into ``optim``. A parameter without a state there has none afterwards.
 
-    Settings that schedulers have added to the groups stay if ``state`` does not have them.
+    Settings added to the groups by schedulers stay if ``state`` does not have these settings.
     """
     if "param_groups" not in state:
         groups = optimizer_state(model, optim)["param_groups"]
@@ -178,7 +178,7 @@ def _without_state(optim: Optimizer) -> Generator[None]:
             one.grad = gradient
 
 
-# ── the layout in which every parameter has the settings of its group ────────────────────────────────────────────────
+# ── the layout with the settings of the group at every parameter ────────────────────────────────────────────────────
 def flattened(state: StateDict) -> StateDict:
     """Return ``state`` with keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, as torch flattens it."""
     flat = {f"state.{name}.{key}": value for name, fields in state["state"].items() for key, value in fields.items()}

@@ -1,6 +1,6 @@
 """Opening a checkpoint file: its required contents, its manifest, and access to its bytes.
 
-Of several ranks, rank 0 reads the file and sends the other ranks what they need.
+Of several ranks, rank 0 reads the file and sends the parts to the other ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RawFile(NamedTuple):
     """The bytes of a torch file.
 
     Attributes:
-        source: reads bytes, verified where a record has digests of them.
+        source: reads bytes, verified if a record has digests.
         size_bytes: size of the torch file.
         peek: reads bytes that are verified later, or not at all.
         check_sums: only the checksums in the file verify the bytes.
@@ -66,7 +66,7 @@ class RawFile(NamedTuple):
     verified: Collection[int] = ()
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
-        """Return its contents."""
+        """Return the contents of the file."""
         return TorchFile(
             self.source,
             self.size_bytes,
@@ -105,7 +105,7 @@ def opened(
 
     Raises:
         CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
-        CorruptCheckpointError: the bytes are not those that were saved.
+        CorruptCheckpointError: the bytes differ from the saved bytes.
         UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
         ConfigError: the function cannot be imported.
     """
@@ -164,7 +164,7 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
 
     Args:
         path: a local file.
-        map_location: where tensors go, as ``torch.load`` takes it.
+        map_location: device of the tensors, as in ``torch.load``.
         trust_checkpoint: load any type, **running any code in the file**. Only for files you made yourself.
 
     Returns:
@@ -283,8 +283,8 @@ def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFi
 class _SharedBytes:
     """The bytes of a file that rank 0 reads for all ranks.
 
-    Rank 0 first reads the headers, everything that is no tensor, and broadcasts them at once: otherwise each small
-    read of a header would be a broadcast of its own.
+    Rank 0 first reads the headers, everything except tensors, and broadcasts all headers at once: otherwise each small
+    read of a header would be a separate broadcast.
 
     Args:
         raw: the file, on rank 0; ``None`` on the other ranks.
@@ -315,7 +315,7 @@ class _SharedBytes:
         return shared
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes. Collective after :meth:`share`, unless they belong to a header."""
+        """Read exactly ``size`` bytes. Collective after :meth:`share`, except for headers."""
         if not self._what:
             data = self._headers[offset, size] = self._source.read(offset, size)
             return data
@@ -344,7 +344,7 @@ _VALIDATION = "CHECKPOINT_VALIDATION_FUNCTION"
 
 
 def validate(path: Path) -> None:
-    """Call the function that ``CHECKPOINT_VALIDATION_FUNCTION`` names, if it names one, before ``path`` is read.
+    """Call the function in ``CHECKPOINT_VALIDATION_FUNCTION``, if any, before ``path`` is read.
 
     Raises:
         UntrustedCheckpointError: the function returns false. A resume ends with this error and renames no file.

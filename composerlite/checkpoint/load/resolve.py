@@ -1,6 +1,6 @@
 """The checkpoint of a path or URI: a file on this machine, or a directory anywhere.
 
-A checkpoint elsewhere that is one file is downloaded.
+A checkpoint of one file in a store or at an address is downloaded.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Located(NamedTuple):
 
     Attributes:
         name: the name given by the user.
-        kind: ``'file'``: a file that is read as a whole. Each rank reads its part of the other kinds: ``'sharded'``, a
+        kind: ``'file'``: a file, read as a whole. Each rank reads its part of the other kinds: ``'sharded'``, a
             directory; ``'step'``, a directory with the model and the optimizer in a directory below; ``'weights'``, a
             file of safetensors.
         path: path on this machine; ``None``: only rank 0 has the file, or the checkpoint is in a store.
@@ -116,7 +116,7 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, 
         trust: for a folder of DeepSpeed: load any type, **running any code in the files**.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint. A missing local file raises this when it is read.
+        CheckpointNotFoundError: there is no such checkpoint. A missing local file raises this error during the read.
         ConfigError, PermissionError, ObjectStoreError: see :func:`~composerlite.checkpoint.load.resolve.fetched`.
     """
     from composerlite import dist  # imports torch, not needed for a listing
@@ -173,7 +173,7 @@ def _is_address(name: str, object_store: ObjectStore | None) -> bool:
 
 @contextlib.contextmanager
 def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Place, str]]:
-    """Open the folder or the part of a bucket with the checkpoint ``name``. Yield it, and the name in it.
+    """Open the place with the checkpoint ``name``: a folder or a part of a bucket. Yield the place, and the name there.
 
     Links are followed. The checkpoint may be missing.
 
@@ -249,8 +249,8 @@ def fetched(
 ) -> Generator[Path]:
     """Yield the checkpoint ``path`` as a file of this machine, which exists within the block.
 
-    A local path is yielded as it is, links followed. Anything else is downloaded to a temporary folder, and verified if
-    it has a record.
+    A local path is yielded unchanged, except that links are followed. Other files are downloaded to a temporary folder,
+    and verified if there is a record.
 
     Args:
         path: a path, a URI, or a name in ``object_store``.
@@ -260,7 +260,7 @@ def fetched(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CorruptCheckpointError: the bytes are not those that were saved.
+        CorruptCheckpointError: the bytes differ from the saved bytes.
         ConfigError: the URI names no store, or a package for the store is not installed.
         PermissionError, ObjectStoreError: the store denies access, or fails.
     """
@@ -352,7 +352,7 @@ def download_checkpoint(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        CorruptCheckpointError: the bytes are not those that were saved, or cannot be unpacked.
+        CorruptCheckpointError: the bytes differ from the saved bytes, or cannot be unpacked.
         ConfigError: the URI names no store, a package for the store is not installed, or an argument says that the
             checkpoint is sharded.
         PermissionError, ObjectStoreError: the store denies access, or fails.

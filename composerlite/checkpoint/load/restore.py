@@ -46,21 +46,21 @@ def read_checkpoint(
     map_location: MapLocation = "cpu",
     ignore_keys: IgnoreKeys = None,
 ) -> StateDict:
-    """Return the contents of the checkpoint file ``path``, verified by its record if there is a record.
+    """Return the contents of the checkpoint file ``path``, verified by the record if there is a record.
 
     Args:
         path: a file, also compressed or in an archive.
         trust_checkpoint: load any type, **running any code in the file**.
         progress_bar: show a progress bar on a terminal while a large file is read.
-        map_location: where tensors go, as ``torch.load`` takes it.
+        map_location: device of the tensors, as in ``torch.load``.
         ignore_keys: keys to leave out; the bytes of their tensors are not read.
 
     Returns:
         ``{'state': …, 'rng': …}`` as saved, without the ignored keys.
 
     Raises:
-        CheckpointNotFoundError: there is no such file; the message lists what the folder has.
-        CorruptCheckpointError: the bytes are not those that were saved.
+        CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
+        CorruptCheckpointError: the bytes differ from the saved bytes.
         UntrustedCheckpointError: the file holds a type that is not known to be safe.
         IncompatibleCheckpointError: the file is a torch file, and no checkpoint.
     """
@@ -92,8 +92,8 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Restore ``state`` from the checkpoint ``path`` and return the states of the random generators, one per rank.
 
-    Every rank of a run calls this. Rank 0 finds ``path``, and alone reads a checkpoint that is one file. Each rank
-    reads its part of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, with any number of
+    Every rank of a run calls this. Rank 0 finds ``path``, and alone reads a checkpoint of one file. Each rank
+    reads a part of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, with any number of
     ranks. If the checkpoint cannot be loaded on one rank, all ranks raise that error.
 
     The generators are not touched: apply them with ``composerlite.checkpoint.rng.restore`` when training starts.
@@ -111,11 +111,11 @@ def load_checkpoint(
         load_weights_only: restore the model alone.
         strict_model_weights: parameter names must agree exactly; shapes must agree in any case.
         progress_bar: show a progress bar on a terminal while a large file is downloaded or read.
-        ignore_keys: leave these keys as they are in ``state``; the bytes of their tensors are not read.
+        ignore_keys: keys not to change in ``state``; the bytes of these tensors are not read.
         exclude_algorithms: names of algorithms whose state is not restored and which are not rebuilt.
         algorithm_passes: not used; accepted because Composer's function has it.
         trust_checkpoint: load any type, **running any code in the file**. Directories have only known types.
-        monolith_rank0_only: not used: only rank 0 reads a checkpoint that is one file, and broadcasts it.
+        monolith_rank0_only: not used: rank 0 alone reads a checkpoint of one file and broadcasts the contents.
         key_map: paths of the parts in a checkpoint of another program, as the trainer's ``load_key_map``.
 
     Returns:
@@ -146,7 +146,7 @@ def read_in_place(
 ) -> Loaded:
     """Read the tensors of a checkpoint into the state of ``plan``. Nothing else changes until :meth:`Loaded.restore`.
 
-    If damage shows on one rank, all raise it: then another checkpoint must be read into the state.
+    If damage shows on a rank, all ranks raise the error: then another checkpoint must be read into the state.
 
     Args:
         name: path, URI or name in ``object_store``, the same on every rank, without format variables.
@@ -346,7 +346,7 @@ def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last element in memory, those between them included."""
+    """Return the number of elements from the first to the last element in memory, with all elements in between."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 

@@ -68,7 +68,7 @@ def plan_load(
         }
 
     if not group.all_reduce("planning a load", report, all_alike):
-        return made, []  # each rank reads all that it wants
+        return made, []  # each rank reads all of its own requests
     places = reader.read_metadata().storage_data
     common = {id(request) for named in shared.values() for _, request in named}
     own = [request for request in made if id(request) not in common]
@@ -95,7 +95,7 @@ def shared_requests(
 ) -> dict[Ranks, list[tuple[bytes, Request]]]:
     """Return the requests that other ranks have too, as far as the placements of tensors tell, with names.
 
-    Values are left out: they are small. The names are the same on all ranks with the same requests.
+    Values are left out, since values are small. The names are the same on all ranks with the same requests.
 
     Args:
         requests: of this rank.
@@ -157,7 +157,7 @@ class _NodeReport(NamedTuple):
     """Report of a rank to the others.
 
     Attributes:
-        node: number of the node, which not every launcher gives, and its name.
+        node: number of the node (not every launcher gives a number) and host name.
         has: files of the checkpoint on the node.
         lacks: begin and end of the ranges that the rank needs of other files, by file.
         place: folder of the node for what is fetched; ``None``: another rank of the node has made the folder.
@@ -173,9 +173,9 @@ class _NodeReport(NamedTuple):
 class RemoteShardFetcher:
     """Fetches parts of a checkpoint that the disk of this node does not have. A context manager, on every rank.
 
-    If all files are in one folder there is nothing to do. Otherwise a rank of a node that has a part sends the part to
-    a rank of each node that needs it. There the part is in a temporary folder until the block ends, and is verified
-    when it is read.
+    If all files are in one folder there is nothing to do. Otherwise a rank of a node with a part sends the part to
+    a rank of each node without the part. There the part is in a temporary folder until the block ends, and is verified
+    by the reader.
 
     Args:
         folder: of the checkpoint.
@@ -276,7 +276,7 @@ def _first_of_node(everyone: Sequence[_NodeReport], node: tuple[int, str]) -> in
 
 
 def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
-    """Return the ranges in whole chunks, as they are verified, and each byte once."""
+    """Return the ranges in whole chunks, as the reader verifies chunks, and each byte once."""
     chunk = record.chunk_bytes or max(1, record.size_bytes)
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
