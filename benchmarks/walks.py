@@ -1,10 +1,11 @@
 """The modules that one save and one load go through, and the calls between them.
 
-A run of one rank is built, trains a batch, saves it in the background into a folder as one file, keeps one checkpoint,
-and is closed; another run is built with ``load_path``, trains a batch and is closed. ``sys.setprofile`` and
-``threading.setprofile`` see every call in every thread of the two. Counted are the modules of the packages in `LAYERS`
-in which a function was called, and the edges: pairs of such modules of which one called the other, directly or through
-functions of others (a context manager of Python, a hook of the trainer), each pair once. Starting a thread is no call.
+A run of one rank saves its second checkpoint into a folder as one file, and deletes the first; another run is built
+with ``load_path``. ``sys.setprofile`` and ``threading.setprofile`` see every call in every thread of the two. Counted
+are the modules of the packages in `LAYERS` in which a function was called, and the edges: pairs of such modules of
+which one called the other, directly or through functions of others (a context manager of Python, a hook of the
+trainer), each pair once. Starting a thread is no call.
+Functions are those above `storage` that were called from another module, each once.
 
 An edge goes up where a lower layer calls a higher one: storage the other two, checkpoint the callbacks.
 
@@ -12,6 +13,7 @@ Usage: ``python benchmarks/walks.py`` prints both walks, each module once, and a
 first called it; then the edges that go up. ``--edges`` lists all edges. ``--check 22 45 20`` exits with 1 where a save
 has more modules, a save more edges or a load more modules than that. ``--markdown`` prints the part of
 ``docs/architecture.md`` that is about them, and ``--write docs/architecture.md`` puts it there: ``make walks``.
+``--functions`` lists the functions.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tempfile
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +68,8 @@ class Walk:
     """Functions outside of the counted packages from which these were entered."""
     edges: dict[Edge, int] = field(default_factory=dict[Edge, int])
     modules: set[str] = field(default_factory=set[str])
+    functions: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """Module and name of each function above storage that another module called."""
     _running: dict[FrameType, Step] = field(default_factory=dict[FrameType, Step])
     _started_by: dict[int, Step] = field(default_factory=dict[int, Step])
     """By the ``id`` of a thread: the function that started it."""
@@ -108,6 +112,8 @@ class Walk:
             self.edges[calling, module] = self.edges.get((calling, module), 0) + 1
         elif caller:
             return
+        if _layer(module) > 0:
+            self.functions.add((module, frame.f_code.co_qualname))
         above = self._step_of(frame.f_back)
         in_thread = above is None and (above := self._started_by.get(id(threading.current_thread()))) is not None
         if above is None:
@@ -160,37 +166,41 @@ def _layer(module: str) -> int:
 
 
 # ── what is followed ─────────────────────────────────────────────────────────────────────────────────────────────
-def _run(**arguments: Any) -> None:
-    """Train one batch."""
+def _trainer(**arguments: Any) -> Trainer:
+    """A run that is ready to train."""
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(16, 8), torch.randint(0, 2, (16,)))
     model = ComposerClassifier(nn.Linear(8, 2), num_classes=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    trainer = Trainer(
+    return Trainer(
         model=model,
         optimizers=optimizer,
         train_dataloader=DataLoader(data, batch_size=4),
-        max_duration="2ba",
+        max_duration="4ba",
         progress_bar=False,
         **arguments,
     )
+
+
+def _save(folder: str) -> Walk:
+    """Save twice, and follow the second save."""
+    trainer = _trainer(save_folder=folder, save_interval="1ep", save_num_checkpoints_to_keep=1)
     trainer.fit(duration="1ba")
-    trainer.close()
-
-
-def _save(folder: str) -> None:
-    _run(save_folder=folder, save_interval="1ba", save_num_checkpoints_to_keep=1)
-
-
-def _load(folder: str) -> None:
-    _run(load_path=f"{folder}/ep0-ba1-rank0.pt")
-
-
-def follow(run: Callable[[str], None], folder: str) -> Walk:
-    """The calls of one run."""
+    trainer.save_checkpoint_to_save_folder()
+    trainer.fit(duration="1ba")
     walk = Walk()
     with walk.followed():
-        run(folder)
+        trainer.save_checkpoint_to_save_folder()
+    trainer.close()
+    return walk
+
+
+def _load(folder: str) -> Walk:
+    """Follow the construction of a run, which loads."""
+    walk = Walk()
+    with walk.followed():
+        trainer = _trainer(load_path=f"{folder}/ep0-ba2-rank0.pt")
+    trainer.close()
     return walk
 
 
@@ -212,7 +222,11 @@ def markdown(save: Walk, load: Walk) -> str:
 
 
 def _counts(walk: Walk) -> str:
-    return f"{len(walk.modules)} modules, {len(walk.edges)} edges, {len(walk.upward)} of them up"
+    above = [module for module in walk.modules if _layer(module) > 0]
+    return (
+        f"{len(walk.modules)} modules, {len(above)} of them above storage, {len(walk.edges)} edges, {len(walk.upward)} "
+        f"of them up, {len(walk.functions)} functions"
+    )
 
 
 def _drawn(walk: Walk) -> Iterator[str]:
@@ -266,6 +280,7 @@ def main() -> int:
     """Follow one save and one load; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edges", action="store_true", help="list the edges, and not only those that go up")
+    parser.add_argument("--functions", action="store_true", help="list the functions")
     parser.add_argument("--markdown", action="store_true", help="print them as docs/architecture.md has them")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put them into this page")
     parser.add_argument("--check", nargs=3, type=int, metavar=("MODULES", "EDGES", "MODULES_OF_LOAD"))
@@ -275,7 +290,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         _save(first)  # what is imported when it is first used, is then there
         _load(first)
-        save, load = follow(_save, second), follow(_load, second)
+        save, load = _save(second), _load(second)
     if options.write:
         page = options.write.read_text(encoding="utf-8")
         before, after = page.split(f"{BEGIN}\n")[0], page.split(f"{END}\n")[1]
@@ -285,6 +300,8 @@ def main() -> int:
     else:
         show("One save", save, edges=options.edges)
         show("One load", load, edges=options.edges)
+    for walk in (save, load) if options.functions else ():
+        print(*(f"{module}: {name}" for module, name in sorted(walk.functions)), "", sep="\n")
     if options.check:
         found = (len(save.modules), len(save.edges), len(load.modules))
         names = ("modules of a save", "edges of a save", "modules of a load")

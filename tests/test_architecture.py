@@ -37,7 +37,7 @@ Walk: TypeAlias = tuple[list[int], list[str]]
 
 
 def walks_in(text: str) -> dict[str, Walk]:
-    """By ``save`` and ``load``: the counts of modules, of edges and of those that go up, and the modules in order."""
+    """By ``save`` and ``load``: its counts, and the modules in order."""
     walks: dict[str, Walk] = {}
     for what, counts, drawn in re.findall(r"## One (\w+)\n\n([^\n]+)\n\n```text\n(.*?)```", text, re.DOTALL):
         modules = re.findall(r"\b[a-z_0-9]+(?:\.[a-z_0-9]+)+", drawn)
@@ -62,10 +62,10 @@ def test_the_page_draws_the_walks_of_today(what: str, walks: dict[str, Walk]) ->
 
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_a_save_and_a_load_go_through_no_more_modules(what: str, walks: dict[str, Walk]) -> None:
-    """Nor through more edges, nor up more often: if it has to be, the page says so first."""
+    """Nor through more edges, nor up more often: if it has to be, the page says so first. Functions vary with time."""
     now, drawn = walks[what][0], walks_in(PAGE)[what][0]
-    assert len(now) == len(drawn) == 3
-    assert all(one <= other for one, other in zip(now, drawn, strict=True)), f"{now}; the page has {drawn}"
+    assert len(now) == len(drawn) == 5
+    assert all(one <= other for one, other in zip(now[:4], drawn[:4], strict=True)), f"{now}; the page has {drawn}"
 
 
 # ── structure ────────────────────────────────────────────────────────────────────────────────────────────────────────
