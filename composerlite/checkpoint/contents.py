@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: what a save includes, and what a load selects."""
+"""Contents of a checkpoint: the parts of a state for a save, and the selected parts of a load."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
 
 
 def _of_no_kind(node: Any, path: str) -> Iterator[str]:
-    """List the tensors in ``node`` that cannot be saved, each with the reason."""
+    """List the unsupported tensors in ``node``, each with the reason."""
     if isinstance(node, Tensor) and not is_dense(node):
         try:
             check_savable(node)
@@ -264,8 +264,8 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
     """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared.
 
-    A dict loses entries that globs have emptied. A list keeps emptied items, so that the next items keep their numbers.
-    A container that was empty before stays.
+    A dict loses entries emptied by globs. A list keeps emptied items, so the next items keep their numbers. A container
+    without items before stays.
     """
     if ignore_keys is None:
         return contents
@@ -293,7 +293,7 @@ def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
 
 
 def _filtered(node: Any, globs: Sequence[str], used: set[str], path: str) -> Any:
-    """Return ``node`` without the paths that match ``globs``. Matching globs are added to ``used``."""
+    """Return ``node`` without paths of ``globs``. Matching globs are added to ``used``."""
     if type(node) not in (dict, list):
         return node
     kept: list[tuple[Any, Any]] = []
@@ -313,7 +313,7 @@ def _copied(node: Any) -> Any:
     return with_items(node, lambda _, value: _copied(value))
 
 
-# ── what a load restores ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── restoring a state ────────────────────────────────────────────────────────────────────────────────────────────────
 WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
 """Keys of the state in a checkpoint of weights alone."""
 
@@ -328,8 +328,8 @@ class RestorePlan:
         source: name of the checkpoint, for messages.
         weights_only: restore the model alone.
         strict: parameter names must agree exactly.
-        ignore_keys: keys that are not restored.
-        exclude_algorithms: names of algorithms that are not restored.
+        ignore_keys: keys to leave as they are.
+        exclude_algorithms: names of algorithms to leave as they are.
         key_map: paths of the parts in a checkpoint of another program.
         is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
     """
@@ -371,7 +371,7 @@ class RestorePlan:
         return {"state": state, "rng": contents.get("rng")}
 
     def _run(self) -> Run:
-        """Return the live state that readers of other formats compare with the checkpoint."""
+        """Return the live state, for readers of other formats to compare with the checkpoint."""
         from composerlite.checkpoint.foreign.taken import Run
 
         globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
@@ -419,7 +419,7 @@ class Loaded:
     Attributes:
         plan: plan of the load.
         wanted: the contents to restore.
-        verified: indices of the chunks that this rank has read and verified, by the name of the file.
+        verified: indices of the chunks verified on this rank, by the name of the file.
     """
 
     plan: RestorePlan

@@ -318,6 +318,51 @@ def test_a_write_that_torch_counts_is_found_at_every_save() -> None:
         run.close()
 
 
+def test_a_small_tensor_may_change_once_it_is_copied() -> None:
+    """Small storages are gathered at the save: a change before the optimizer's step is no error."""
+    device = SimulatedDevice(lambda count: 0)
+    weights = [nn.Parameter(torch.zeros(size)) for size in (10, 20, SIZE)]
+    device.owns(*weights)
+    optimizer, staging = torch.optim.SGD(weights, lr=0.1), StagingMemory(devices=device)
+    image = TorchImage({str(number): weight for number, weight in enumerate(weights)})
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
+    memory = staging.reserve(image.size_bytes)
+    assert memory is not None
+    snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+    device.run_all()
+    with torch.no_grad():
+        weights[0].add_(1)
+    snapshot.wait()
+    assert not any(torch.frombuffer(memory.view(*place), dtype=torch.float32).any() for place in places)
+    staging.take_back(snapshot)
+    staging.close()
+
+
+def test_a_copy_that_fails_gives_its_memory_back() -> None:
+    """Copies that have begun are waited for, and the next save has the memory."""
+    device, tensors = SimulatedDevice(lambda count: 0), {"a": torch.ones(SIZE), "b": torch.ones(SIZE)}
+    device.owns(*tensors.values())
+    copier: Any = device.of(tensors["a"].untyped_storage())
+    copy, begun = copier.copy, list[int]()
+
+    def failing(storage: torch.UntypedStorage, *where: Any) -> None:
+        if begun:
+            raise RuntimeError("the device is lost")
+        begun.append(storage.nbytes())
+        copy(storage, *where)
+
+    copier.copy = failing
+    image, staging = TorchImage(tensors), StagingMemory(devices=device)
+    memory = staging.reserve(image.size_bytes)
+    assert memory is not None
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        staging.take(memory, image.storages(), image.size_bytes)
+    assert begun
+    assert staging.reserve(image.size_bytes) is memory
+    staging.give_back(memory)
+    staging.close()
+
+
 KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "fused": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
     "foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True),

@@ -49,9 +49,9 @@ def test_a_callback_that_keeps_one_ends_the_run_at_the_first_batch(tmp_path: Pat
 
 @pytest.mark.parametrize("name", list(refused()))
 def test_functions_refuse_it(tmp_path: Path, name: str) -> None:
-    """By the key; nothing is left."""
+    """By the place in the state; nothing is left."""
     for state in ({"part": {"itself": refused()[name]}}, {"part": {"itself": (refused()[name],)}}):
-        with pytest.raises(SaveError, match=r"part\.itself'?:? .*a .*tensor"):
+        with pytest.raises(SaveError, match=r"part\.itself(/0)?'?:? .*a .*tensor"):
             save_state_dict(tmp_path / "state", state)
     assert not list(tmp_path.iterdir())
 

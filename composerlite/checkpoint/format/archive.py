@@ -78,31 +78,25 @@ class TarSink:
         self._members = list(members)
         self._archive_bytes = tar_bytes(*(size for _, size in members))
         self._end = 0  # of the current file, in the bytes taken
-        self._written = 0
         self._begin_next()
-
-    def _put(self, data: bytes) -> None:
-        self._inner.write(data)
-        self._written += len(data)
 
     def _begin_next(self) -> None:
         """Begin the next file when all bytes of the current file were taken."""
         while self.size_bytes == self._end and self._members:
             member = tarfile.TarInfo(self._members[0][0])
             member.size, member.mtime = self._members.pop(0)[1], int(time.time())
-            self._put(bytes(-self._written % _BLOCK) + member.tobuf(tarfile.GNU_FORMAT))
+            self._inner.write(bytes(-self._inner.size_bytes % _BLOCK) + member.tobuf(tarfile.GNU_FORMAT))
             self._end += member.size
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
-        self._put(data)
+        self._inner.write(data)
         self.size_bytes += len(data)
         self._begin_next()
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``, and return their CRC-32, continued from ``crc``."""
         crc = self._inner.copy(address, size, crc)
-        self._written += size
         self.size_bytes += size
         self._begin_next()
         return crc
@@ -110,7 +104,7 @@ class TarSink:
     def finish(self, seal: Seal | None = None) -> FileDigest:
         """End the archive, append the tail from ``seal``, and return the digest of the durable file."""
         assert (self.size_bytes, self._members) == (self._end, []), f"{self.size_bytes} bytes for {self._end}"
-        self._put(bytes(self._archive_bytes - self._written))
+        self._inner.write(bytes(self._archive_bytes - self._inner.size_bytes))
         return self._inner.finish(seal)
 
     def __enter__(self) -> TarSink:

@@ -1,23 +1,31 @@
 """The index of a checkpoint, of every form: of DCP, of a rule, or of the files in a folder with weights.
 
-A folder with weights gets the index that a sharded directory with the same tensors has. All numbers in headers are
-checked.
+A folder with weights gets the index of a sharded directory with the same tensors. All numbers in headers are checked.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from composerlite.checkpoint.format.safetensors_file import DTYPES
-from composerlite.checkpoint.format.sharded_index import read_index
-from composerlite.checkpoint.format.sharded_layout import dtype_name, is_layout, listed_in, read_layout
+from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
+from composerlite.checkpoint.format.sharded_layout import is_layout, read_layout
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import (
     MOST_HEADER_BYTES,
@@ -34,7 +42,7 @@ __all__ = ["folder_index", "index_of", "is_folder_index"]
 _MOST_DIMENSIONS = 64
 _MARK = b'{"folder": '
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Where HuggingFaceStorageWriter of torch notes which part of a tensor a file has."""
+"""Key in the notes of a file by HuggingFaceStorageWriter of torch: offsets of the parts of tensors in the file."""
 
 
 @final
@@ -42,7 +50,7 @@ class _Stored(NamedTuple):
     """A tensor, or a part of a tensor, in a file."""
 
     file: str
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     start: int
@@ -54,16 +62,11 @@ def index_of(data: bytes, uri: str) -> Metadata:
 
     Raises:
         CorruptCheckpointError: the index is damaged.
-        UntrustedCheckpointError: the index names a type that is not known to be safe.
+        UntrustedCheckpointError: the index names an unknown type.
     """
     if is_layout(data):
         return read_layout(data, uri)
-    if not is_folder_index(data):
-        return read_index(data, uri)
-    try:
-        return listed_in(json.loads(data))
-    except (ValueError, TypeError, KeyError) as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: a file of weights is damaged: {e}") from e
+    return read_index(data.partition(b"\n")[2] if is_folder_index(data) else data, uri)
 
 
 def is_folder_index(data: bytes) -> bool:
@@ -87,7 +90,7 @@ def folder_index(
 
     Raises:
         CorruptCheckpointError: a file is damaged, or is listed and missing.
-        UntrustedCheckpointError: a file of torch holds a type that is not known to be safe.
+        UntrustedCheckpointError: a file of torch holds an unknown type.
     """
     files = [only] if only is not None else weight_files(names, size, read)
     if not files:
@@ -100,11 +103,12 @@ def folder_index(
             tensors = _tensors_of_torch(file, size(file), read) if of_torch else _tensors(file, size(file), read)
             for name, stored in tensors.items():
                 parts.setdefault(name, []).append(stored)
-        values = {} if only is not None else {name: size(name) for name in names if VALUES.fullmatch(name)}
-        rows = _rows(parts, values)
+        beside = [] if only is not None else sorted(name for name in names if VALUES.fullmatch(name))
+        index = _index(parts, {name: size(name) for name in beside})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise CorruptCheckpointError(f"{file!r} is no file of weights, or damaged: {e}") from e
-    return json.dumps({"folder": sorted((name, size(name)) for name in files), "rows": rows, "keys": {}}).encode()
+    listed = json.dumps({"folder": sorted((name, size(name)) for name in files)}).encode()
+    return listed + b"\n" + pickle.dumps(index)
 
 
 def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
@@ -133,7 +137,7 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
             raise ValueError(f"{name!r} has a shape or a place that is none")
         if len(shape) > _MOST_DIMENSIONS or math.prod(shape) * dtype.itemsize != last - first:
             raise ValueError(f"{name!r} of the shape {shape[:8]} in {last - first} bytes")
-        found[name] = _Stored(file, dtype_name(dtype), tuple(shape), tuple(place), begin + first, last - first)
+        found[name] = _Stored(file, dtype, tuple(shape), tuple(place), begin + first, last - first)
     end = begin
     for stored in sorted(found.values(), key=lambda stored: (stored.start, stored.size_bytes)):
         if stored.start != end:
@@ -153,7 +157,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @final
 class _Bytes(NamedTuple):
-    """A file of the folder, for the reader of torch files, which reads no tensors here."""
+    """A file of the folder, for the reader of torch files. No tensors are read here."""
 
     name: str
     read_of: Read
@@ -193,21 +197,27 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
         shape = tuple(tensor.shape)
-        found[key] = _Stored(file, dtype_name(tensor.dtype), shape, (0,) * len(shape), start, tensor.nbytes)
+        found[key] = _Stored(file, tensor.dtype, shape, (0,) * len(shape), start, tensor.nbytes)
     return found
 
 
-def _rows(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> list[list[Any]]:
-    """Return rows for :func:`listed_in`: weights, below ``model`` if there are files of values, and these files."""
-    rows: list[list[Any]] = []
+def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> Metadata:
+    """Return the index of weights, below ``model`` if there are files of values, and of these ``values`` with sizes."""
+    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
+    places: dict[Any, Any] = {MetadataIndex(name): StorageInfo(name, 0, size) for name, size in values.items()}
+    paths: dict[str, Any] = {name: (name,) for name in values}
+    properties = {dtype: TensorProperties(dtype=dtype) for dtype in DTYPES.values()}  # one object: the index is smaller
     for name, chunks in parts.items():
         ends = [[o + n for o, n in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in chunks]
-        shape = [max(sizes) for sizes in zip(*ends, strict=True)]
-        if len({chunk.offsets for chunk in chunks}) < len(chunks) or len({chunk.dtype for chunk in chunks}) > 1:
+        shape, dtype = torch.Size(max(sizes) for sizes in zip(*ends, strict=True)), chunks[0].dtype
+        if len({chunk.offsets for chunk in chunks}) < len(chunks) or any(chunk.dtype is not dtype for chunk in chunks):
             raise ValueError(f"{name!r} is in two files")
         if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
-            raise ValueError(f"{name!r} of the shape {shape} is not whole")
-        pieces = [[chunk.offsets, chunk.shape, chunk.file, chunk.start, chunk.size_bytes] for chunk in chunks]
-        rows.append([["model", name] if values else [name], shape, chunks[0].dtype, pieces, f"model.{name}"])
-    rows += [[[file], None, None, [[[], [], file, 0, size]]] for file, size in values.items()]
-    return rows
+            raise ValueError(f"{name!r} of the shape {tuple(shape)} is not whole")
+        key = f"model.{name}"
+        listed = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in chunks]
+        entries[key] = TensorStorageMetadata(properties.get(dtype) or TensorProperties(dtype=dtype), shape, listed)
+        paths[key] = ("model", name) if values else (name,)
+        for chunk, part in zip(chunks, listed, strict=True):
+            places[MetadataIndex(key, part.offsets)] = StorageInfo(chunk.file, chunk.start, chunk.size_bytes)
+    return Metadata(entries, paths, places)

@@ -62,42 +62,38 @@ class Format:
         if self.compressor is not None:
             self.compressor.check_exists()
 
-    def open_sink(self, path: Path, size_bytes: int, *, memory: HostMemory | None = None) -> Sink:
-        """Open a sink for the bytes of a ``.pt`` file. The sink writes the file ``path``.
+    def open_sink(
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        memory: HostMemory | None = None,
+        members: Sequence[tuple[str, int]] = (),
+    ) -> Sink:
+        """Open a sink for the bytes of a ``.pt`` file, or of several files in order. The sink writes the file ``path``.
 
         Args:
             path: an existing file, empty.
             size_bytes: exact size of the ``.pt`` file.
             memory: a copy of the bytes, at the offsets of the ``.pt`` file.
+            members: names and sizes of several files in an archive. Default: the ``.pt`` file alone.
 
         Raises:
             ConfigError: see :meth:`check`.
             OSError: no space. Raised at once unless the file is compressed.
         """
+        members = members or [(STATES, size_bytes)]
         if self.archive:
-            return self.open_archive(path, [(STATES, size_bytes)])
+            size_bytes, memory = tar_bytes(*(size for _, size in members)), None
         if self.compressor is None:
-            return StreamWriter(path, size_bytes, memory=memory)
-        return PackedSink(path, self.compressor, most_bytes=size_bytes)
+            inner = StreamWriter(path, size_bytes, memory=memory)
+        else:
+            inner = PackedSink(path, self.compressor, most_bytes=size_bytes)
+        return TarSink(inner, members) if self.archive else inner
 
     def frame(self, data: bytes) -> bytes:
         """Return ``data`` as the bytes to append to a file of this format: a frame, if the file is compressed."""
         return data if self.compressor is None else self.compressor.frame(data)
-
-    def open_archive(self, path: Path, members: Sequence[tuple[str, int]]) -> Sink:
-        """Open a sink for the bytes of several files in order. The sink writes the archive ``path``.
-
-        Args:
-            path: an existing file, empty.
-            members: names and sizes of the files.
-
-        Raises:
-            ConfigError, OSError: as :meth:`open_sink`.
-        """
-        size_bytes = tar_bytes(*(size for _, size in members))
-        if self.compressor is None:
-            return TarSink(StreamWriter(path, size_bytes), members)
-        return TarSink(PackedSink(path, self.compressor, most_bytes=size_bytes), members)
 
 
 def is_tar(name: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint, ``.metadata``, and the keys that parts of a nested state have in the index.
+"""The index of a sharded checkpoint, ``.metadata``, and the keys in the index for parts of a nested state.
 
 An index is read without running code in the file, and is checked.
 """
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.format.torch_file import Pickled, TorchImage, file_bytes
+from composerlite.checkpoint.format.torch_file import FileInMemory, Pickled, TorchImage
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.dist import is_dense
@@ -38,7 +38,6 @@ __all__ = [
     "Leaves",
     "Path",
     "StorageInfo",
-    "check_index",
     "filled",
     "image_of",
     "inner_tensors",
@@ -87,7 +86,7 @@ def read_index(data: bytes, uri: str) -> Metadata:
     """
     try:
         found = RestrictedUnpickler(data, _no_tensors, _INDEX_TYPES).load()
-        check_index(found)
+        _check_index(found)
     except RefusedError as e:
         raise untrusted(uri, INDEX, e) from e
     except (ValueError, TypeError, AttributeError, KeyError) as e:
@@ -95,7 +94,7 @@ def read_index(data: bytes, uri: str) -> Metadata:
     return found
 
 
-def check_index(found: Any) -> None:
+def _check_index(found: Any) -> None:
     """Raise ``ValueError`` if ``found`` is no index, or an index of another directory."""
     if type(found) is not Metadata or type(found.state_dict_metadata) is not dict:
         raise ValueError(f"it holds {type(found).__name__}")
@@ -154,7 +153,7 @@ def key_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
 
 
 def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:
-    """Return the error for ``key`` of the checkpoint at ``uri``, which names a type that is not known to be safe."""
+    """Return the error for an unknown type at ``key`` of the checkpoint at ``uri``."""
     kind = refused.name.rsplit(".", 1)[-1]
     hint = (
         f" If it is yours, allow it with torch.serialization.add_safe_globals([{kind}])." if refused.allowable else ""
@@ -168,17 +167,17 @@ def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointE
 Path = tuple[str | int, ...]
 _INSIDE = ".*"
 KEYS = "\0"
-"""Before the key of a dict, in the paths of the index: all keys of the dict that are no text."""
+"""Before the key of a dict, in the paths of the index: all keys of the dict other than text."""
 
 
 @final
 class Leaves(NamedTuple):
-    """A nested state as one flat dict, with the keys that DCP gives.
+    """A nested state as a flat dict, with the keys of DCP.
 
     Attributes:
         values: tensors and values, by key.
-        paths: of the keys in the nested state, as the index has them: with text for all keys of dicts.
-        places: keys and numbers that lead to each value in the nested state.
+        paths: of the keys in the nested state, in the form of the index: with text for all keys of dicts.
+        places: keys and numbers of the way to each value in the nested state.
     """
 
     values: dict[str, Any]
@@ -189,17 +188,17 @@ class Leaves(NamedTuple):
 def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> Leaves:
     """Return the tensors and values of ``state`` by their keys in an index.
 
-    A value without tensors stays whole, since empty dicts would be lost in pieces. So do tuples, deques and other
-    containers that DCP does not take apart, and all above them up to a dict or a list with a tensor of its own, and
-    dicts with keys that are no text.
+    A value without tensors stays whole, since empty dicts would be lost in pieces. Tuples, deques and other containers
+    stay whole as in DCP, with all containers above up to a dict or a list with a tensor of its own. Dicts with keys
+    other than text stay whole, too.
 
-    If such a whole value has distributed tensors, all its tensors get keys of their own, and tensors without numbers
-    (``meta``) take their places in the value. The path of such a tensor begins with the key of the value and ``.*``.
-    :func:`filled` puts the tensors back.
+    If a whole value has distributed tensors, all tensors of the value get keys of their own, and tensors without
+    numbers (``meta``) take their places in the value. The path of such a tensor begins with the key of the value and
+    ``.*``. :func:`filled` puts the tensors back.
 
     Args:
         state: nested dicts.
-        as_dcp: take all dicts apart, also those without tensors, and lists with dicts, as DCP does.
+        as_dcp: take all dicts apart, also dicts without tensors, and lists with dicts, as DCP does.
         to_save: take distributed tensors out of whole values.
 
     Raises:
@@ -239,7 +238,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> L
 
 
 def _keys_without_text(value: Mapping[Any, Any], path: Path) -> tuple[Any, ...]:
-    """Return the keys of ``value`` that are no text.
+    """Return the keys of ``value`` other than text.
 
     Raises:
         SaveError: two keys are the same as text.
@@ -266,7 +265,7 @@ def _is_split(value: Mapping[Any, Any]) -> bool:
 
 
 def _holds(value: Any, kind: type) -> bool:
-    """Return true if ``value`` is of that kind, or holds such a value in its dicts and lists."""
+    """Return true if ``value`` is of ``kind``, or has such a value in dicts and lists."""
     if isinstance(value, Mapping):
         return any(_holds(inner, kind) for inner in cast("Mapping[Any, Any]", value).values())
     if type(value) is list:
@@ -275,7 +274,7 @@ def _holds(value: Any, kind: type) -> bool:
 
 
 def _holds_deep(value: Any, kind: type) -> bool:
-    """Return true if ``value`` is of that kind, or holds such a value in any container."""
+    """Return true if ``value`` is of ``kind``, or has such a value in any container."""
     return isinstance(value, kind) or any(_holds_deep(inner, kind) for _, inner in items_of(value))
 
 
@@ -288,7 +287,7 @@ def _is_split_by_dcp(value: Any) -> bool:
 
 # ── tensors in a value that stays whole ──────────────────────────────────────────────────────────────────────────────
 def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]]:
-    """Return ``value`` with tensors without numbers, and its tensors by the keys that lead there, as text."""
+    """Return ``value`` with tensors without numbers, and the tensors by their keys in ``value``, as text."""
     found: dict[tuple[str, ...], Tensor] = {}
 
     def visit(node: Any, steps: tuple[str, ...]) -> Any:
@@ -303,7 +302,7 @@ def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]
 
 
 def owner_of(metadata: Metadata, key: str) -> str | None:
-    """Return the key of the value that the tensor ``key`` belongs into, if there is one."""
+    """Return the key of the value around the tensor ``key``, if there is a value."""
     path: Any = (metadata.planner_data or {}).get(key, ())
     if len(path) < 2 or not str(path[0]).endswith(_INSIDE):
         return None
@@ -312,7 +311,7 @@ def owner_of(metadata: Metadata, key: str) -> str | None:
 
 
 def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield each tensor of the values ``keys``: key of the value, key of the tensor, keys that lead there, as text."""
+    """Yield each tensor of the values ``keys``: key of the value, key of the tensor, keys in the value, as text."""
     wanted = set(keys)
     for key in metadata.state_dict_metadata:
         owner = owner_of(metadata, key)
@@ -321,7 +320,7 @@ def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str
 
 
 def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return ``value`` with ``tensors`` put in, by the keys that lead there, as text."""
+    """Return ``value`` with ``tensors`` put in, by their keys in ``value``, as text."""
 
     def visit(node: Any, steps: tuple[str, ...]) -> Any:
         if steps in tensors:
@@ -332,35 +331,10 @@ def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
 
 
 def tensor_at(value: Any, steps: Sequence[str]) -> Tensor | None:
-    """Return the tensor in ``value`` that the keys ``steps``, as text, lead to."""
+    """Return the tensor in ``value`` at the keys ``steps``, as text."""
     for step in steps:
         value = next((inner for key, inner in items_of(value) if str(key) == step), None)
     return value if isinstance(value, Tensor) else None
-
-
-def value_bytes(value: Any, name: str, *, must_load: bool = False) -> bytes:
-    """Return a ``.pt`` file of the value ``name``.
-
-    Raises:
-        SaveError: the value cannot be pickled; or, with ``must_load``, cannot be loaded without ``trust_checkpoint``.
-    """
-    try:
-        return file_bytes(value, must_load=must_load)
-    except _UNPICKLED as e:
-        raise _cannot_save(name, e) from e
-
-
-def image_of(value: Any, name: str) -> TorchImage:
-    """Return a file of ``value`` that loads without ``trust_checkpoint``.
-
-    Raises:
-        SaveError: the value cannot be pickled, or would be refused; names the place in the value, below ``name``.
-    """
-    try:
-        return TorchImage(value, must_load=True)
-    except _UNPICKLED as e:
-        path, error = _failing(value, name, e)
-        raise _cannot_save(path, error) from error
 
 
 _UNPICKLED = (SaveError, pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError)
@@ -368,30 +342,48 @@ _UNPICKLED = (SaveError, pickle.PickleError, AttributeError, TypeError, ValueErr
 _DEEPEST = 8
 
 
-def _cannot_save(name: str, error: Exception) -> SaveError:
-    return SaveError(f"{name!r}: {error}" if isinstance(error, SaveError) else f"{name!r} cannot be written: {error}")
+def image_of(value: Any, name: str, *, must_load: bool = True) -> TorchImage:
+    """Return a ``.pt`` file of ``value``.
+
+    Raises:
+        SaveError: the value cannot be pickled; or, with ``must_load``, cannot be loaded without ``trust_checkpoint``.
+            The message names the place in the value, below ``name``.
+    """
+    try:
+        return TorchImage(value, must_load=must_load)
+    except _UNPICKLED as e:
+        path, error = _failing(value, name, e, must_load)
+        said = "" if isinstance(error, SaveError) else " cannot be written"
+        raise SaveError(f"{path!r}{said}: {error}") from error
 
 
-def _failing(value: Any, path: str, error: Exception, depth: int = 0) -> tuple[str, Exception]:
+def value_bytes(value: Any, name: str, *, must_load: bool = False) -> bytes:
+    """Return the bytes of the ``.pt`` file of a small ``value``. Raises as :func:`image_of`."""
+    sink = FileInMemory()
+    image_of(value, name, must_load=must_load).write(sink)
+    return sink.file.getvalue()
+
+
+def _failing(value: Any, path: str, error: Exception, must_load: bool, depth: int = 0) -> tuple[str, Exception]:
     """Return the innermost place in ``value`` with the error, at most ``_DEEPEST`` containers deep."""
     for key, inner in items_of(value) if depth < _DEEPEST else ():
         try:
-            Pickled(inner, must_load=True)
+            Pickled(inner, must_load=must_load)
         except _UNPICKLED as e:
-            return _failing(inner, f"{path}/{key}", e, depth + 1)
+            return _failing(inner, f"{path}/{key}", e, must_load, depth + 1)
     return path, error
 
 
 # ── a nested state from its keys ─────────────────────────────────────────────────────────────────────────────────────
 def leaves_of(metadata: Metadata, key: str) -> list[str]:
-    """Return the keys of the index that ``key`` stands for: the key itself, or all keys below."""
+    """Return the keys of the index for ``key``: the key itself, or all keys below."""
     if key in metadata.state_dict_metadata:
         return [key, *(inner for _, inner, _ in inner_tensors(metadata, [key]))]
     return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
 
 
 def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
-    """Return the dict, or list, below ``prefix`` that has the ``values`` of the keys ``leaves``."""
+    """Return the dict, or list, below ``prefix`` with the ``values`` of the keys ``leaves``."""
     values = with_inner(metadata, leaves, values)
     items: list[tuple[Path, Any]] = []
     for leaf in leaves:
@@ -419,7 +411,7 @@ def _built(metadata: Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -
 
 
 def with_inner(metadata: Metadata, leaves: Sequence[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``values`` with the tensors that have keys of their own put into the values that they belong to."""
+    """Return ``values`` with tensors of other keys put into the values around the tensors."""
     inner: dict[str, dict[tuple[str, ...], Any]] = {}
     for owner, key, steps in inner_tensors(metadata, leaves):
         if key in values:

@@ -1,19 +1,20 @@
-"""The index of a sharded checkpoint of many pieces as a rule: how each tensor is split, and not a list of its parts.
+"""The index of a sharded checkpoint of many pieces as a rule: the splits of each tensor, and no list of the parts.
 
-Offsets, sizes, writers, files and places of all parts follow from shapes, meshes and splits. Values, and tensors that
-are not distributed, are listed beside the rule. A rule is read as the index classes of DCP, whose parts are computed
-when they are needed.
+Offsets, sizes, writers, files and places of all parts follow from shapes, meshes and splits. Values and plain tensors
+are in an index of DCP beside the rule. A reader gets the classes of DCP, with parts computed on demand.
 """
 
 from __future__ import annotations
 
-import ast
+import base64
 import bisect
 import functools
 import heapq
 import itertools
 import json
 import math
+import operator
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple, cast, final
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.format import SUFFIX
-from composerlite.checkpoint.format.sharded_index import KEYS, Path, StorageInfo, check_index
+from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, read_index
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.errors import CorruptCheckpointError
 
@@ -42,19 +42,16 @@ __all__ = [
     "StatePiece",
     "balanced",
     "chunks_at",
-    "dtype_name",
     "file_name",
     "is_layout",
-    "item_bytes",
-    "listed_in",
+    "item_place",
     "read_layout",
-    "rows_of",
     "split_of",
 ]
 
-_MAGIC = b"composerlite sharded layout 2: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
+_MAGIC = b"composerlite sharded layout 3: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
-"""An index is unpacked to at most this size, plus this multiple of its own size."""
+"""Limit of an unpacked index: this size, plus this multiple of the packed size."""
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
 _MOST_RANKS = 1 << 17
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -66,9 +63,9 @@ class Splits(NamedTuple):
     """Splits of tensors over ranks.
 
     Attributes:
-        mesh: its shape; each rank is in the mesh once, in row-major order.
-        dims: for each dimension of the tensor the dimensions of the mesh that split it, the outermost first. Each cuts
-            a range into pieces of equal size, rounded up; the last pieces may be smaller, or empty.
+        mesh: shape of the mesh; each rank is in the mesh once, in row-major order.
+        dims: for each dimension of the tensor the dimensions of the mesh for the splits, the outermost first. Each
+            split cuts a range into pieces of equal size, rounded up; the last pieces may be smaller, or empty.
     """
 
     mesh: tuple[int, ...]
@@ -80,21 +77,27 @@ class Splits(NamedTuple):
         used = set(itertools.chain(*self.dims))
         return tuple(dim for dim in range(len(self.mesh)) if dim not in used)
 
+    def replica(self, rank: int) -> int:
+        """Return the difference between ``rank`` and the lowest rank with the same part."""
+        strides, coordinate = _strides(self.mesh), _coordinate(rank, self.mesh)
+        return sum(coordinate[dim] * strides[dim] for dim in self.replicas)
+
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the part of ``rank`` of a tensor of this shape: offsets and sizes."""
         return _box(self, tuple(shape), rank)
 
 
+def _strides(mesh: Sequence[int]) -> list[int]:
+    """Return the difference between neighboring ranks along each dimension of ``mesh``."""
+    return [math.prod(mesh[dim + 1 :]) for dim in range(len(mesh))]
+
+
 def _coordinate(rank: int, mesh: Sequence[int]) -> tuple[int, ...]:
-    found: list[int] = []
-    for size in reversed(mesh):
-        rank, at = divmod(rank, size)
-        found.append(at)
-    return tuple(reversed(found))
+    return tuple(rank // stride % size for stride, size in zip(_strides(mesh), mesh, strict=True))
 
 
 def _span(length: int, mesh: Sequence[int], dims: Sequence[int], coordinate: Sequence[int]) -> tuple[int, int]:
-    """Return start and length of a part along one dimension of a tensor."""
+    """Return start and length of a part along a dimension of a tensor."""
     start = 0
     for dim in dims:
         piece = -(-length // mesh[dim])
@@ -112,7 +115,7 @@ def _box(splits: Splits, shape: tuple[int, ...], rank: int) -> Box:
 
 @functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
 def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
-    """Return start, length and coordinate of all parts along one dimension that are not empty, in order."""
+    """Return start, length and coordinate of all non-empty parts along a dimension, in order."""
     dims = range(len(sizes))
     found = [(*_span(length, sizes, dims, at), at) for at in itertools.product(*map(range, sizes))]
     found = [one for one in found if one[1]]
@@ -120,7 +123,7 @@ def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], li
 
 
 def _lengths(length: int, sizes: Sequence[int]) -> list[int]:
-    """Return the different lengths of parts along one dimension that are not empty, in order."""
+    """Return the different lengths of non-empty parts along a dimension, in order."""
     found = {length}
     for size in sizes:
         found = {one for whole in found for one in (-(-whole // size), whole % -(-whole // size)) if one}
@@ -129,7 +132,7 @@ def _lengths(length: int, sizes: Sequence[int]) -> list[int]:
 
 @final
 class SplitTensor(NamedTuple):
-    """A tensor that is distributed over all ranks.
+    """A tensor, distributed over all ranks.
 
     Attributes:
         path: in the nested state; the key is the path with dots.
@@ -154,10 +157,10 @@ class SplitTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, wanted: Box | None = None) -> Iterator[tuple[Box, int]]:
-        """Yield the parts, those that overlap with ``wanted``, and the lowest rank that has each."""
+        """Yield the parts, or only the parts within ``wanted``, each with the lowest rank of the part."""
         mesh, dims = self.splits
         cuts = [_cuts(n, tuple(mesh[dim] for dim in of)) for n, of in zip(self.shape, dims, strict=True)]
-        strides = [math.prod(mesh[dim + 1 :]) for dim in range(len(mesh))]
+        strides = _strides(mesh)
         ranges = [range(len(starts)) for starts, _, _ in cuts]
         if wanted is not None:
             ranges = [
@@ -173,7 +176,7 @@ class SplitTensor(NamedTuple):
 
 
 def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
-    """Return the splits of ``tensor``; ``None`` if it is split in another way."""
+    """Return the splits of ``tensor``; ``None`` for splits of another kind."""
     mesh, dims = tensor.device_mesh, [list[int]() for _ in tensor.shape]
     inner: list[tuple[int, int]] = []
     for number, placement in enumerate(tensor.placements):
@@ -181,7 +184,7 @@ def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
         if dim is None:
             if not placement.is_replicate():
                 return None
-        elif hasattr(placement, "split_factor"):  # what later dimensions of the mesh have split before
+        elif hasattr(placement, "split_factor"):  # later dimensions of the mesh split first
             inner.append((dim, number))
         else:
             dims[dim].append(number)
@@ -195,7 +198,7 @@ def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
 
 @final
 class StatePiece(NamedTuple):
-    """A tensor, a part of a tensor or a value that a rank can write.
+    """A tensor, a part of a tensor or a value, for a rank to write.
 
     Attributes:
         key: in the index.
@@ -223,7 +226,7 @@ class StatePiece(NamedTuple):
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide things of these sizes, by number, into ``count`` groups of about the same size: the largest first."""
+    """Divide items of these sizes, by number, into ``count`` groups of about the same size: the largest first."""
     groups: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for number in sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True):
@@ -234,9 +237,10 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 @functools.lru_cache(4096)
-def item_bytes(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor as an item of a data file, as this version writes the item."""
-    return TorchImage(cast("Any", torch.empty(sizes, dtype=dtype))).size_bytes
+def item_place(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Return offset of the numbers and bytes of a tensor's item in a data file, as this version writes the item."""
+    image = TorchImage(cast("Any", torch.empty(sizes, dtype=dtype)))
+    return image.storages()[0].offset, image.size_bytes
 
 
 @final
@@ -248,7 +252,7 @@ class ShardLayout:
         tensors: all distributed tensors, in the order of their keys.
         files: most files of a rank.
         least_bytes: of a file, if a rank has several.
-        item_bytes: bytes of parts in a file, by sizes and dtype; ``None``: as this version writes them.
+        item_bytes: bytes of parts in a file, by sizes and dtype; ``None``: the bytes of this version.
     """
 
     def __init__(
@@ -269,18 +273,16 @@ class ShardLayout:
         self._kept: dict[int, list[list[StatePiece]]] = {}
 
     def _writers(self) -> dict[str, int]:
-        """Choose the replica that writes each tensor: the number to add to the lowest rank with a part."""
+        """Choose a replica to write each tensor: the number to add to the lowest rank with a part."""
         by_splits: dict[Splits, list[SplitTensor]] = {}
         for tensor in self.tensors.values():
             by_splits.setdefault(tensor.splits, []).append(tensor)
         found: dict[str, int] = {}
-        for (mesh, dims), tensors in by_splits.items():
-            replicas = Splits(mesh, dims).replicas
-            strides = [math.prod(mesh[dim + 1 :]) for dim in replicas]
-            sizes = [mesh[dim] for dim in replicas]
+        for splits, tensors in by_splits.items():
+            strides, sizes = _strides(splits.mesh), [splits.mesh[dim] for dim in splits.replicas]
             groups = balanced([tensor.size_bytes for tensor in tensors], math.prod(sizes))
             for number, group in enumerate(groups):
-                added = sum(at * stride for at, stride in zip(_coordinate(number, sizes), strides, strict=True))
+                added = sum(map(operator.mul, _coordinate(number, sizes), [strides[dim] for dim in splits.replicas]))
                 found.update({tensors[one].key: added for one in group})
         return found
 
@@ -291,15 +293,13 @@ class ShardLayout:
 
     @property
     def most_chunks(self) -> int:
-        """Most chunks in which a file is verified: the digests of all chunks are in one record."""
+        """Most chunks of a file with a digest: a single record contains the digests of all files."""
         return max(1, _MOST_CHUNKS // (self.ranks * self._files))
 
     def parts(self, rank: int) -> Iterator[StatePiece]:
-        """Yield the parts that ``rank`` writes, in the order of keys."""
+        """Yield the parts to write on ``rank``, in the order of keys."""
         for key, tensor in self.tensors.items():
-            coordinate = _coordinate(rank, tensor.splits.mesh)
-            replica = [coordinate[dim] for dim in tensor.splits.replicas]
-            if replica == [_coordinate(self._replicas[key], tensor.splits.mesh)[dim] for dim in tensor.splits.replicas]:
+            if tensor.splits.replica(rank) == self._replicas[key]:
                 offsets, sizes = tensor.splits.box(tensor.shape, rank)
                 if math.prod(sizes):
                     yield StatePiece(key, tensor.shape, tensor.dtype, offsets, sizes)
@@ -315,7 +315,7 @@ class ShardLayout:
         return self._kept[rank]
 
     def places(self, rank: int, suffix: str) -> Iterator[tuple[StatePiece, Any]]:
-        """Yield the parts of ``rank`` and the place of each; ``suffix`` is that of the names of files."""
+        """Yield the parts of ``rank`` and the place of each. ``suffix``: of the names of files."""
         for number, parts in enumerate(self.files(rank)):
             name, at = file_name(rank, number, suffix), 0
             for part in parts:
@@ -324,7 +324,7 @@ class ShardLayout:
                 at += size
 
     def _size_of(self, sizes: tuple[int, ...], dtype: Any) -> int:
-        return item_bytes(sizes, dtype) if self._item_bytes is None else self._item_bytes[sizes, dtype]
+        return item_place(sizes, dtype)[1] if self._item_bytes is None else self._item_bytes[sizes, dtype]
 
     def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return sizes and dtype of all different parts."""
@@ -335,7 +335,7 @@ class ShardLayout:
         return list(found)
 
     def writer(self, tensor: SplitTensor, lowest: int) -> int:
-        """Return the rank that writes a part of ``tensor``; ``lowest`` is the lowest rank with that part."""
+        """Return the writer of a part of ``tensor``; ``lowest`` is the lowest rank with the part."""
         return lowest + self._replicas[tensor.key]
 
     def _rule(self) -> dict[str, Any]:
@@ -345,66 +345,19 @@ class ShardLayout:
             "files": self._files,
             "least_bytes": self._least_bytes,
             "splits": list(splits),
-            "tensors": [[t.path, t.shape, dtype_name(t.dtype), splits[t.splits]] for t in self.tensors.values()],
+            "tensors": [[t.path, t.shape, _dtype_name(t.dtype), splits[t.splits]] for t in self.tensors.values()],
         }
 
     def pack(self, listed: Metadata, suffix: str) -> bytes:
-        """Return the index as bytes: this rule, and the ``listed`` pieces, which do not follow from the rule."""
-        items = [[sizes, dtype_name(dtype), self._size_of(sizes, dtype)] for sizes, dtype in self.forms()]
-        index = {"rule": self._rule(), "suffix": suffix, "items": items, **rows_of(listed)}
+        """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""
+        items = [[sizes, _dtype_name(dtype), self._size_of(sizes, dtype)] for sizes, dtype in self.forms()]
+        index = {"rule": self._rule(), "suffix": suffix, "items": items}
+        index["listed"] = base64.b64encode(pickle.dumps(listed)).decode()
         return _MAGIC + zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 1)
 
 
-def rows_of(listed: Metadata) -> dict[str, Any]:
-    """Return an index as JSON: a row for each key, and the keys of dicts that are no text.
-
-    A row has path, shape and dtype of the key; offsets, sizes, file, offset and bytes of each of its pieces; and the
-    key, if that is not the path with dots. JSON is read much faster than a pickle of the objects of thousands of ranks.
-    """
-    paths: dict[str, Any] = listed.planner_data or {}
-    rows: list[list[Any]] = []
-    for key, stored in listed.state_dict_metadata.items():
-        is_tensor = isinstance(stored, TensorStorageMetadata)
-        parts = [(tuple(c.offsets), tuple(c.sizes)) for c in stored.chunks] if is_tensor else [None]
-        pieces: list[list[Any]] = []
-        for part in parts:
-            place = listed.storage_data[MetadataIndex(key, None if part is None else torch.Size(part[0]))]
-            pieces.append([*(part or ((), ())), place.relative_path, place.offset, place.length])
-        shape, dtype = (tuple(stored.size), dtype_name(stored.properties.dtype)) if is_tensor else (None, None)
-        rows.append([paths.get(key, (key,)), shape, dtype, pieces])
-    return {"rows": rows, "keys": {key: repr(path) for key, path in paths.items() if key.startswith(KEYS)}}
-
-
-def listed_in(index: Any) -> Metadata:
-    """Return the index that :func:`rows_of` has made JSON of, checked.
-
-    Raises:
-        ValueError: a row is damaged, or names a file outside of the directory.
-    """
-    found, known = Metadata({}, {}, {}), functools.cache(_properties)
-    entries, places, paths = found.state_dict_metadata, cast("dict[Any, Any]", found.storage_data), {}
-    for path, shape, dtype, pieces, *other in index["rows"]:
-        key = other[0] if other else ".".join(map(str, _path_of(path)))
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in pieces]
-        is_value = shape is None
-        entries[key] = (
-            BytesStorageMetadata() if is_value else TensorStorageMetadata(known(dtype), torch.Size(shape), chunks)
-        )
-        for chunk, (_, _, file, offset, length) in zip(chunks, pieces, strict=True):
-            places[MetadataIndex(key, None if is_value else chunk.offsets)] = StorageInfo(file, offset, length)
-        paths[key] = tuple(path)
-    paths.update({key: ast.literal_eval(keys) for key, keys in index["keys"].items()})
-    found.planner_data = paths
-    check_index(found)
-    return found
-
-
-def _properties(name: Any) -> TensorProperties:
-    return TensorProperties(dtype=_dtype_of(name))
-
-
 def file_name(rank: int, number: int, suffix: str) -> str:
-    """Name of a data file, as DCP has it; ``suffix`` is that of one save."""
+    """Return the name of a data file, in the form of DCP. ``suffix``: of the save."""
     return f"__{rank}_{number}{suffix}{SUFFIX}"
 
 
@@ -415,10 +368,11 @@ def is_layout(data: bytes) -> bool:
 
 
 def read_layout(data: bytes, uri: str) -> Metadata:
-    """Read an index that is a rule.
+    """Read a rule.
 
     Raises:
         CorruptCheckpointError: the index is damaged.
+        UntrustedCheckpointError: the index of other pieces names an unknown type.
     """
     try:
         stream = zlib.decompressobj()
@@ -427,20 +381,11 @@ def read_layout(data: bytes, uri: str) -> Metadata:
             raise ValueError("it ends before its end, or after it")
         index = json.loads(text)
         suffix = index["suffix"]
-        if type(suffix) is not str or set(suffix) & {"/", "\0"}:
+        if type(suffix) is not str or not suffix.isascii() or set(suffix) & {"/", "\0"}:
             raise ValueError(f"files named {suffix!r}")
-        layout, listed = _layout_of(index["rule"], index["items"]), listed_in(index)
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-        zlib.error,
-    ) as e:
+        layout = _layout_of(index["rule"], index["items"])
+        listed = read_index(base64.b64decode(index["listed"]), uri)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError, zlib.error) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: its index is damaged: {e}") from e
     split = {
         key: TensorStorageMetadata(TensorProperties(dtype=t.dtype), torch.Size(t.shape), cast("Any", _Chunks(t)))
@@ -466,9 +411,9 @@ def _layout_of(rule: Any, items: Any) -> ShardLayout:
     for path, shape, name, number in rule["tensors"]:
         sizes = tuple(_whole(size, 1) for size in shape)
         how = splits[_whole(number, 0, len(splits) - 1)]
-        if len(how.dims) != len(sizes):
-            raise ValueError(f"{path!r} of {len(sizes)} dimensions is split in {len(how.dims)}")
-        tensors.append(SplitTensor(_path_of(path), sizes, _dtype_of(name), how))
+        if len(how.dims) != len(sizes) or not path or not all(type(step) in (str, int) for step in path):
+            raise ValueError(f"a tensor at {path!r} of {len(sizes)} dimensions is split in {len(how.dims)}")
+        tensors.append(SplitTensor(tuple(path), sizes, _dtype_of(name), how))
     if len({tensor.key for tensor in tensors}) != len(tensors):
         raise ValueError("two tensors with one key")
     known = {(tuple(_whole(n, 1) for n in sizes), _dtype_of(name)): _whole(size, 1) for sizes, name, size in items}
@@ -479,13 +424,7 @@ def _layout_of(rule: Any, items: Any) -> ShardLayout:
     return layout
 
 
-def _path_of(path: Any) -> Path:
-    if not path or not all(type(step) in (str, int) for step in path):
-        raise ValueError(f"a tensor at {path!r}")
-    return tuple(path)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
@@ -511,8 +450,9 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
         self.tensor = tensor
 
     def overlapping(self, wanted: Box | None) -> list[ChunkStorageMetadata]:
-        """Return the parts that overlap with ``wanted``."""
-        return [_chunk(box) for box, _ in self.tensor.boxes(wanted)]
+        """Return the parts within ``wanted``."""
+        boxes = (box for box, _ in self.tensor.boxes(wanted))
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
     @functools.cached_property
     def _all(self) -> list[ChunkStorageMetadata]:
@@ -525,13 +465,9 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
         return self._all[number]
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-
-
 @final
 class _Places(Mapping[MetadataIndex, Any]):
-    """Places of pieces: those that are listed, and those that follow from the rule."""
+    """Places of pieces: from the rule, or from the list of other places."""
 
     def __init__(self, layout: ShardLayout, suffix: str, listed: Mapping[MetadataIndex, Any]) -> None:
         self.layout = layout
@@ -562,6 +498,6 @@ class _Places(Mapping[MetadataIndex, Any]):
 
 
 def chunks_at(stored: TensorStorageMetadata, wanted: Box) -> Sequence[ChunkStorageMetadata]:
-    """Return the parts of a tensor; if they follow from a rule, only the parts that overlap with ``wanted``."""
+    """Return the parts of a tensor; with a rule only the parts within ``wanted``."""
     chunks: Any = stored.chunks
     return chunks.overlapping(wanted) if isinstance(chunks, _Chunks) else chunks

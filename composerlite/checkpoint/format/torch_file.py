@@ -48,7 +48,6 @@ __all__ = [
     "StorageCopy",
     "TorchImage",
     "check_savable",
-    "file_bytes",
 ]
 
 log = logging.getLogger(__name__)
@@ -154,13 +153,6 @@ class TorchImage:
             crcs.append(crc)
         sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
         return crcs[:count]
-
-
-def file_bytes(contents: Any, *, must_load: bool = False) -> bytes:
-    """Return the ``.pt`` file of small ``contents``. Raises the errors of :class:`TorchImage`."""
-    sink = FileInMemory()
-    TorchImage(contents, must_load=must_load).write(sink)
-    return sink.file.getvalue()
 
 
 @final

@@ -6,22 +6,19 @@ Reads every file of ``torch.save`` since torch 1.6.
 from __future__ import annotations
 
 import ctypes
-import functools
 import io
 import itertools
-import math
 import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, Protocol, final
+from typing import IO, Any, Protocol, final
 
 import torch
 from isal import isal_zlib
-from torch import Tensor, nn
 
-from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, entries, records_root
+from composerlite.checkpoint.format.zip_file import ZipRecord, entries, records_root
 from composerlite.checkpoint.trust.trusted import storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
@@ -32,14 +29,10 @@ __all__ = [
     "ByteSource",
     "MapLocation",
     "Sieve",
-    "StoredTensor",
     "TorchFile",
     "UnverifiedFile",
     "Window",
     "item_contents",
-    "predicted",
-    "runs_of",
-    "stored_tensor",
 ]
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
@@ -101,22 +94,14 @@ class Window:
         source: the other file.
         start: offset of this file in ``source``.
         size_bytes: size of this file.
-        known: parts that were read before: offsets and bytes. A read of the end of the file gets zeros before the last
-            known part.
     """
 
     source: ByteSource
     start: int
     size_bytes: int
-    known: Sequence[tuple[int, bytearray]] = ()
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""
-        for first, data in self.known:
-            if first <= offset and offset + size <= first + len(data):
-                return bytes(data[offset - first : offset - first + size])
-            if first + len(data) == self.size_bytes == offset + size:
-                return bytes(first - offset) + bytes(data)
         self._check(offset, size)
         return self.source.read(self.start + offset, size)
 
@@ -377,52 +362,8 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
         raise pickle.UnpicklingError(f"its pickle is malformed: {e!r}") from e
 
 
-# ── a file inside another: an item of a sharded checkpoint ───────────────────────────────────────────────────────────
-class StoredTensor(NamedTuple):
-    """A tensor in a file, in row-major order.
-
-    Attributes:
-        shape: size of each dimension.
-        dtype: type of the numbers.
-        start: offset of the numbers in the item.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-
-
-@functools.lru_cache(1024)
-def predicted(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, int]:
-    """Return the layout of a tensor in an item written by this package, and the end of the numbers."""
-    (record,) = Layout([("data/0", math.prod(shape) * dtype.itemsize)]).records
-    return StoredTensor(shape, dtype, record.offset), record.offset + record.size
-
-
-def stored_tensor(item: Window) -> StoredTensor | None:
-    """Return the place of the tensor in an item; ``None`` if the tensor is not in row-major order, or damaged.
-
-    The caller then reads the whole item, and gets the error or the tensor.
-
-    Raises:
-        RefusedError: the item names a class or function outside of the allowed list.
-    """
-    try:
-        file = TorchFile(item, item.size_bytes, peek=item.read, map_location="meta")
-    except CorruptCheckpointError:
-        return None
-    contents, unread = file.contents, file.unread()
-    if type(contents) not in (Tensor, nn.Parameter) or contents.layout is not torch.strided or contents.is_quantized:
-        return None
-    record = unread.get(id(contents.untyped_storage()))
-    if record is None or len(unread) != 1 or not contents.is_contiguous() or contents.is_conj() or contents.is_neg():
-        return None
-    start = record.offset + contents.storage_offset() * contents.itemsize
-    return StoredTensor(tuple(contents.shape), contents.dtype, start)
-
-
 def item_contents(data: bytes | bytearray) -> Any:
-    """Load the contents of an item.
+    """Load the ``.pt`` file ``data``: an item of a sharded checkpoint.
 
     Raises:
         CorruptCheckpointError: the item is no torch file, or is damaged according to its checksums.
@@ -432,30 +373,3 @@ def item_contents(data: bytes | bytearray) -> Any:
     file = TorchFile(source, len(data), peek=source.read, check_sums=True)
     file.read()
     return file.contents
-
-
-def runs_of(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a row-major tensor within a box, in order: first element and number of elements.
-
-    Raises:
-        CorruptCheckpointError: the box is not in the tensor.
-    """
-    if (
-        len(shape) != len(offsets)
-        or len(shape) != len(lengths)
-        or any(o < 0 or n < 0 or o + n > size for size, o, n in zip(shape, offsets, lengths, strict=True))
-    ):
-        raise CorruptCheckpointError(f"there is no part {list(lengths)} at {list(offsets)} in the shape {list(shape)}")
-    if 0 in lengths:
-        return
-    inner = len(shape)  # the dimensions from here on are wanted whole
-    while inner > 0 and lengths[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if inner == 0:
-        yield 0, math.prod(shape)
-        return
-    count = lengths[inner - 1] * strides[inner - 1]
-    first = offsets[inner - 1] * strides[inner - 1]
-    for place in itertools.product(*(range(offsets[dim], offsets[dim] + lengths[dim]) for dim in range(inner - 1))):
-        yield first + sum(at * strides[dim] for dim, at in enumerate(place)), count

@@ -1,4 +1,4 @@
-"""Names of files of weights, in a folder that has no index of its own: safetensors or torch, and files beside them."""
+"""Names of files of weights in a folder without an index of DCP: safetensors or torch, and other files there."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ WEIGHTS_SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{WEIGHTS_SUFFIX}.index.json"
 TORCH_SUFFIX = ".bin"
 _OF_TORCH = re.compile(r"(?:diffusion_)?pytorch_model(?:-\d+-of-\d+)?\.bin|.+\.bin\.index\.json")
-"""Names of weights that programs save with torch, and of their index."""
+"""Names of weights in the format of torch, and of the index."""
 VALUES = re.compile(
     r"(?:optimizer|scheduler)(?:_\d+)?\.(?:pt|bin)|scaler\.pt|trainer_state\.json|rng_state(?:_\d+)?\.pth|random_states_\d+\.pkl"
 )
-"""Names of files that the Trainer of transformers and accelerate save beside weights."""
+"""Names of files of the Trainer of transformers, and of accelerate, in a folder with weights."""
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 """Names of files of DeepSpeed: of a rank of data parallelism and a rank of model parallelism."""
 
@@ -47,7 +47,7 @@ def holds_model_states(names: Collection[str]) -> bool:
 
 
 def is_safetensors(beginning: bytes) -> bool:
-    """Return true if a file that begins so is one of safetensors."""
+    """Return true for the first bytes of a file of safetensors."""
     if len(beginning) < 9 or beginning[8:9] != b"{":
         return False
     (length,) = struct.unpack("<Q", beginning[:8])
@@ -65,7 +65,7 @@ def are_safetensors(names: Collection[str]) -> bool:
 
 
 def weight_files(names: Collection[str], size: Callable[[str], int], read: Read) -> list[str]:
-    """Return the files of weights in a folder: those that the index of the folder names, or all.
+    """Return the files of weights in a folder: all files in the index of the folder, or all files without an index.
 
     Args:
         names: of all files in the folder.
@@ -73,7 +73,7 @@ def weight_files(names: Collection[str], size: Callable[[str], int], read: Read)
         read: reads a file.
 
     Raises:
-        CorruptCheckpointError: the index is damaged, or names a file that is not in the folder.
+        CorruptCheckpointError: the index is damaged, or names a missing file.
     """
     suffix = WEIGHTS_SUFFIX if are_safetensors(names) else TORCH_SUFFIX
     indexes = sorted(name for name in names if name.endswith(f"{suffix}.index.json"))

@@ -1,7 +1,6 @@
-"""Loading sharded checkpoints: directories that plain ``torch.distributed.checkpoint`` (DCP) reads and writes.
+"""Loading sharded checkpoints: directories in the format of ``torch.distributed.checkpoint`` (DCP).
 
-A rank reads the parts of tensors that it needs, straight to where they belong. Ranks communicate through
-:class:`composerlite.dist.Group` only.
+A rank reads its parts of tensors, straight into place. Ranks communicate through :class:`composerlite.dist.Group` only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
-from composerlite.checkpoint.format.sharded_index import filled, inner_tensors, key_path, leaves, nested, tensor_at
+from composerlite.checkpoint.format.sharded_index import inner_tensors, key_path, leaves, nested, tensor_at, with_inner
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
@@ -80,7 +79,7 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
 
 
 def _train_states(step: StepFolder) -> list[Any]:
-    """Return the train state of each rank that saved the step, on every rank."""
+    """Return the train states of all ranks of the save, on every rank."""
 
     def read() -> dict[str, bytes]:
         return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
@@ -92,7 +91,7 @@ def _train_states(step: StepFolder) -> list[Any]:
 def _read_state(
     reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan, beside: StateDict
 ) -> Any:
-    """Read the state to restore, with the values ``beside`` it; tensors are read into the live ones where possible."""
+    """Read the state to restore, and add the values ``beside``. Tensors are read into live tensors where possible."""
     group = dist.get_group()
     with group.all_or_none(f"reading the index of {plan.source}"):
         stored = reader.read_metadata().state_dict_metadata
@@ -129,10 +128,10 @@ def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, s
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
-    """Return the contents of a run's directory as a file has them: with empty dicts, and a list of generators."""
+    """Return the contents of a run's directory in the form of a file: with empty dicts, and a list of generators."""
     generators = contents.get("rng")
     by_rank = cast("StateDict", generators) if isinstance(generators, dict) else {}
-    if by_rank and all(key.isdecimal() for key in by_rank):  # each rank saves its own, under its number
+    if by_rank and all(key.isdecimal() for key in by_rank):  # a rank saves its generators under its number
         contents = {**contents, "rng": [by_rank[key] for key in sorted(by_rank, key=int)]}
     state = contents.get("state")
     if isinstance(state, dict):
@@ -179,7 +178,7 @@ _PAUSE_SECONDS = 0.02
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
-    """Read the same checkpoint on all ranks: the old or the new checkpoint, if another process replaces it meanwhile.
+    """Read the same checkpoint on all ranks: the old or the new checkpoint, if another process replaces the old.
 
     Collective. ``read`` may be called several times, and fails on all ranks if it fails on a rank.
     """
@@ -191,7 +190,7 @@ def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[Rem
         except (CheckpointError, RankError, FileNotFoundError) as e:
             if is_last or (isinstance(e, RankError) and not e.everywhere):
                 raise
-            if not group.all_reduce("what is there now", reader.was_replaced, any):
+            if not group.all_reduce("looking for another checkpoint", reader.was_replaced, any):
                 raise
         log.info("%s was replaced while it was read: reading it again", reader.uri)
         reader.reset()
@@ -205,30 +204,27 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     Sparse and quantized tensors, and tensors of a class of their own, are replaced by tensors of the same kind.
 
     Raises:
-        IncompatibleCheckpointError: the checkpoint has different numbers for two names of one tensor, on any rank.
+        IncompatibleCheckpointError: the checkpoint has different numbers for two names of a tensor, on any rank.
     """
     found = leaves(state, as_dcp=True, to_save=False)
     metadata = reader.read_metadata()
-    inner: dict[str, dict[tuple[str, ...], str]] = {}
     for value in found.values.values():
         if isinstance(value, Tensor):
             dist.make_fillable(value)
     wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
     for owner, key, steps in inner_tensors(metadata, list(found.values)):
-        inner.setdefault(owner, {})[steps] = key
         wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
     tied = dist.tied_names(wanted)
     for key in (key for _, *others in tied for key in others):  # read apart, to compare the numbers
         wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
     group = group or group_of()
     load_leaves(reader, wanted, group=group)
-    group.agree("comparing what is one tensor here", lambda: _check_tied(wanted, tied, reader.uri))
+    group.agree("comparing names of the same tensor", lambda: _check_tied(wanted, tied, reader.uri))
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
+    loaded = with_inner(metadata, list(found.values), wanted)
     for key, place in found.places.items():
-        value = wanted[key]
-        if key in inner:
-            value = filled(value, {steps: wanted[name] for steps, name in inner[key].items()})
-        if isinstance(found.values[key], Tensor) and wanted.get(key) is not found.values[key]:
+        value = loaded[key]
+        if isinstance(found.values[key], Tensor) and value is not found.values[key]:
             _check_kind(key, found.values[key], value, reader.uri)
             dist.make_fillable(found.values[key], value)
         if value is not found.values[key]:
@@ -262,7 +258,7 @@ def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
 
 
 def _target(stored: Any, live: Tensor | None) -> Tensor:
-    """Choose the tensor to fill with a ``stored`` tensor that replaces ``live`` in the state."""
+    """Choose the tensor to fill with the ``stored`` tensor, to replace ``live`` in the state."""
     dtype = stored.properties.dtype
     if live is None or live.shape != stored.size:
         return torch.empty(stored.size, dtype=dtype)
@@ -270,14 +266,14 @@ def _target(stored: Any, live: Tensor | None) -> Tensor:
 
 
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
-    """Fill ``state`` in place. All its keys must be in the checkpoint, with the same shapes. Collective.
+    """Fill ``state`` in place. The checkpoint must have all keys of ``state``, with the same shapes. Collective.
 
-    A tensor that several ranks need is read by one rank and sent to the others.
+    A single rank reads a tensor for several ranks, and sends the tensor to the others.
 
     Args:
         reader: of the checkpoint.
         state: tensors to fill, and values to replace, by the keys of the index.
-        group: the ranks that load together.
+        group: the ranks of the load.
     """
     requests, transfers = plan_load(reader, state, group)
 
@@ -314,7 +310,7 @@ def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
 
 
 def flat(state: StateDict) -> dict[str, Any]:
-    """Return ``state`` as one flat dict with the keys of an index."""
+    """Return ``state`` as a flat dict with the keys of an index."""
     return leaves(state, as_dcp=True, to_save=False).values
 
 
@@ -326,8 +322,8 @@ def _options(*, strict: bool = True) -> StateDictOptions:
 def model_state(model: nn.Module) -> StateDict:
     """Return the state of ``model``, with its shards, in this machine's memory.
 
-    ``get_model_state_dict`` looks up each name twice, which takes longer than the rest of the planning of a save. Only
-    models whose names differ from those of their modules, or whose tensors are on devices, need the function.
+    ``get_model_state_dict`` looks up each name twice, and takes longer than the rest of the planning of a save. Only
+    models with tensors on devices, or with wrapped modules in their names, need the function.
 
     Raises:
         ConfigError: ``model`` is no module, or has parameters on the device ``meta``.

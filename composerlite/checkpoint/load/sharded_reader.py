@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import tempfile
 import threading
@@ -33,16 +34,8 @@ from torch.futures import Future
 
 from composerlite.checkpoint.format.folder_index import index_of, is_folder_index
 from composerlite.checkpoint.format.sharded_index import untrusted
-from composerlite.checkpoint.format.sharded_layout import chunks_at, item_bytes
-from composerlite.checkpoint.format.torch_reader import (
-    ByteSource,
-    StoredTensor,
-    Window,
-    item_contents,
-    predicted,
-    runs_of,
-    stored_tensor,
-)
+from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
+from composerlite.checkpoint.format.torch_reader import ByteSource, item_contents
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
@@ -66,14 +59,14 @@ __all__ = [
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FETCH_SECONDS = 7200
-"""Time that another rank of this machine may take to fetch a file."""
+"""Longest time for another rank of this machine to fetch a file."""
 
 
 def safe_contents(data: bytes, key: str, uri: str) -> Any:
-    """Load the value ``key`` of the checkpoint at ``uri`` from its bytes, without running code in the bytes.
+    """Load the value ``key`` of the checkpoint at ``uri`` from ``data``, without running code in ``data``.
 
     Raises:
-        UntrustedCheckpointError: the value names a type that is not known to be safe.
+        UntrustedCheckpointError: the value names an unknown type.
         CorruptCheckpointError: the bytes are damaged.
     """
     try:
@@ -89,7 +82,7 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Request(NamedTuple):
-    """A part of a stored tensor, or a value, that a rank wants.
+    """A request of a rank for a part of a stored tensor, or for a value.
 
     Attributes:
         piece: key and offsets of the stored piece.
@@ -107,7 +100,7 @@ class Request(NamedTuple):
 
 
 def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[Request]:
-    """Return the requests to fill the tensors of ``state``, in place, and to read the other values of its keys.
+    """Return the requests to fill the tensors of ``state``, in place, and to read the other values of ``state``.
 
     Args:
         metadata: index of the checkpoint.
@@ -153,21 +146,21 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
 class RemoteFileSystemReader(StorageReader):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
-    A checkpoint with a record is verified while it is read. For a checkpoint without a record, or one that another
-    program has changed, a warning is logged. Only the bytes that the plan needs are read. Before a file on this machine
-    is read, the function named by ``CHECKPOINT_VALIDATION_FUNCTION`` is called with the file.
+    A checkpoint with a record is verified during the read. A checkpoint without a record, or changed by another
+    program, is logged with a warning. Only the bytes of the plan are read. Before a file on this machine is read, the
+    function named by ``CHECKPOINT_VALIDATION_FUNCTION`` is called with the file.
 
     Args:
         path: of the checkpoint's directory.
-        thread_count: threads that read at the same time.
-        pre_download: first copy the files that are needed to this machine.
+        thread_count: number of reading threads.
+        pre_download: first copy the files to this machine.
         work_dir: folder for these copies, kept for the next load. ``None``: a temporary folder.
 
     Attributes:
         bytes_read: bytes of data files read so far.
-        verified: numbers of the chunks that were read and verified, by the name of the data file on this machine.
-        ring: memory through which data goes to devices.
-        brought: a folder with files of the checkpoint that were fetched from other disks.
+        verified: numbers of the verified chunks, by the name of the data file on this machine.
+        ring: memory for data on the way to devices.
+        brought: a folder with files of the checkpoint, fetched from other disks.
     """
 
     def __init__(
@@ -212,7 +205,7 @@ class RemoteFileSystemReader(StorageReader):
 
     @property
     def place(self) -> str:
-        """Equal on all ranks that read the same files; different if nodes have a directory each."""
+        """Equal on ranks with the same files; different if nodes have a directory each."""
         node = None if self._manifest is None else self._manifest.node
         return f"{self._index_digest} on {node}: {self._folder.identity()}"
 
@@ -236,7 +229,7 @@ class RemoteFileSystemReader(StorageReader):
         Raises:
             CheckpointNotFoundError: there is no sharded checkpoint.
             CorruptCheckpointError: the index is damaged.
-            UntrustedCheckpointError: the index names a type that is not known to be safe.
+            UntrustedCheckpointError: the index names an unknown type.
         """
         if self._metadata is None:
             if (here := self._folder.path) is not None and (here / INDEX).is_file():
@@ -322,9 +315,9 @@ class RemoteFileSystemReader(StorageReader):
         """Fill the targets of ``requests``; return the bytes of the values by key.
 
         Raises:
-            CorruptCheckpointError: the bytes are not those that were saved, or a file is gone.
-            IncompatibleCheckpointError: a file is on the disk of another node, or its data were transformed.
-            UntrustedCheckpointError: an item names a type that is not known to be safe.
+            CorruptCheckpointError: the bytes differ from the saved bytes, or a file is gone.
+            IncompatibleCheckpointError: a file is on the disk of another node, or the data were transformed.
+            UntrustedCheckpointError: an item names an unknown type.
         """
         places = self.read_metadata().storage_data
         if self._manifest is None and not self.bytes_read:
@@ -373,7 +366,7 @@ class RemoteFileSystemReader(StorageReader):
         self.close()
 
     def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
-        """Fulfil the requests to one file; return its values by key."""
+        """Fulfil the requests to a file; return the values in the file by key."""
         digest: FileDigest | None = None
         if self._manifest is not None:
             path = f"{self._folder.name}/{name}"
@@ -382,8 +375,9 @@ class RemoteFileSystemReader(StorageReader):
                 raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
             with self._opened(name, digest, threads) as source:
-                reading = _FileReading(source, self._count, self.ring, is_raw=self._is_raw, is_ours=digest is not None)
-                values = reading.read(items)
+                values = _read_items(
+                    source, items, self._count, self.ring, is_raw=self._is_raw, is_ours=digest is not None
+                )
                 if isinstance(source, ParallelReader):
                     with self._lock:
                         self.verified.setdefault(name, set()).update(source.verified)
@@ -402,7 +396,7 @@ class RemoteFileSystemReader(StorageReader):
         here, path = self._folder.path, self._folder.at(name)
         if here is not None and self._folder.has(name):
             validate(here / name)
-        elif here is not None and self.brought is not None:  # the node that has the file has validated it
+        elif here is not None and self.brought is not None:  # the node with the file has validated the file
             return Folder(self.brought).opened(name, digest, threads=threads)
         elif here is not None:
             nodes = {file.path: file.node for file in (() if self._manifest is None else self._manifest.files)}
@@ -435,7 +429,7 @@ class RemoteFileSystemReader(StorageReader):
 
 
 def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
-    """Return the sizes of the piece of a tensor that is stored as ``index``."""
+    """Return the sizes of the piece ``index`` of a tensor."""
     offsets = index.offset
     if offsets is None:
         if index.index is not None and index.index < len(stored.chunks):
@@ -449,9 +443,9 @@ def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[i
 
 @final
 class FileSystemReaderWithValidation(RemoteFileSystemReader):
-    """Reads a sharded checkpoint from a folder, verified by the record, if there is one.
+    """Reads a sharded checkpoint from a folder, verified by the record, if there is a record.
 
-    The function that the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` names is called with each file first.
+    First the function named by the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with each file.
 
     Args:
         path: of the checkpoint's directory.
@@ -463,9 +457,9 @@ class FileSystemReaderWithValidation(RemoteFileSystemReader):
 
 @final
 class DistCPObjectStoreReader(RemoteFileSystemReader):
-    """Reads a sharded checkpoint from an object store, after a download of the files that this rank needs.
+    """Reads a sharded checkpoint from an object store, after a download of the files for this rank.
 
-    The ranks of one machine download each file once. The files stay, for this checkpoint only.
+    The ranks of a machine download each file once. The files stay, for this checkpoint only.
 
     Args:
         source_path: the directory's name in the store.
@@ -483,15 +477,11 @@ class DistCPObjectStoreReader(RemoteFileSystemReader):
 
 
 # ── items of one file ────────────────────────────────────────────────────────────────────────────────────────────────
-_SMALL_BYTES = 256 << 10
-"""An item of another program up to this size is read as a whole."""
-_PROBE_BYTES = 4096
-"""Bytes at the beginning and the end of a larger item that say where the numbers are."""
 _LEAST_RUN_BYTES = 64 << 10
 """If the runs of a box are shorter, the bytes between the runs are read, too."""
 _BATCH_BYTES = 128 << 20
 _SLOT_BYTES = 16 << 20
-_SLOTS = 2  # one is filled from the file, the other is copied to the device
+_SLOTS = 2  # a slot is filled from the file while the other is copied to the device
 
 
 @final
@@ -508,159 +498,147 @@ class _Target(NamedTuple):
     """Place of the numbers of a request in the file, and their destination.
 
     Attributes:
-        request: the part.
-        shape: of the stored piece.
+        tensor: to fill.
+        strides: of the stored piece, in numbers, by dimension.
         runs: offset in the file and bytes of each run of numbers, in order.
-        scratch: memory that is filled first, and copied to the target; ``None``: the target itself is filled.
-        copier: copies to the device of the target, if there is one.
+        scratch: memory to fill first, and to copy to ``tensor``; ``None``: the memory of ``tensor`` is filled.
+        copier: copies to the device of ``tensor``, if there is one.
     """
 
-    request: Request
-    shape: tuple[int, ...]
+    tensor: Tensor
+    strides: tuple[int, ...]
     runs: list[tuple[int, int]]
     scratch: Tensor | None
     copier: DeviceCopier | None
 
 
-@final
-class _FileReading:
-    """Reads items of one file.
+def _read_items(
+    source: ByteSource,
+    items: Iterable[_Item],
+    progress: Callable[[int], object],
+    ring: DeviceRing,
+    *,
+    is_raw: bool,
+    is_ours: bool,
+) -> dict[str, bytes]:
+    """Fill the targets of all requests to one file; return the bytes of the values by key.
 
     Args:
         source: the file.
+        items: the pieces to read, with their requests.
         progress: is called with each number of bytes read.
         ring: memory for data that goes to devices.
         is_raw: an item is the numbers alone; otherwise a ``.pt`` file.
-        is_ours: this package wrote the file, so that the place of numbers in an item is known.
+        is_ours: this package wrote the file, so the place of numbers in an item is known. Items of another program are
+            read as a whole.
+
+    Raises:
+        CorruptCheckpointError: the bytes differ from the saved bytes, or an item is no tensor of the requested shape.
+        RefusedError: an item names an unknown type.
     """
-
-    def __init__(
-        self,
-        source: ByteSource,
-        progress: Callable[[int], object],
-        ring: DeviceRing,
-        *,
-        is_raw: bool,
-        is_ours: bool,
-    ) -> None:
-        self._source = source
-        self._progress = progress
-        self._ring = ring
-        self._is_raw = is_raw
-        self._is_ours = is_ours
-
-    def read(self, items: Iterable[_Item]) -> dict[str, bytes]:
-        """Fill the targets of all requests; return the bytes of the values by key.
-
-        Raises:
-            CorruptCheckpointError: the bytes are not those that were saved, or no tensors of that shape.
-            RefusedError: an item names a type that is not known to be safe.
-        """
-        values: dict[str, bytes] = {}
-        for batch in _batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
-            located = self._located(batch)
-            targets = [
-                self._target(request, stored, item.offset)
-                for item in batch
-                if (stored := located.get(item.offset)) is not None
-                for request in item.requests
-            ]
-            whole = [(item, bytearray(item.size_bytes)) for item in batch if item.offset not in located]
-            pieces: list[Piece] = [(item.offset, _address(data), len(data)) for item, data in whole]
-            for target in targets:
-                if target.copier is None and target.request.target is not None:
-                    memory = target.request.target if target.scratch is None else target.scratch
-                    address = memory.data_ptr()
-                    for offset, size in target.runs:
-                        pieces.append((offset, address, size))
-                        address += size
-            if pieces:
-                self._source.read_into(pieces, self._progress)
-            for item, data in whole:
-                values.update(_use_whole(item, data))
-            for target in targets:
-                _copy_scratch(target)
-            self._read_to_devices([target for target in targets if target.copier is not None])
-        return values
-
-    def _located(self, items: Sequence[_Item]) -> dict[int, StoredTensor]:
-        """Find the numbers of tensors, by the offset of the item; other items are read as a whole."""
-        found: dict[int, StoredTensor] = {}
-        probes: list[tuple[_Item, list[tuple[int, bytearray]]]] = []
-        for item in items:
-            wanted = item.requests[0]
-            if wanted.target is None or wanted.dtype is None:
-                continue
-            if self._is_raw:
-                found[item.offset] = StoredTensor(wanted.sizes, wanted.dtype, 0)
-            elif self._is_ours and _is_as_predicted(wanted, item.size_bytes):
-                found[item.offset] = predicted(wanted.sizes, wanted.dtype)[0]
-            elif item.size_bytes > _SMALL_BYTES:
-                starts = (0, item.size_bytes - _PROBE_BYTES)
-                probes.append((item, [(start, bytearray(_PROBE_BYTES)) for start in starts]))
-        if probes:
-            pieces = [
-                (item.offset + start, _address(data), len(data)) for item, parts in probes for start, data in parts
-            ]
-            self._source.read_into(pieces, self._progress)
-        for item, parts in probes:
-            stored = stored_tensor(Window(self._source, item.offset, item.size_bytes, parts))
-            wanted = item.requests[0]
-            if stored is not None and (stored.shape, stored.dtype) == (wanted.sizes, wanted.dtype):
-                found[item.offset] = stored
-        return found
-
-    def _target(self, request: Request, stored: StoredTensor, offset: int) -> _Target:
-        """Prepare to fill the target of a request: directly if possible, else through memory of our own."""
-        target, width = request.target, stored.dtype.itemsize
-        assert target is not None
-        runs = list(runs_of(stored.shape, request.offsets, target.shape))
-        count = sum(count for _, count in runs)
-        is_short = len(runs) > 1 and runs[0][1] * width < _LEAST_RUN_BYTES
-        if is_short:
-            runs = [(runs[0][0], runs[-1][0] + runs[-1][1] - runs[0][0])]
-        copier = None
-        is_direct = not is_short and _takes_bytes(target, stored.dtype, count)
-        if is_direct:
-            copier = self._ring.copier_of(target.untyped_storage())
-            is_direct = copier is not None or target.device.type == "cpu"
-        scratch = None if is_direct else torch.empty(sum(n for _, n in runs), dtype=stored.dtype)
-        in_file = [(offset + stored.start + start * width, n * width) for start, n in runs]
-        return _Target(request, stored.shape, in_file, scratch, copier)
-
-    def _read_to_devices(self, targets: Sequence[_Target]) -> None:
-        """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
-        if not targets:
-            return
-        cuts: list[tuple[_Target, int, int, int]] = []  # target, offset in the file, offset in the target, bytes
+    values: dict[str, bytes] = {}
+    for batch in _batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
+        targets: list[_Target] = []
+        whole: list[tuple[_Item, bytearray]] = []
+        for item in batch:
+            if (start := _start_of_numbers(item, is_raw=is_raw, is_ours=is_ours)) is None:
+                whole.append((item, bytearray(item.size_bytes)))
+            else:
+                targets += [_target_of(request, item.offset + start, ring) for request in item.requests]
+        pieces: list[Piece] = [(item.offset, _address(data), len(data)) for item, data in whole]
         for target in targets:
-            done = 0
-            for offset, size in target.runs:
-                for start in range(0, size, _SLOT_BYTES):
-                    cut = min(_SLOT_BYTES, size - start)
-                    cuts.append((target, offset + start, done, cut))
-                    done += cut
-        groups = _batches(cuts, _SLOT_BYTES, lambda cut: cut[3])
-        first = targets[0].request.target
-        assert first is not None
-        with self._ring.slots(_SLOT_BYTES, first.device, _SLOTS) as slots:
-            for group in groups:
-                slot = slots.next()
-                ends = list(itertools.accumulate((size for *_, size in group), initial=0))
-                pieces = [
-                    (offset, slot.data_ptr() + at, size) for (_, offset, _, size), at in zip(group, ends, strict=False)
-                ]
-                self._source.read_into(pieces, self._progress)
-                for (target, _, start, size), at in zip(group, ends, strict=False):
-                    tensor, copier = target.request.target, target.copier
-                    assert tensor is not None
-                    assert copier is not None
-                    begin = int(tensor.storage_offset()) * tensor.itemsize + start
-                    slots.is_copied(copier, copier.load(slot[at : at + size], tensor.untyped_storage(), begin))
+            if target.copier is None:
+                address = (target.tensor if target.scratch is None else target.scratch).data_ptr()
+                for offset, size in target.runs:
+                    pieces.append((offset, address, size))
+                    address += size
+        if pieces:
+            source.read_into(pieces, progress)
+        for item, data in whole:
+            values.update(_use_whole(item, data))
+        for target in targets:
+            if target.scratch is not None and target.tensor.numel() == target.scratch.numel():
+                target.tensor.copy_(target.scratch.view(target.tensor.shape))
+            elif target.scratch is not None:  # with numbers between the runs
+                target.tensor.copy_(target.scratch.as_strided(target.tensor.shape, target.strides))
+        _read_to_devices(source, [target for target in targets if target.copier is not None], progress, ring)
+    return values
+
+
+def _start_of_numbers(item: _Item, *, is_raw: bool, is_ours: bool) -> int | None:
+    """Return the offset of the numbers in an item; ``None`` if the item has to be read as a whole."""
+    wanted = item.requests[0]
+    if wanted.dtype is None:  # a value
+        return None
+    if is_raw:
+        return 0
+    if is_ours and math.prod(wanted.sizes) * wanted.dtype.itemsize < item.size_bytes:
+        start, size_bytes = item_place(wanted.sizes, wanted.dtype)
+        return start if size_bytes == item.size_bytes else None
+    return None
+
+
+def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
+    """Prepare to fill the target of a request: directly if possible, else through memory of our own.
+
+    Args:
+        request: for a part of a tensor.
+        first: offset in the file of the numbers of the stored piece, in row-major order.
+        ring: memory for data that goes to devices.
+    """
+    target, dtype, sizes, offsets = request.target, request.dtype, request.sizes, request.offsets
+    assert target is not None
+    assert dtype is not None
+    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    inner = len(sizes)  # the dimensions from here on are wanted whole
+    while inner > 0 and target.shape[inner - 1] == sizes[inner - 1]:
+        inner -= 1
+    count = math.prod(target.shape[max(0, inner - 1) :])  # numbers of a run
+    outer = itertools.product(*map(range, target.shape[: max(0, inner - 1)]))
+    begin = sum(map(operator.mul, offsets, strides))
+    starts = [begin + sum(map(operator.mul, at, strides)) for at in outer] if count else []
+    is_short = len(starts) > 1 and count * dtype.itemsize < _LEAST_RUN_BYTES
+    if is_short:
+        starts, count = starts[:1], starts[-1] + count - starts[0]
+    runs = [(first + start * dtype.itemsize, count * dtype.itemsize) for start in starts]
+    if not is_short and _takes_bytes(target, dtype):
+        copier = ring.copier_of(target.untyped_storage())
+        if copier is not None or target.device.type == "cpu":
+            return _Target(target, strides, runs, None, copier)
+    return _Target(target, strides, runs, torch.empty(len(starts) * count, dtype=dtype), None)
+
+
+def _read_to_devices(
+    source: ByteSource, targets: Sequence[_Target], progress: Callable[[int], object], ring: DeviceRing
+) -> None:
+    """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
+    if not targets:
+        return
+    cuts: list[tuple[_Target, int, int, int]] = []  # target, offset in the file, offset in the target, bytes
+    for target in targets:
+        done = 0
+        for offset, size in target.runs:
+            for start in range(0, size, _SLOT_BYTES):
+                cut = min(_SLOT_BYTES, size - start)
+                cuts.append((target, offset + start, done, cut))
+                done += cut
+    with ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
+        for group in _batches(cuts, _SLOT_BYTES, lambda cut: cut[3]):
+            slot = slots.next()
+            ends = list(itertools.accumulate((size for *_, size in group), initial=0))
+            pieces = [
+                (offset, slot.data_ptr() + at, size) for (_, offset, _, size), at in zip(group, ends, strict=False)
+            ]
+            source.read_into(pieces, progress)
+            for (target, _, start, size), at in zip(group, ends, strict=False):
+                tensor, copier = target.tensor, target.copier
+                assert copier is not None
+                begin = int(tensor.storage_offset()) * tensor.itemsize + start
+                slots.is_copied(copier, copier.load(slot[at : at + size], tensor.untyped_storage(), begin))
 
 
 def _batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield ``items`` in batches of at most ``most_bytes``, or of one larger item."""
+    """Yield ``items`` in batches of at most ``most_bytes``, or of a single larger item."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -674,18 +652,12 @@ def _batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -
         yield batch
 
 
-def _is_as_predicted(wanted: Request, size_bytes: int) -> bool:
-    """Return true if an item of this size is a tensor as this package writes it."""
-    assert wanted.dtype is not None
-    return math.prod(wanted.sizes) * wanted.dtype.itemsize < size_bytes == item_bytes(wanted.sizes, wanted.dtype)
-
-
 def _address(data: bytearray) -> int:
     return ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
 
 
 def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
-    """Copy the parts of a tensor to their targets, or return the bytes of a value by its key."""
+    """Copy the parts of a tensor to their targets, or return the key and the bytes of a value."""
     key = item.requests[0].piece.fqn
     if item.requests[0].target is None:
         return {key: bytes(data)}
@@ -701,25 +673,13 @@ def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
     return {}
 
 
-def _copy_scratch(target: _Target) -> None:
-    tensor, scratch = target.request.target, target.scratch
-    if tensor is None or scratch is None or not scratch.numel():
-        return
-    if tensor.numel() == scratch.numel():
-        tensor.copy_(scratch.view(tensor.shape))
-    else:  # with numbers between the runs
-        strides = [math.prod(target.shape[dim + 1 :]) for dim in range(tensor.dim())]
-        tensor.copy_(scratch.as_strided(tensor.shape, strides))
-
-
-def _takes_bytes(target: Tensor, dtype: torch.dtype, count: int) -> bool:
-    """Return true if ``target`` is a plain tensor of ``count`` numbers in a row."""
+def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
+    """Return true if ``target`` is a plain tensor of numbers of ``dtype`` in a row."""
     return (
         type(target) is Tensor
         and target.device.type != "meta"
         and target.dtype is dtype
         and target.layout is torch.strided
         and target.is_contiguous()
-        and target.numel() == count
         and not (target.is_conj() or target.is_neg())
     )

@@ -1,7 +1,7 @@
-"""The form of a checkpoint: a file, a directory of all ranks or an archive of each, and what a rank writes of it.
+"""The form of a run's checkpoints: one file, a directory of all ranks, or an archive of each rank.
 
-Which one a run has follows from how the model is sharded over ranks: :func:`form_of`, and nothing else in this package,
-asks for that.
+:func:`form_of` chooses the form by how the model is sharded over ranks. A :class:`RankWriter` writes the part of a
+rank: here files and archives, in ``sharded_writer`` directories.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,22 +51,24 @@ if TYPE_CHECKING:
 __all__ = ["AfterCommit", "FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "names_of_ranks"]
 
 _ALIGNMENT = 4096
-"""Of what is one of several in memory."""
+"""Alignment of each file of an archive in the memory of a copy."""
 
 
-# ── what a rank writes ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── writers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class RankWriter(Protocol):
-    """Writer of this rank's part of a checkpoint: its bytes, and their place in the commit.
+    """Writer of the part of this rank in a checkpoint.
 
     Attributes:
-        size_bytes: of memory for a copy.
-        gathers: the ranks need each other for :meth:`staged_in` and :meth:`write`, which are called on all, or none.
-        seconds: spent by name, complete after :meth:`finish`.
+        gathers: :meth:`staged_in` and :meth:`write` are collective.
+        size_bytes: size of the memory for a copy.
+        seconds: time by activity of the threads that write, complete after :meth:`finish`.
         weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
     """
 
     size_bytes: int
-    weights_crc: Sequence[int]
+
+    @property
+    def weights_crc(self) -> Sequence[int]: ...
 
     @property
     def gathers(self) -> bool: ...
@@ -76,18 +77,18 @@ class RankWriter(Protocol):
     def seconds(self) -> Mapping[str, float]: ...
 
     def storages(self) -> Sequence[StorageCopy]:
-        """Return the storages to copy before training changes them, each once, and the destination of each."""
+        """Return the storages to copy before training changes them, each once, and the offset of each in the copy."""
         ...
 
     def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on, which holds each storage at its offset."""
+        """Read the bytes from the copy in ``memory`` from now on."""
         ...
 
     def write(self, memory: HostMemory | None) -> None:
-        """Hand all bytes to those who write them, and who may still be writing when this returns.
+        """Write all bytes. Threads may still write when this returns.
 
         Args:
-            memory: what :meth:`staged_in` was given; ``None`` to read from the tensors themselves.
+            memory: the argument of :meth:`staged_in`; ``None`` to read from the tensors themselves.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -95,10 +96,10 @@ class RankWriter(Protocol):
         ...
 
     def finish(self, manifest: Manifest) -> Any:
-        """Wait until everything is durable, and return what rank 0 needs to know of it, which can be pickled.
+        """Wait until the files of this rank are durable, and return facts about the files for rank 0.
 
         Args:
-            manifest: the record so far. A checkpoint that is one file contains it.
+            manifest: the record so far. A checkpoint that is one file contains the record.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -114,13 +115,12 @@ class RankWriter(Protocol):
         ...
 
 
-# ── a file, with what is sharded over ranks gathered for it ──────────────────────────────────────────────────────────
 @final
 class Gathering:
-    """The distributed tensors in ``contents``, to be gathered one after the other, on every rank in the same order.
+    """The distributed tensors in ``contents``. All ranks gather the tensors together, in the same order.
 
     Attributes:
-        contents: the same with a tensor without contents in the place of each of them.
+        contents: the contents with an empty tensor of the same shape for each distributed tensor.
     """
 
     def __init__(self, contents: StateDict) -> None:
@@ -140,76 +140,86 @@ class Gathering:
         return with_items(node, lambda _, value: self._with_places(value))
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return true if ``storage`` belongs to a tensor without contents."""
+        """Return true if ``storage`` belongs to an empty tensor in :attr:`contents`."""
         return storage_id(storage) in self._places
 
-    def next(self) -> Tensor:
-        """Gather the next one, together with all ranks, in the main thread; the whole of it in this machine's memory.
+    def storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return ``storage``; for an empty tensor gather the next tensor, and return that storage on the CPU.
+
+        Collective, in the main thread.
 
         Raises:
-            RuntimeError: a rank is gone. Nothing is left to be gathered then.
+            RuntimeError: a rank is gone. The other tensors are not gathered.
         """
+        if not self.holds(storage):
+            return storage
         try:
-            return self._waiting.popleft().full_tensor().detach().cpu().contiguous()
+            return self._waiting.popleft().full_tensor().detach().cpu().contiguous().untyped_storage()
         except BaseException:
             self._waiting.clear()
             raise
 
     def finish(self) -> None:
-        """Take part in gathering the remaining tensors, which other ranks need."""
-        while self._waiting:
-            self.next()
+        """Gather the remaining tensors for other ranks."""
+        try:
+            while self._waiting:
+                self._waiting.popleft().full_tensor()
+        finally:
+            self._waiting.clear()
 
 
-@final
 class NullWriter:
-    """The part of a rank that votes and helps to gather, and no more."""
+    """Writer of a rank without a file, and base of :class:`FileWriter`: the rank helps the others to gather.
+
+    Args:
+        gathering: the distributed tensors that all ranks gather for the file of rank 0.
+    """
 
     def __init__(self, gathering: Gathering | None = None) -> None:
         self.gathers = gathering is not None
-        self._gathering = gathering
         self.size_bytes = 0
-        self.seconds: dict[str, float] = {}
+        self.seconds: Mapping[str, float] = {}
         self.weights_crc: Sequence[int] = ()
+        self._gathering = gathering
 
     def storages(self) -> list[StorageCopy]:
-        """Return an empty list."""
+        """Return the storages to copy."""
         return []
 
     def staged_in(self, memory: HostMemory) -> None:
-        """The other ranks' part of gathering."""
-        self._gather()
+        """Gather for the other ranks."""
+        self._help()
 
     def write(self, memory: HostMemory | None) -> None:
-        """The same, where it is gathered as it is written."""
-        self._gather()
+        """Gather for the other ranks."""
+        self._help()
 
-    def _gather(self) -> None:
+    def _help(self) -> None:
         if self._gathering is not None:
             self._gathering.finish()
 
-    def finish(self, manifest: Manifest) -> None:
-        """Do nothing: there is no file to make durable."""
+    def finish(self, manifest: Manifest) -> Any:
+        """Return nothing: there is no file."""
+        return None
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Rank 0 has something to write."""
-        raise AssertionError("unreachable")
+        """Fail: rank 0 has a file."""
+        raise AssertionError("a rank that writes nothing does not commit")
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Take part in gathering the remaining tensors."""
-        self._gather()
+        """Gather the remaining tensors for the other ranks."""
+        self._help()
 
 
 class _Written(NamedTuple):
-    """Facts about a rank's file that rank 0 needs for the record.
+    """Facts about the file of a rank.
 
     Attributes:
         name: of the file.
-        temporary: its path until the commit.
+        temporary: path until the commit.
         digest: of the file.
-        unpacked_bytes: size of the file inside, if it is compressed or in an archive.
-        not_finite: name of a weight in it that is not finite.
-        timings: seconds by name, until the file was written.
+        unpacked_bytes: size of the file inside, if the file is compressed or an archive.
+        not_finite: name of a weight in the file that is not finite.
     """
 
     name: str
@@ -217,24 +227,24 @@ class _Written(NamedTuple):
     digest: FileDigest
     unpacked_bytes: int
     not_finite: str | None
-    timings: Mapping[str, float]
 
 
 @final
-class FileWriter:
-    """A rank's file of a checkpoint in the folder of ``catalog``: the whole of it, or an archive of what the rank has.
+class FileWriter(NullWriter):
+    """Writer of a file in the folder of ``catalog``: a whole checkpoint, or the archive of a rank.
 
-    It has a temporary name until the commit.
+    The file has a temporary name until the commit.
 
     Args:
-        images: what is in it: one, or several by their names in an archive.
-        name: of the file. template: of the name, which tells the format.
-        overwrite: replace what has the names of the checkpoint.
-        record: the record of the checkpoint, without files. If it is one file, that contains the record when it is
-            flushed. So does the archive of another rank, to tell which checkpoint it is a part of; that of the first
-            rank gets the record of all at the commit.
-        weights: tensors of the first image whose checksums are wanted.
-        gathering: of what is sharded over ranks; the image has places for it.
+        images: contents of the file: one, or several by their names in an archive.
+        catalog: of the folder.
+        name: of the file.
+        template: of the name. The end of the template chooses the format.
+        overwrite: replace a checkpoint of the same name.
+        record: the record of the checkpoint, without files. A checkpoint of one file, and the archive of each other
+            rank, contain the record when they are flushed. The archive of rank 0 gets the record of all at the commit.
+        weights: tensors of the first image for :attr:`weights_crc`.
+        gathering: the distributed tensors of the image.
     """
 
     def __init__(
@@ -249,44 +259,32 @@ class FileWriter:
         weights: Iterable[Any] = (),
         gathering: Gathering | None = None,
     ) -> None:
+        super().__init__(gathering)
         self._format = format_of(template)
-        self.weights_crc: Sequence[int] = ()
-        self.size_bytes = 0
         self._images = dict(images)
         self._starts: dict[str, int] = {}
         for inner, image in self._images.items():
             self._starts[inner] = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
             self.size_bytes = self._starts[inner] + image.size_bytes
+            image.stand_in = None if gathering is None else gathering.storage
         self._room: int | None = None
         if record.form == "file" and not self._format.archive:
-            self._room = tail_room(record, self.size_bytes)
-            for image in self._images.values():
-                image.comment_bytes = self._room
+            (image,) = self._images.values()
+            self._room = image.comment_bytes = tail_room(record, self.size_bytes)
         self._weights = next(iter(self._images.values())).numbers_of(weights)
-        self._gathering = gathering
         self._catalog = catalog
         self._name = name
         self._overwrite = overwrite
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # closes the sink and removes the file, unless the file is committed
         self._sink: Sink | None = None
         self._data: StagedFile | None = None
-
-    @property
-    def gathers(self) -> bool:
-        """True if the ranks need each other for :meth:`staged_in` and :meth:`write`."""
-        return self._gathering is not None
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds by name, of the threads that write."""
-        return {} if self._sink is None else self._sink.seconds
 
     @property
     def _path(self) -> Path:
         return self._catalog.folder / self._name
 
     def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them, except those that are gathered."""
+        """Return the storages to copy before training changes them, except the storages of gathered tensors."""
         return [
             StorageCopy(storage, self._starts[name] + offset)
             for name, image in self._images.items()
@@ -295,44 +293,34 @@ class FileWriter:
         ]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on. Sharded tensors are gathered there."""
+        """Read the bytes from ``memory`` from now on. Distributed tensors are gathered there."""
         for name, image in self._images.items():
             for storage, offset in () if self._gathering is None else image.storages():
-                whole = self._gathered(storage)
-                if whole is not storage and whole.nbytes():
-                    torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8).copy_(_bytes_of(whole))
+                if self._gathering is not None and self._gathering.holds(storage):
+                    whole: Any = self._gathering.storage(storage)
+                    if whole.nbytes():
+                        target = torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8)
+                        target.copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
             image.staged_in(memory, self._starts[name])
 
-    def _gathered(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        if self._gathering is None or not self._gathering.holds(storage):
-            return storage
-        return self._gathering.next().untyped_storage()
-
     def write(self, memory: HostMemory | None) -> None:
-        """Hand all bytes to what writes the file. What is sharded over ranks is gathered as it comes, if it is not yet.
+        """Write all bytes. Distributed tensors are gathered when they are written, unless they are in ``memory``.
 
-        After an error nothing is left.
+        After an error the file is removed.
         """
         with ExitStack() as stack:
             make_folder(self._path.parent)
             self._data = stack.enter_context(StagedFile(self._path))
-            path = self._data.temporary
-            if len(self._images) > 1:
-                members = [(name, image.size_bytes) for name, image in self._images.items()]
-                sink = self._format.open_archive(path, members)
-            else:
-                sink = self._format.open_sink(path, self.size_bytes, memory=memory)
+            members = [(name, image.size_bytes) for name, image in self._images.items()]
+            sink = self._format.open_sink(self._data.temporary, self.size_bytes, memory=memory, members=members)
             self._sink = stack.enter_context(sink)
-            with self._named():
-                crcs: list[list[int]] = []
-                for image in self._images.values():
-                    image.stand_in = None if self._gathering is None else self._gathered
-                    crcs.append(image.write(sink))
+            self.seconds = sink.seconds
+            crcs = [image.write(sink) for image in self._images.values()]
             self.weights_crc = [crcs[0][number] for number in self._weights]
             self._stack = stack.pop_all()
 
     def finish(self, manifest: Manifest) -> _Written:
-        """Wait until the file is durable, and return what rank 0 needs to know of it."""
+        """Wait until the file is durable, and return facts about the file. After an error the file is removed."""
         assert self._sink is not None
         assert self._data is not None
         images = self._images.values()
@@ -341,97 +329,72 @@ class FileWriter:
         not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
         timings = {**manifest.timings, **self._sink.seconds}
         record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
-        try:
-            with self._named():
-                decides_for_all = record.form == "archives" and self._name == record.name
-                digest = self._sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
-        except BaseException as e:
-            self._leave(e)
-            raise
-        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite, timings)
+        decides_for_all = record.form == "archives" and self._name == record.name
+        with self._stack.pop_all() as stack:
+            digest = self._sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
+            self._stack = stack.pop_all()
+        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
-        """Give the files of all ranks their names, that of rank 0 last: it contains the record. On rank 0."""
+        """Rename the files of all ranks, on rank 0; last the file of rank 0, which contains the record."""
         assert self._data is not None
-        written = [one for one in parts if one is not None]
-        records = [FileRecord.of(one.name, one.digest) for one in written]
-        manifest = dataclasses.replace(
-            manifest, files=tuple(records), unpacked_bytes=max(one.unpacked_bytes for one in written)
-        ).marked([one.not_finite for one in written])
+        written = [part for part in parts if part is not None]
+        records = [FileRecord.of(part.name, part.digest) for part in written]
+        unpacked = max(part.unpacked_bytes for part in written)
+        manifest = dataclasses.replace(manifest, files=tuple(records), unpacked_bytes=unpacked)
+        manifest = manifest.marked([part.not_finite for part in written])
         try:
-            if manifest.form == "archives":
-                others = dataclasses.replace(manifest, files=tuple(records[1:]))
-                digest = self._append_record(seal(others, records[0].digest), records[0].digest)
-                manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
-                self._name_others(written[1:])
-            commit_file(self._data, overwrite=self._overwrite)
+            with self._stack.pop_all() as stack:
+                if manifest.form == "archives":
+                    digest = self._append_record(dataclasses.replace(manifest, files=tuple(records[1:])), records[0])
+                    manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
+                    self._rename_others(written[1:])
+                commit_file(self._data, overwrite=self._overwrite)
+                self._stack = stack.pop_all()
         except FileExistsError as e:
-            self._leave(e)
             raise CheckpointExistsError(
                 f"checkpoint {str(self._path)!r} was saved by another process meanwhile."
             ) from e
-        except BaseException as e:
-            self._leave(e)
-            raise
         return manifest
 
-    def _append_record(self, tail: bytes, digest: FileDigest) -> FileDigest:
-        """Append the tail to this rank's archive, which is written to its end, and return the new digest."""
+    def _append_record(self, record: Manifest, own: FileRecord) -> FileDigest:
+        """Append the record to the archive of this rank, and return the new digest of the archive."""
         assert self._data is not None
-        tail = self._format.frame(tail)
+        tail = self._format.frame(seal(record, own.digest))
         with self._data.temporary.open("ab") as file:
             file.write(tail)
             file.flush()
             os.fsync(file.fileno())
-        return digest.with_tail(tail)
+        return own.digest.with_tail(tail)
 
-    def _name_others(self, others: Sequence[_Written]) -> None:
+    def _rename_others(self, others: Sequence[_Written]) -> None:
         """Give the archives of the other ranks their names. The checkpoint that they replace is deleted first."""
-        if self._overwrite:
-            old = self._catalog.manifest_of(self._name)
-            if old is not None:
-                delete_checkpoint(self._catalog.place, old)
-        for one in others:
-            one.temporary.replace(self._catalog.folder / one.name)
-        for folder in {(self._catalog.folder / one.name).parent for one in others}:
-            fsync_folder(folder)  # they have their names before the archive that decides about them
+        if self._overwrite and (old := self._catalog.manifest_of(self._name)) is not None:
+            delete_checkpoint(self._catalog.place, old)
+        for part in others:
+            part.temporary.replace(self._catalog.folder / part.name)
+        for folder in {(self._catalog.folder / part.name).parent for part in others}:
+            fsync_folder(folder)  # these names are durable before the archive that decides about them
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the file unless it has its name, or may have: then the next start finds out. May be called twice."""
+        """Remove the file unless it is or may be committed. May be called twice."""
         if may_be_committed and self._data is not None:
             self._data.leave_behind()
-        self._leave()
-        if self._gathering is not None:
-            self._gathering.finish()
-
-    def _leave(self, error: BaseException | None = None) -> None:
-        stack, self._stack = self._stack, ExitStack()
-        stack.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    @contextmanager
-    def _named(self) -> Generator[None]:
-        """Name the checkpoint in an error of what compresses it."""
-        try:
-            yield
-        except SaveError as e:
-            raise SaveError(f"checkpoint {str(self._path)!r}: {e}") from e
+        self._stack.close()
+        self._help()
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportArgumentType]
-
-
-# ── the forms that a checkpoint may have ─────────────────────────────────────────────────────────────────────────────
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class AfterCommit(NamedTuple):
     """Work that a run wants done after a commit.
 
     Attributes:
-        publish: is called after the commit, before anything is given up, perhaps on another thread. On rank 0; where
-            there are several disks on all.
-        also: other names under which the same file is uploaded, each with its template.
-        retention: which older checkpoints of the same template are deleted after that. On rank 0.
-        is_routine: the line of the save in the log is below INFO.
+        publish: called after the commit, before older checkpoints are deleted, perhaps on another thread; on rank 0,
+            or on all ranks if nodes have disks of their own.
+        also: other names under which the same file is uploaded, each with the template of the name.
+        retention: which older checkpoints of the same template are deleted after that; on rank 0.
+        is_routine: log the save below INFO.
     """
 
     publish: Callable[[], object] | None = None
@@ -447,21 +410,22 @@ class SaveRequest:
 
     Attributes:
         state: of the run.
-        state_dict: what it holds, or its weights; ``None``: ``state`` is asked for that.
-        weights_only: save nothing but the model.
-        ignore_keys: leave out these keys.
-        catalog: the folder.
+        state_dict: contents of ``state``, or the weights; ``None``: ``state`` provides the contents.
+        weights_only: save only the model.
+        ignore_keys: keys to leave out.
+        catalog: of the folder.
         template: name of the checkpoint, with format variables.
-        latest: name of the symbolic link to point to it, with format variables.
+        latest: name of the symbolic link to the checkpoint, with format variables.
         overwrite: replace a checkpoint of the same name.
-        disks: which ranks see the same folder, where all write to it and not all see one.
-        occasion: ``'regular'``; ``'ephemeral'``: given up as soon as a newer one is committed; ``'crash'``: the state
-            is that in which an exception left it, and nobody resumes from it unasked.
-        metrics: metric values to keep in the record, by name; those that are no finite numbers are left out.
+        disks: which ranks see the same folder; ``None``: all see the same folder.
+        occasion: ``'regular'``; ``'ephemeral'``: deleted as soon as a newer checkpoint is committed; ``'crash'``: the
+            state after an exception, which no run resumes from by itself.
+        metrics: metric values for the record, by name. NaN and infinite values are left out.
         after_commit: work after the commit.
-        how: ``'async'``: training continues when the state is copied; ``'lazy'``: before weights and optimizer state
-            are copied, and the next step of an optimizer waits for that; ``'sync'``: when the checkpoint is committed.
-        started: when gathering began, as ``time.perf_counter`` counts; ``None``: now.
+        how: ``'async'``: training continues when the state is copied; ``'lazy'``: training continues at once, and the
+            next optimizer step waits for the copy of weights and optimizer state; ``'sync'``: training continues after
+            the commit.
+        started: start of gathering, in the seconds of ``time.perf_counter``; ``None``: now.
     """
 
     state: TrainingState
@@ -479,140 +443,166 @@ class SaveRequest:
     how: str = "async"
     started: float | None = None
 
-    def gathered(self, **generators: Any) -> StateDict:
-        """Gather the contents of the checkpoint; ``generators`` are those of all ranks, in some form."""
+    def gathered(self, generators: Any = None) -> StateDict:
+        """Return the contents of the checkpoint. ``generators``: states of the random generators of all ranks."""
         held = self.state_dict
         if held is None:
             held = self.state.weights_state_dict() if self.weights_only else self.state.state_dict()
-        return gather(held, weights_only=self.weights_only, ignore_keys=self.ignore_keys, **generators)
+        return gather(held, weights_only=self.weights_only, ignore_keys=self.ignore_keys, generators=generators)
+
+    def gathered_of_all_ranks(self) -> StateDict:
+        """Return the contents of the checkpoint with the random generators of all ranks. Collective."""
+        if self.weights_only or dist.get_world_size() == 1:
+            return self.gathered()
+        states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
+        return self.gathered([rng.unpacked(torch.frombuffer(bytearray(one), dtype=torch.uint8)) for one in states])
 
 
-class Form(ABC):
-    """Layout of a run's checkpoints in their folder.
+# ── the forms of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Form:
+    """Form of a run's checkpoints.
+
+    Args:
+        sharding: as :attr:`TrainingState.sharding`.
 
     Attributes:
-        kind: as records say it.
-        may_be_lazy: nothing but its optimizers' steps changes the state that is saved.
-        is_spread: the model is sharded over ranks. is_shared: several ranks write to the folder.
-        has_names_of_ranks: each rank has a file, and a link, with a name of its own.
+        kind: in records: ``'monolithic'``: a file of rank 0; ``'sharded'``: a directory of all ranks; ``'deepspeed'``:
+            an archive of each rank.
+        is_spread: the model is sharded over ranks.
+        is_shared: several ranks write to the folder.
+        has_names_of_ranks: each rank has a file and a link of its own.
+        may_be_lazy: between optimizer steps nothing changes weights and optimizer state.
     """
 
-    kind: str
-    may_be_lazy = True
-    is_spread = True
-    is_shared = False
-    has_names_of_ranks = False
+    def __init__(self, sharding: str | None) -> None:
+        self.kind = sharding if sharding in ("sharded", "deepspeed") else "monolithic"
+        self.is_spread = sharding is not None
+        self.is_shared = self.kind != "monolithic"
+        self.has_names_of_ranks = self.kind == "deepspeed"
+        self.may_be_lazy = self.kind != "deepspeed"
 
     def template(self, template: str, argument: str = "save_filename") -> str:
-        """Return the template of names in this form for that of a file; ``argument`` is for errors."""
-        return template
+        """Return the template of names in this form for the template of a file; ``argument`` is for errors."""
+        if self.kind == "sharded":
+            return directory_template(template, argument=argument)
+        return archive_template(template, argument=argument) if self.kind == "deepspeed" else template
 
     def names(self, template: str, state: TrainingState) -> list[str]:
-        """Return the names of the files of a checkpoint, that of rank 0 first; of all ranks where each writes one."""
+        """Return the names of the files of a checkpoint: of all ranks if each writes a file, else of rank 0."""
+        if self.has_names_of_ranks:
+            return names_of_ranks(template, state, dist.get_world_size())
         return [first_name(template, state)]
 
     def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
-        """See that what is to be saved can be; ConfigError."""
+        """Raise ConfigError if checkpoints of this form cannot be saved with these options."""
+        if self.kind != "deepspeed":
+            return
+        if weights_only:
+            raise ConfigError(
+                "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with "
+                "the state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of "
+                "one with composerlite.checkpoint.unshard_zero."
+            )
+        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
+            if glob.startswith(("state/model", "state/optimizers")):
+                raise ConfigError(
+                    f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
+                    "weights and optimizer as a whole. Leave it out."
+                )
 
     def disks(self, folder: Path) -> Disks | None:
-        """Find out which ranks see the same ``folder``; ``None``: all see one. Every rank calls it."""
-        return None
+        """Find out which ranks see the same ``folder``; ``None``: all ranks do. Collective.
 
-    @abstractmethod
-    def expected_bytes(self, request: SaveRequest) -> int | None:
-        """Return about how much memory a copy takes on this rank; ``None`` where that is not known before a save."""
-
-    @abstractmethod
-    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
-        """Return the writer of this rank; all ranks call it.
-
-        Args:
-            request: what to save.
-            record: of the checkpoint, without its files.
-            names: of the files, as :meth:`names` gives them.
+        Raises:
+            ConfigError: nodes have disks of their own, and DeepSpeed saves.
         """
-
-
-def form_of(state: TrainingState) -> Form:
-    """Return the form of the checkpoints of ``state``."""
-    if state.sharding == "sharded":
-        return _Directory()
-    if state.sharding == "deepspeed":
-        return _Archives()
-    return _File(gathers=state.sharding == "full")
-
-
-@final
-class _File(Form):
-    """One file, which rank 0 writes.
-
-    Args:
-        gathers: what is sharded over ranks is gathered for it.
-    """
-
-    kind = "monolithic"
-
-    def __init__(self, *, gathers: bool) -> None:
-        self._gathers = self.is_spread = gathers
+        disks = disks_of(folder) if self.is_shared and dist.get_world_size() > 1 else None
+        if disks is not None and self.kind == "deepspeed":
+            raise ConfigError(
+                f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files "
+                "that the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file "
+                "system that all nodes mount."
+            )
+        return disks
 
     def expected_bytes(self, request: SaveRequest) -> int | None:
-        if self._gathers or dist.get_global_rank() != 0:
+        """Estimate the memory for a copy on this rank, in bytes; ``None`` if that is unknown before a save."""
+        if self.kind == "sharded":
+            from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
+
+            return expected_bytes(request.gathered())
+        if self.is_spread or dist.get_global_rank() != 0:
             return None
         return _image(request.gathered(), "checkpoint").size_bytes
 
     def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
-        contents = request.gathered(generators=_generators(request.weights_only))
-        trained = _trained_names(contents.get("state", {}).get("model", {}), request.state)
-        gathering = Gathering(contents) if self._gathers else None
-        if gathering is not None:
-            contents = gathering.contents
-        if dist.get_global_rank() != 0:
-            return NullWriter(gathering)
-        image = _image(contents, f"checkpoint {str(request.catalog.folder / names[0])!r}")
-        weights: StateDict = contents.get("state", {}).get("model", {})
-        image.watch([(f"model/{name}", weights[name]) for name in trained])
-        return FileWriter(
-            {STATES: image},
-            request.catalog,
-            name=names[0],
-            template=record.template,
-            overwrite=request.overwrite,
-            record=record,
-            weights=weights.values(),
-            gathering=gathering,
-        )
+        """Return the writer of this rank. Collective.
+
+        Args:
+            request: what to save.
+            record: of the checkpoint, without files.
+            names: of the files, the result of :meth:`names`.
+        """
+        if self.kind == "sharded":
+            return _directory_writer(request, names[0])
+        if self.kind == "deepspeed":
+            return _archive_writer(request, record, names[dist.get_global_rank()])
+        return _file_writer(request, record, names[0], gathers=self.is_spread)
 
 
-@final
-class _Directory(Form):
-    """A directory, to which all ranks write."""
+def form_of(state: TrainingState) -> Form:
+    """Return the form of the checkpoints of ``state``."""
+    return Form(state.sharding)
 
-    kind = "sharded"
-    is_shared = True
 
-    def template(self, template: str, argument: str = "save_filename") -> str:
-        return directory_template(template, argument=argument)
+def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter:
+    contents = request.gathered_of_all_ranks()
+    model: StateDict = contents.get("state", {}).get("model", {})
+    trained, local = _trained_storages(request.state), {key: local_part(value) for key, value in model.items()}
+    watched = [key for key, part in local.items() if _has_numbers(part) and _id_of(part) in trained]
+    gathering = Gathering(contents) if gathers else None
+    if gathering is not None:
+        contents = gathering.contents
+    if dist.get_global_rank() != 0:
+        return NullWriter(gathering)
+    image = _image(contents, f"checkpoint {str(request.catalog.folder / name)!r}")
+    weights: StateDict = contents.get("state", {}).get("model", {})
+    image.watch([(f"model/{key}", weights[key]) for key in watched])
+    return FileWriter(
+        {STATES: image},
+        request.catalog,
+        name=name,
+        template=record.template,
+        overwrite=request.overwrite,
+        record=record,
+        weights=weights.values(),
+        gathering=gathering,
+    )
 
-    def disks(self, folder: Path) -> Disks | None:
-        return disks_of(folder) if dist.get_world_size() > 1 else None
 
-    def expected_bytes(self, request: SaveRequest) -> int | None:
-        from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
+def _directory_writer(request: SaveRequest, name: str) -> RankWriter:
+    from composerlite.checkpoint.save.sharded_writer import ShardWriter  # slow to import
 
-        return expected_bytes(request.gathered())
+    own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
+    return ShardWriter(
+        lambda: request.gathered(own),
+        ShardedDirectory(request.catalog.place, name),
+        overwrite=request.overwrite,
+        disks=request.disks,
+        of_run=True,
+        watched=frozenset(_trained_storages(request.state)),
+    )
 
-    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
-        from composerlite.checkpoint.save.sharded_writer import ShardWriter  # as slow
 
-        own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
-        return ShardWriter(
-            lambda: request.gathered(generators=own),
-            ShardedDirectory(request.catalog.place, names[0]),
-            overwrite=request.overwrite,
-            disks=request.disks,
-            of_run=True,
-            watched=frozenset(_trained_storages(request.state)),
-        )
+def _archive_writer(request: SaveRequest, record: Manifest, name: str) -> RankWriter:
+    engine = request.state.deepspeed
+    assert engine is not None, "the engine exists before the first save"
+    images = {STATES: TorchImage(request.gathered_of_all_ranks())}
+    for file, contents in engine.saved().items():
+        image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents, DEEPSPEED_TYPES)
+        image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
+    return FileWriter(images, request.catalog, name=name, template=name, overwrite=request.overwrite, record=record)
 
 
 def names_of_ranks(template: str, state: NamedState, world_size: int) -> list[str]:
@@ -632,77 +622,22 @@ def names_of_ranks(template: str, state: NamedState, world_size: int) -> list[st
     ]
 
 
-@final
-class _Archives(Form):
-    """An archive for each rank, with the files of DeepSpeed."""
-
-    kind = "deepspeed"
-    may_be_lazy = False  # the engine changes more than its optimizer's step does
-    is_shared = True
-    has_names_of_ranks = True
-
-    def template(self, template: str, argument: str = "save_filename") -> str:
-        return archive_template(template, argument=argument)
-
-    def names(self, template: str, state: TrainingState) -> list[str]:
-        return names_of_ranks(template, state, dist.get_world_size())
-
-    def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
-        if weights_only:
-            raise ConfigError(
-                "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with "
-                "the state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of "
-                "one with composerlite.checkpoint.unshard_zero."
-            )
-        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
-            if glob.startswith(("state/model", "state/optimizers")):
-                raise ConfigError(
-                    f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
-                    "weights and optimizer as a whole. Leave it out."
-                )
-
-    def disks(self, folder: Path) -> Disks | None:
-        if dist.get_world_size() > 1 and disks_of(folder) is not None:
-            raise ConfigError(
-                f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files "
-                "that the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file "
-                "system that all nodes mount."
-            )
-        return None
-
-    def expected_bytes(self, request: SaveRequest) -> int | None:
-        return None
-
-    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
-        engine = request.state.deepspeed
-        assert engine is not None, "it is made before anything is saved"
-        images = {STATES: TorchImage(request.gathered(generators=_generators(request.weights_only)))}
-        for name, contents in engine.saved().items():
-            image = images[f"{DEEPSPEED}/{name}"] = TorchImage(contents, DEEPSPEED_TYPES)
-            image.watch([(f"the weights in {name}", tensor) for tensor in _trained_storages(request.state).values()])
-        own = names[dist.get_global_rank()]
-        return FileWriter(images, request.catalog, name=own, template=own, overwrite=request.overwrite, record=record)
-
-
 def first_name(template: str, state: NamedState) -> str:
     """Return the name that ``template`` gives now on rank 0."""
     return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
 
 
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
-    """Return the tensors that the optimizers change, by storage; none where the checkpoint is marked anyway."""
+    """Return the tensors that optimizers change, by storage; empty if the checkpoint is already marked not finite."""
     if getattr(state, "not_finite", ()):  # a loop of the user's own may have none
         return {}
     groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
     parts = (local_part(parameter) for group in groups for parameter in group["params"])
-    return {storage_id(part.untyped_storage()): part for part in parts if _has_numbers(part)}
+    return {_id_of(part): part for part in parts if _has_numbers(part)}
 
 
-def _trained_names(model: StateDict, state: TrainingState) -> list[str]:
-    """Return the names in ``model`` of the tensors of :func:`_trained_storages`."""
-    trained = _trained_storages(state)
-    parts = ((name, local_part(value)) for name, value in model.items())
-    return [name for name, part in parts if _has_numbers(part) and storage_id(part.untyped_storage()) in trained]
+def _id_of(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
 
 
 def _has_numbers(value: Any) -> bool:
@@ -710,16 +645,8 @@ def _has_numbers(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
 
 
-def _generators(weights_only: bool) -> list[dict[str, Any]] | None:
-    """Return the random generators of all ranks; ``None`` where there is one, or they are not saved."""
-    if weights_only or dist.get_world_size() == 1:
-        return None
-    states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
-    return [rng.unpacked(torch.frombuffer(bytearray(state), dtype=torch.uint8)) for state in states]
-
-
 def _image(contents: StateDict, what: str) -> TorchImage:
     try:
         return TorchImage(contents)
-    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # what cannot be pickled raises any
+    except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # objects that cannot be pickled
         raise SaveError(f"{what}: its contents cannot be written: {e}") from e

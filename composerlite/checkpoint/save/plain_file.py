@@ -1,4 +1,4 @@
-"""Files that are no checkpoints of a run: a state dict, for torch or for safetensors."""
+"""Files of a plain state dict, for torch or for safetensors. The files are no checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
-    """Make the file ``path`` that ``torch.load`` opens.
+    """Write the file ``path`` for ``torch.load``.
 
     Args:
         path: of the file.
-        contents: what it holds.
-        overwrite: replace a file of that name.
+        contents: of the file.
+        overwrite: replace a file of the same name.
 
     Raises:
-        FileExistsError: there is one, and ``overwrite`` is false.
+        FileExistsError: the file exists, and ``overwrite`` is false.
     """
     image = TorchImage(contents)
     with StagedFile(path) as staged:
@@ -38,11 +38,11 @@ def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
 
 
 def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: bool = True) -> None:
-    """Make the file ``path`` of safetensors, of the tensors in ``contents``. Arguments as :func:`write_torch`.
+    """Write the tensors in ``contents`` to the file ``path`` of safetensors. Arguments as :func:`write_torch`.
 
     Raises:
-        SaveError: the format has none of that type or layout.
-        FileExistsError: there is a file of that name, and ``overwrite`` is false.
+        SaveError: the format does not support the type or the layout of a tensor.
+        FileExistsError: the file exists, and ``overwrite`` is false.
     """
     tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
     if left_out := sorted(set(contents) - set(tensors)):

@@ -300,9 +300,8 @@ class SaveTask:
     def _close(self, *, may_be_committed: bool) -> None:
         self.writer.close(may_be_committed=may_be_committed)
         snapshot, staging = self.snapshot, self.staging
-        if snapshot is not None and staging is not None and snapshot.memory is not None and snapshot.is_complete:
-            memory, snapshot.memory = snapshot.memory, None
-            staging.give_back(memory)
+        if snapshot is not None and staging is not None:
+            staging.take_back(snapshot)
 
     def _finish(self) -> _RankPart:
         """Do this rank's part, until it is durable."""

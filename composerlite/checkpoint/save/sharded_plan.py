@@ -1,9 +1,9 @@
-"""Plan of a sharded save: which rank writes which piece of the state, and what the index says of each tensor.
+"""Plan of a sharded save: the pieces of the state that each rank writes, and the entries of the index.
 
-A tensor that several ranks have is written by one of them. If all ranks split their tensors by one rule
+One rank writes a tensor of several ranks. If all ranks split their tensors by the same rule
 (:class:`~composerlite.checkpoint.format.sharded_layout.ShardLayout`), each rank computes its pieces from the rule
-(docs/adr/0081). Otherwise the ranks send lists of their pieces to rank 0, which divides the work. A plan is kept, and
-used again for a later save of a state with the same keys, shapes, types and placements.
+(docs/adr/0081). Otherwise the ranks send lists of their pieces to rank 0, and rank 0 divides the work. A plan is kept,
+and used again for a later save of a state with the same keys, shapes, types and placements.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = ["LEAST_FILE_BYTES", "MOST_LISTED", "Plan", "Proposal", "RankState", "
 
 log = logging.getLogger(__name__)
 MOST_PLANS = 4
-"""Number of plans that are kept for later saves."""
+"""Number of plans kept for later saves."""
 MOST_LISTED = 50_000
-"""Most pieces of tensors that an index lists, as DCP does: about 9 MB. With more pieces the index is a rule."""
+"""Most pieces of tensors in an index of DCP: about 9 MB. With more pieces the index is a rule."""
 _MOST_FILES = 4096
-"""Most data files of a checkpoint whose index is a rule, unless there are more ranks."""
+"""Most data files of a checkpoint with a rule, unless there are more ranks."""
 LEAST_FILE_BYTES = 64 << 20
 """Least bytes of a data file if a rank writes several."""
 
@@ -54,8 +54,8 @@ class Proposal(NamedTuple):
     """Message of a rank to rank 0, for a new plan.
 
     Attributes:
-        digest: of the rule, and of what else must be equal on all ranks; empty if there is no rule.
-        pieces: that rank 0 has to divide: all pieces, or those that the rule does not cover.
+        digest: of the rule, and of everything else with equal values on all ranks; empty if there is no rule.
+        pieces: for rank 0 to divide: all pieces, or the pieces beside the rule.
         paths: of the keys of these pieces in the nested state.
     """
 
@@ -66,15 +66,14 @@ class Proposal(NamedTuple):
 
 @final
 class RankState:
-    """The state to save, as the pieces that this rank has.
+    """The state to save, in the pieces of this rank.
 
     Args:
         state: nested dicts.
-        group: the ranks that save together.
-        of_run: the state is that of a training run. Values and tensors that are not distributed are taken from rank 0,
-            since they may differ between ranks; each rank writes its own random generators; a value without tensors
-            is one entry of the index. If false, any rank may write what all ranks have, and all dicts are taken apart,
-            as DCP does.
+        group: the ranks of the save.
+        of_run: the state of a training run. Values and plain tensors are taken from rank 0, since ranks may differ;
+            each rank writes its own random generators; a value without tensors is one entry of the index. If false,
+            any rank may write a piece of all ranks, and all dicts are taken apart, as DCP does.
         files: most data files of a rank.
 
     Attributes:
@@ -120,9 +119,9 @@ class RankState:
 
     @functools.cached_property
     def layout(self) -> ShardLayout | None:
-        """The rule by which all ranks split the distributed tensors, as far as this rank knows.
+        """The rule for the splits of the distributed tensors, as far as this rank knows.
 
-        ``None`` if there are few pieces, or if a tensor is split in a way that no rule covers.
+        ``None`` if there are few pieces, or if no rule covers the splits of a tensor.
         """
         split = {key: tensor for key, tensor in self.tensors.items() if tensor.numel()}
         if len(split) * self._group.size <= MOST_LISTED:
@@ -144,7 +143,7 @@ class RankState:
         return ShardLayout(self._group.size, tensors, files=files, least_bytes=LEAST_FILE_BYTES)
 
     def propose(self, *, by_rule: bool) -> Proposal:
-        """Return the proposal of this rank; with ``by_rule`` without the pieces that follow from the rule, if any."""
+        """Return the proposal of this rank. With ``by_rule`` the pieces that follow from the rule are left out."""
         layout = self.layout if by_rule else None
         if layout is None:
             return Proposal("", self.pieces, self.paths)
@@ -160,13 +159,13 @@ class RankState:
 
 # ── rank 0 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]], dict[str, Any]]:
-    """Divide the pieces of all ranks, so that each is written once and all ranks write about as many bytes.
+    """Divide the pieces of all ranks: each piece is written once, and all ranks write about as many bytes.
 
     Args:
         ranks: pieces of each rank.
 
     Returns:
-        For each rank, the numbers of the pieces that it writes; and the entries of the index by key.
+        The numbers of the pieces to write, for each rank; and the entries of the index by key.
 
     Raises:
         ValueError: the parts of a tensor overlap, or do not make up the whole.
@@ -178,7 +177,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
     loads = [0] * len(ranks)
     written: list[list[int]] = [[] for _ in ranks]
 
-    # Pieces that one rank has come first, then the largest: the others even out the bytes that the ranks write.
+    # Pieces of a single rank come first, then the largest: the others even out the bytes of the ranks.
     def order(owner: list[tuple[int, int]]) -> tuple[bool, int]:
         rank, number = owner[0]
         return len(owner) > 1, -ranks[rank][number].size_bytes
@@ -188,7 +187,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
         written[rank].append(number)
         loads[rank] += ranks[rank][number].size_bytes
     entries: dict[str, Any] = {}
-    shapes: dict[tuple[int, ...], torch.Size] = {}  # one object for all that are equal: the index is smaller
+    shapes: dict[tuple[int, ...], torch.Size] = {}  # one object for equal shapes: the index is smaller
     for pieces, numbers in zip(ranks, written, strict=True):
         numbers.sort()
         for piece in (pieces[number] for number in numbers):
@@ -210,7 +209,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
 def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
     """Raise ``ValueError`` if the parts of the tensor ``key`` overlap, or do not make up the whole.
 
-    Each part is compared with those that overlap along one dimension: the one with the most different offsets.
+    A part is compared with the parts that overlap along a single dimension, with the most different offsets.
     """
     parts = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     if sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(entry.size):
@@ -231,20 +230,22 @@ def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
 # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Plan(NamedTuple):
-    """A plan that all ranks have made together, as one rank knows the plan.
+    """The part of a rank in a plan of all ranks.
 
     Attributes:
         name: the same on every rank.
         ranks: number of ranks.
-        pieces: that this rank has, and their paths.
+        files: most data files of a rank.
+        pieces: of this rank.
         paths: of the keys in the nested state.
-        own: the pieces that this rank writes.
-        metadata: index without places, on rank 0: of all pieces, or of the pieces that the rule does not cover.
+        own: the pieces to write on this rank.
+        metadata: index without places, on rank 0: of all pieces, or of the pieces beside the rule.
         layout: the rule.
     """
 
     name: str
     ranks: int
+    files: int
     pieces: list[StatePiece]
     paths: dict[str, Path]
     own: list[MetadataIndex]
@@ -269,10 +270,10 @@ def plan_save(
     """Plan a save, and begin the save of ``folder`` on rank 0. Collective, in the main thread.
 
     Args:
-        group: the ranks that save together.
-        contents: makes the state. If this fails on a rank, all ranks raise that error.
+        group: the ranks of the save.
+        contents: makes the state. If this fails on a rank, all ranks raise the error.
         folder: the directory.
-        handle: of the save; that of rank 0 counts.
+        handle: of the save; rank 0 decides.
         of_run: see :class:`RankState`.
         files: most data files of a rank.
 
@@ -285,7 +286,7 @@ def plan_save(
     def known() -> tuple[str, ...]:
         own.append(state := RankState(contents(), group, of_run=of_run, files=files))
         with _known_lock:
-            plans = [plan for plan in known_plans if plan.ranks == group.size]
+            plans = [plan for plan in known_plans if (plan.ranks, plan.files) == (group.size, files)]
         plans = [plan for plan in plans if plan.pieces == state.pieces and plan.paths == state.paths]
         matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
         return tuple(matching)
@@ -297,15 +298,17 @@ def plan_save(
     if (reply := group.all_reduce("comparing a save with the one before", known, common)) is not None:
         log.debug("reusing plan %s", reply[0])
         return matching[reply[0]], reply[1], own[0]
-    plan, begun = _new_plan(group, own[0], folder, handle)
+    plan, begun = _new_plan(group, own[0], folder, handle, files)
     with _known_lock:
         known_plans.append(plan)
         del known_plans[:-MOST_PLANS]
     return plan, begun, own[0]
 
 
-def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle) -> tuple[Plan, SaveHandle]:
-    """Make a plan by a rule that all ranks follow; if the ranks differ, from lists of all pieces."""
+def _new_plan(
+    group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle, files: int
+) -> tuple[Plan, SaveHandle]:
+    """Make a plan by a rule; if the ranks differ, from lists of all pieces."""
     index: list[Metadata] = []
 
     def divide(proposals: list[Proposal]) -> list[tuple[str, list[int], SaveHandle] | None]:
@@ -331,7 +334,7 @@ def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: 
     own = [listed[number].metadata_index for number in numbers]
     if layout is not None:
         own += [part.metadata_index for part in layout.parts(group.rank)]
-    made = Plan(name, group.size, state.pieces, state.paths, own, index[0] if index else None, layout)
+    made = Plan(name, group.size, files, state.pieces, state.paths, own, index[0] if index else None, layout)
     return made, begun
 
 

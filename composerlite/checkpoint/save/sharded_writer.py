@@ -66,13 +66,13 @@ Data = Mapping[MetadataIndex, Tensor | bytes]
 
 @final
 class WrittenFile(NamedTuple):
-    """A data file that a rank has written, as rank 0 needs to know the file.
+    """Facts for rank 0 about a data file of a rank.
 
     Attributes:
         name: in the directory.
         digest: of the file.
         places: offset and bytes of the pieces whose place does not follow from the rule of the index.
-        not_finite: name of a watched tensor with a value that is not finite.
+        not_finite: name of a watched tensor with a NaN or infinite value.
     """
 
     name: str
@@ -103,7 +103,7 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) ->
     Args:
         data: the pieces.
         threads: most files, of about the same size.
-        layout: the rule that says which pieces are in which file; other pieces go to the end of the last file.
+        layout: the rule for the pieces of each file; other pieces go to the end of the last file.
         rank: of the writer.
     """
     if layout is None:
@@ -135,8 +135,8 @@ def write_files(
         handle: of the save.
         rank: of the writer, for the names of files.
         data: pieces to write.
-        threads: files that are written at the same time.
-        layout: the rule that the plan follows, if there is one.
+        threads: number of files to write at the same time.
+        layout: the rule of the plan, if there is a rule.
         watched: names of tensors whose values should be finite.
     """
     files = files_of(data, threads, layout, rank)
@@ -179,7 +179,7 @@ def _write_file(
     most_chunks: int,
     watched: Mapping[MetadataIndex, str],
 ) -> WrittenFile:
-    """Write one file: each piece is a ``.pt`` file of its own, as DCP has them."""
+    """Write a file: each piece is a ``.pt`` file of its own, as in DCP."""
     most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in data.values())
     places: dict[MetadataIndex, tuple[int, int]] = {}
     not_finite: list[str] = []
@@ -204,7 +204,7 @@ def _write_file(
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in no more memory than its numbers need; on its device, if the numbers lie together there."""
+    """Return the tensor in no more memory than the numbers need; on the device if the numbers are together there."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         part = in_one_piece(tensor)
@@ -218,7 +218,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def in_one_piece(tensor: Tensor) -> Tensor | None:
-    """Return a plain tensor with a storage of its own, in the same memory; ``None`` if that is not possible."""
+    """Return a plain tensor with a storage of its own, in the same memory; ``None`` if this is not possible."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     if not plain or not tensor.is_contiguous() or tensor.is_quantized or not tensor.numel():
         return None
@@ -234,7 +234,7 @@ def index_bytes(
     """Return the content of ``.metadata``: a pickled index of DCP, or a rule.
 
     Args:
-        index: without places; of the pieces that the rule does not cover, if there is a rule.
+        index: without places; with a rule, of the pieces beside the rule.
         written: files of each rank.
         layout: the rule.
         suffix: of the names of the data files.
@@ -257,7 +257,7 @@ def _digests(written: Sequence[Sequence[WrittenFile]]) -> dict[str, tuple[FileDi
 
 
 def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") -> Manifest:
-    """Return the record, without files, of the directory ``name`` that does not belong to a run."""
+    """Return the record, without files, of the directory ``name`` of no run."""
     return Manifest(
         name=name,
         kind=kind,
@@ -276,10 +276,10 @@ class RemoteFileSystemWriter(StorageWriter):
 
     Args:
         path: of the directory.
-        thread_count: files that a rank writes at the same time.
+        thread_count: number of files for a rank to write at the same time.
         process_count: accepted as in OLMo-core; composerlite writes with threads.
         process_group: accepted as in OLMo-core; not needed.
-        throttle_uploads: to a URI, a rank uploads one file after the other.
+        throttle_uploads: to a URI, a rank uploads a single file at a time.
         overwrite: replace a checkpoint in the directory.
     """
 
@@ -311,7 +311,7 @@ class RemoteFileSystemWriter(StorageWriter):
         self._started = time.perf_counter()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the plan has all that a rank needs.
+        """Do nothing: the plan is enough for a rank.
 
         Args:
             is_coordinator: ignored; torch passes it.
@@ -332,7 +332,7 @@ class RemoteFileSystemWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the files of this rank. They are durable when this returns.
+        """Write the files of this rank, durably.
 
         Args:
             plan: items of this rank.
@@ -342,7 +342,7 @@ class RemoteFileSystemWriter(StorageWriter):
             A future with a :class:`WrittenFile` for each file, for :meth:`finish`.
         """
         handle, rank, ranks = plan.storage_data
-        if self._handle is not None:  # a planner that caches plans gives those of an earlier save
+        if self._handle is not None:  # a planner with a cache gives the handle of an earlier save
             handle = self._handle
         try:
             data: dict[MetadataIndex, Tensor | bytes] = {}
@@ -391,7 +391,7 @@ def _default_threads() -> int:
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class _Place(NamedTuple):
-    """The part of a storage that is copied: from the byte ``first`` on, to ``offset`` in the snapshot."""
+    """The copied part of a storage: from the byte ``first`` on, to ``offset`` in the snapshot."""
 
     offset: int
     first: int
@@ -403,22 +403,19 @@ class ShardWriter:
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
-        contents: makes the state to save. If this fails on a rank, all ranks raise that error.
+        contents: makes the state to save. If this fails on a rank, all ranks raise the error.
         folder: the directory.
         overwrite: replace a checkpoint in the directory.
-        group: the ranks that save together; ``None``: all.
-        disks: which ranks see the same folder, if nodes have disks of their own.
-        of_run: the state is that of a training run: see :class:`~composerlite.checkpoint.save.sharded_plan.RankState`.
-        threads: files that this rank writes at the same time; ``None``: up to four.
-        watched: storages of weights: the record says if a weight in them is not finite.
+        group: the ranks of the save; ``None``: all.
+        disks: the folder of each rank, if nodes have disks of their own.
+        of_run: the state of a training run: see :class:`~composerlite.checkpoint.save.sharded_plan.RankState`.
+        threads: number of files to write at the same time on this rank; ``None``: up to four.
+        watched: ids of storages of weights. The record names a weight there with a NaN or infinite value.
 
     Attributes:
         size_bytes: of memory for a snapshot.
         committed: the record of the checkpoint, on the first rank of each disk after the commit.
     """
-
-    gathers = False
-    weights_crc: Sequence[int] = ()
 
     def __init__(
         self,
@@ -432,7 +429,9 @@ class ShardWriter:
         threads: int | None = None,
         watched: Container[int] = (),
     ) -> None:
-        self.seconds: dict[str, float] = {}
+        self.gathers = False
+        self.seconds: Mapping[str, float] = {}
+        self.weights_crc: Sequence[int] = ()
         self.committed: Manifest | None = None
         self._folder = folder
         self._disks = disks
@@ -503,7 +502,7 @@ class ShardWriter:
         self._copies = []
 
     def write(self, memory: HostMemory | None) -> None:
-        """Write the files of this rank. They are durable when this returns."""
+        """Write the files of this rank, durably."""
         self._written = write_files(
             self._folder,
             self._handle,
@@ -534,7 +533,7 @@ class ShardWriter:
         return SealedIndex(index, _digests(written), manifest.marked(not_finite))
 
     def commit_part(self, sealed: SealedIndex) -> None:
-        """Put the deciding file, on the first rank of each disk. An error removes the files of that disk."""
+        """Put the deciding file, on the first rank of each disk. An error removes the files of the disk."""
         if self._disks is None or self._disks.is_folder_leader:
             nodes = () if self._disks is None else self._disks.nodes
             files = {name: (digest, nodes[rank] if nodes else None) for name, (digest, rank) in sealed.files.items()}
@@ -552,12 +551,12 @@ class ShardWriter:
         self._folder.close()
 
     def _release(self) -> None:
-        """Drop the tensors and the memory of the snapshot, so that another save may use the memory."""
+        """Drop the tensors and the memory of the snapshot: another save may use the memory."""
         self._data, self._copies = {}, []
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of ``tensor`` in its storage, and the end of the last."""
+    """Return the first byte of ``tensor`` in the storage, and the end of the last byte."""
     if not tensor.numel():
         return 0, 0
     first = tensor.storage_offset()
@@ -566,9 +565,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def expected_bytes(contents: StateDict) -> int:
-    """Estimate the bytes of ``contents`` that this rank will copy for a save, without asking other ranks.
+    """Estimate the bytes of ``contents`` to copy on this rank for a save, without communication.
 
-    The plan decides which rank writes a replicated tensor. Here each rank counts its share.
+    The plan later chooses a rank for each replicated tensor. Here each rank counts an equal share.
     """
     sizes: dict[int, int] = {}
     for tensor in leaves(contents).values.values():

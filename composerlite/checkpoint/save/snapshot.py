@@ -88,6 +88,17 @@ class Snapshot:
             copy.before_step()
         self.stall_seconds += time.perf_counter() - started
 
+    def finish_copies(self) -> None:
+        """Wait until nothing is written to the memory any more. For any thread.
+
+        Raises:
+            TimeoutError: a device does not finish.
+        """
+        for copy in self._device_copies:
+            self.stall_seconds += copy.wait()
+        self.is_complete = True
+        self._device_copies = ()  # frees tensors replaced by training
+
     def wait(self) -> None:
         """Wait until everything is copied. For any thread.
 
@@ -95,10 +106,7 @@ class Snapshot:
             SaveError: a tensor changed between the save and the optimizer step.
             TimeoutError: a device does not finish.
         """
-        for copy in self._device_copies:
-            self.stall_seconds += copy.wait()
-        self.is_complete = True
-        self._device_copies = ()  # frees tensors replaced by training
+        self.finish_copies()
         self._compare_counts()
         if self._was_changed:
             raise SaveError(
@@ -127,6 +135,7 @@ class _DeviceCopy:
 
     Attributes:
         spare_left: offset of the room still free.
+        late_ids: ids of the storages that are read until an optimizer steps. Small storages are read at once.
     """
 
     def __init__(
@@ -144,6 +153,7 @@ class _DeviceCopy:
         small = {copy.offset for copy in self._small}
         early = [copy for copy in early if copy.offset not in small]
         late = [copy for copy in late if copy.offset not in small]
+        self.late_ids = {storage_id(copy.storage) for copy in late}
         copier.after_training()
         gathered = copier.gather([copy.storage for copy in self._small]) if small else None
         for storage, offset in early:
@@ -155,12 +165,11 @@ class _DeviceCopy:
         for storage, offset in late:
             copier.copy(storage, memory, offset)
         self._gathered = gathered  # must exist until the end of its copy
-        self._is_late = bool(late)
         self._copied = copier.mark()
 
     def before_step(self) -> None:
         """Make later work of training wait, on the device, for the copies."""
-        if self._is_late:
+        if self.late_ids:
             self._copier.before_training(self._copied)
 
     def wait(self) -> float:
@@ -209,6 +218,7 @@ class StagingMemory:
         self._lock = threading.RLock()  # the saving thread gives memory back
         self._memory: HostMemory | None = None
         self._is_free = False
+        self._is_lent = False
         self._preparing: threading.Thread | None = None
         self._has_warned = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # with our hook
@@ -264,23 +274,33 @@ class StagingMemory:
         with self._lock:
             if not self._has(size_bytes) and (size_bytes > _LITTLE_BYTES or self._allocate(size_bytes) is None):
                 return None
-            self._is_free = False
+            self._is_free, self._is_lent = False, True
             return self._memory
 
     def give_back(self, memory: HostMemory) -> None:
         """Take lent ``memory`` back for the next copy. Nothing may refer to the memory any more."""
         with self._lock:
             if self._memory is memory:
-                self._is_free = True
+                self._is_free, self._is_lent = True, False
                 return
         self._release(memory)  # closed meanwhile
 
+    def take_back(self, snapshot: Snapshot) -> None:
+        """Take the memory of ``snapshot`` back when no device writes to the memory any more. May be called twice.
+
+        Raises:
+            TimeoutError: a device does not finish. The memory stays lent.
+        """
+        if (memory := snapshot.memory) is not None:
+            snapshot.finish_copies()
+            snapshot.memory = None
+            self.give_back(memory)
+
     def close(self) -> None:
-        """Give free memory back to the system. May be called twice, and the object used again."""
+        """Give memory back to the system; lent memory when it is given back. May be called twice, and used again."""
         with self._lock:
-            memory, preparing = self._memory, self._preparing
-            is_lent = not self._is_free and self.wait_until_prepared(0)
-            self._memory, self._is_free = None, False
+            memory, preparing, is_lent = self._memory, self._preparing, self._is_lent
+            self._memory, self._is_free, self._is_lent = None, False, False
         if preparing is not None:
             preparing.join(_WAIT_SECONDS)
         if memory is not None and not is_lent:
@@ -334,7 +354,7 @@ class StagingMemory:
     def take(
         self, memory: HostMemory, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()
     ) -> Snapshot:
-        """Copy storages to ``memory``. For the training thread.
+        """Copy storages to ``memory``. For the training thread. After an error ``memory`` is given back.
 
         Args:
             memory: result of :meth:`reserve`.
@@ -344,7 +364,7 @@ class StagingMemory:
                 else may change the tensors before.
 
         Returns:
-            The copy. After the file is written, ``memory`` goes to :meth:`give_back`.
+            The copy. After the file is written, :meth:`take_back` takes the memory.
         """
         started = time.perf_counter()
         on_this_machine: list[tuple[int, int, int]] = []
@@ -356,17 +376,22 @@ class StagingMemory:
                 on_devices.setdefault(copier, []).append(copy)
         tensors = _tensors_of(lazy) if on_devices else []
         owned = {storage_id(tensor.untyped_storage()) for tensor in tensors}
-        late_ids: set[int] = set()
         device_copies: list[_DeviceCopy] = []
         spare = size_bytes
-        for copier, parts in on_devices.items():
-            self._devices.pin(memory, parts[0].storage.device)
-            late = [copy for copy in parts if copier.may_run_late and storage_id(copy.storage) in owned]
-            early = [copy for copy in parts if not copier.may_run_late or storage_id(copy.storage) not in owned]
-            device_copies.append(_DeviceCopy(copier, memory, spare, early, late))
-            spare = device_copies[-1].spare_left
-            late_ids |= {storage_id(copy.storage) for copy in late}
-        copy_memory(on_this_machine)
+        try:
+            for copier, parts in on_devices.items():
+                self._devices.pin(memory, parts[0].storage.device)
+                late = [copy for copy in parts if copier.may_run_late and storage_id(copy.storage) in owned]
+                early = [copy for copy in parts if not copier.may_run_late or storage_id(copy.storage) not in owned]
+                device_copies.append(_DeviceCopy(copier, memory, spare, early, late))
+                spare = device_copies[-1].spare_left
+            copy_memory(on_this_machine)
+        except BaseException:
+            for copier in on_devices:  # copies that have begun still write to the memory
+                copier.wait(copier.mark(), _WAIT_SECONDS)
+            self.give_back(memory)
+            raise
+        late_ids = set[int]().union(*(copy.late_ids for copy in device_copies))
         late_tensors = [tensor for tensor in tensors if storage_id(tensor.untyped_storage()) in late_ids]
         snapshot = Snapshot(memory, device_copies, late_tensors)
         if late_tensors:
