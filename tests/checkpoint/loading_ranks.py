@@ -57,6 +57,7 @@ def load_all_kinds(folder: Path) -> dict[str, Any]:
     found["batch"] = int(state.timestamp.batch)
     found["missing"] = outcome(lambda: load_checkpoint(folder / "good" / "none.pt", new_state()))
     found["damaged"] = outcome(lambda: load_checkpoint(folder / "damaged" / "ba5.pt", new_state()))
+    found["untrusted"] = outcome(lambda: load_checkpoint(folder / "untrusted.pt", new_state()))
     other = new_state(width=3 if rank == 1 else 2)
     found["other model"] = outcome(lambda: load_checkpoint(folder / "good" / "ba5.pt", other))
     found["file gone"] = outcome(lambda: load_checkpoint(folder / "gone", new_state()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint.loading_ranks import (
     load_all_kinds,
     load_and_die,
@@ -33,6 +35,7 @@ def test_all_ranks_load_the_same_or_raise_the_same_error(tmp_path: Path) -> None
     damaged = save_batch(tmp_path / "damaged", 5)
     damaged.write_bytes(damaged.read_bytes()[:-7] + b"\0" * 7)
     _data_file(save_directory(tmp_path, 1).rename(tmp_path / "gone")).unlink()
+    torch.save({"state": {"model": os.system}}, tmp_path / "untrusted.pt")
     first, second = run_ranks(load_all_kinds, 2, tmp_path)
     assert first == second
     assert (first["generators"], first["value"], first["batch"]) == (1, 5.0, 5)
@@ -41,6 +44,8 @@ def test_all_ranks_load_the_same_or_raise_the_same_error(tmp_path: Path) -> None
     assert first["damaged"].startswith("CorruptCheckpointError")
     assert "damaged/ba5.pt" in first["damaged"]
     assert "rank 0" in first["damaged"]
+    assert first["untrusted"].startswith("UntrustedCheckpointError")
+    assert "untrusted.pt' holds posix.system" in first["untrusted"]
     assert first["other model"].startswith("IncompatibleCheckpointError")
     assert "weight: (2, 2) in the checkpoint, (2, 3) in the model" in first["other model"]
     assert "rank 1" in first["other model"]
