@@ -41,7 +41,7 @@ from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.place import directory
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.checkpoint.place.place import NewFile, Place
+from composerlite.checkpoint.place.place import NewFile, Place, local_copy
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.save.form import SaveRequest
@@ -187,7 +187,7 @@ def _value_of_archives(place: str) -> int | None:
     def read(here: Place, manifest: Manifest) -> int:
         values: set[int] = set()
         for file in manifest.files:
-            with here.lent(file.path, file.digest) as path, tarfile.open(path) as archive:
+            with local_copy(here, file.path, file.digest) as path, tarfile.open(path) as archive:
                 member = archive.extractfile(STATES)
                 assert member is not None
                 values.add(_one(torch.load(member, weights_only=True)["x"]))
