@@ -172,7 +172,7 @@ class System(ABC):
 
 
 class Composerlite(System):
-    """A Pipeline, as Trainer uses it."""
+    """The saves of a Trainer."""
 
     distribution = "composerlite"
     in_training = ("async",)
@@ -181,28 +181,39 @@ class Composerlite(System):
 
     def __init__(self, run: Run) -> None:
         from composerlite import State
-        from composerlite.checkpoint import Pipeline
+        from composerlite.checkpoint.save.snapshot import StagingMemory
 
         super().__init__(run)
         self.state = State(
             run.model, rank_zero_seed=0, run_name="run", device=torch.device("cpu"), optimizers=run.optimizer
         )
-        self.pipeline = Pipeline()
+        self.staging = StagingMemory()
 
     def _request(self, path: Path, how: str) -> Any:
-        from composerlite.checkpoint import Catalog, SaveRequest
+        from composerlite.checkpoint import Catalog
+        from composerlite.checkpoint.save.form import SaveRequest
 
         return SaveRequest(state=self.state, catalog=Catalog(path.parent), template=path.name, how=how)
 
     def save(self, path: Path) -> None:
-        self.pipeline.save(self._request(path, "sync")).wait(TIMEOUT)
+        self.begin(self._request(path, "sync")).wait(TIMEOUT)
+
+    def begin(self, request: Any) -> Any:
+        """Begin a save."""
+        from composerlite.checkpoint.save.save import begin_save
+
+        return begin_save(request, self.staging)
 
     def prepare(self, way: str) -> None:
-        self.pipeline.prepare(self._request(Path("checkpoint"), way))
-        assert self.pipeline.prepared(TIMEOUT)
+        from composerlite.checkpoint.save.form import form_of
+
+        size_bytes = form_of(self.state).expected_bytes(self._request(Path("checkpoint"), way))
+        assert size_bytes is not None
+        self.staging.prepare(size_bytes)
+        assert self.staging.wait_until_prepared(TIMEOUT)
 
     def start(self, path: Path, way: str) -> Pending:
-        saved = self.pipeline.save(self._request(path, way))
+        saved = self.begin(self._request(path, way))
         return Pending(lambda: saved.done, lambda: saved.wait(TIMEOUT))
 
     def load(self, path: Path) -> None:
@@ -211,7 +222,7 @@ class Composerlite(System):
         load_checkpoint(path, self.state, progress_bar=False)
 
     def release(self) -> None:
-        self.pipeline.close()
+        self.staging.close()
 
 
 class TorchSave(System):

@@ -323,13 +323,13 @@ def saving(system: str) -> None:
 
 
 def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[str, float, float]]:
-    """A Pipeline and a Publisher, as Trainer uses them."""
+    """Saves and a Publisher, as Trainer uses them."""
     from checkpoint_systems import Composerlite
 
     from composerlite import dist
-    from composerlite.checkpoint import Catalog, SaveRequest
+    from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.save.form import AfterCommit
+    from composerlite.checkpoint.save.form import AfterCommit, SaveRequest
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
@@ -357,7 +357,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
             request = SaveRequest(
                 state=system.state, catalog=catalog, template=TEMPLATE, after_commit=AfterCommit(publish)
             )
-            pending = system.pipeline.save(request)
+            pending = system.begin(request)
             stall = time.perf_counter() - start
             pending.wait(TIMEOUT)
             assert uploader.wait(TIMEOUT)

@@ -119,7 +119,9 @@ class Lineage:
     origin: str = ""
 
 
-CheckpointStep: TypeAlias = Literal["begun", "committed", "uploaded", "deleted", "failed", "upload failed"]
+CheckpointStep: TypeAlias = Literal[
+    "begun", "committed", "uploaded", "replicated", "deleted", "failed", "upload failed", "deletion failed"
+]
 """``begun``: training has handed it over. ``committed``: it exists, in the folder. ``uploaded``: in a bucket, too."""
 
 
@@ -139,6 +141,7 @@ class CheckpointNews:
         slowest_rank: of ``'committed'`` the rank that was the last to write, as in ``SaveReport``.
         ephemeral: it goes as soon as a newer one is committed.
         error: why it failed.
+        metrics: numbers to log, by name.
     """
 
     what: CheckpointStep
@@ -151,3 +154,4 @@ class CheckpointNews:
     slowest_rank: int | None = None
     ephemeral: bool = False
     error: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])

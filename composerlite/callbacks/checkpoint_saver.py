@@ -1,17 +1,18 @@
-"""CheckpointSaver: decides when a checkpoint is saved; a ``Saver`` does the rest."""
+"""CheckpointSaver: decides when a checkpoint is saved; a ``CheckpointManager`` does the rest."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, final
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.checkpoint import IgnoreKeys, SaveTask
+from composerlite.checkpoint import CheckpointManager, IgnoreKeys, SaveTask
 from composerlite.checkpoint.record.naming import PartialFilePath
-from composerlite.checkpoint.save.options import OWN_REMOTE_LATEST, OWN_REMOTE_NAME
-from composerlite.checkpoint.save.saver import Saver
+from composerlite.checkpoint.save.options import DEFAULTS, OWN_REMOTE_LATEST, OWN_REMOTE_NAME
 from composerlite.core import (
     AutoInterval,
     Callback,
@@ -31,8 +32,11 @@ from composerlite.core import (
     time_of,
 )
 from composerlite.errors import checked_arguments
+from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
+_NUMBERS_ALONE = "replicated", "deletion failed"
+"""Events of which loggers get the numbers."""
 _CHECKPOINTS = Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT
 
 
@@ -131,8 +135,9 @@ class CheckpointSaver(Callback):
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
         if keep_every is not None:
             arguments["keep_every"] = time_of(keep_every, argument="save_keep_every")
-        self.saver = Saver(arguments, any_ephemeral=ephemeral_interval is not None)
-        self.options = self.saver.options
+        self.manager = CheckpointManager(folder, options={name: arguments[name] for name in DEFAULTS})
+        self.options = self.manager.options
+        self._logger: Logger | None = None
         self.weights_only = weights_only
         self.lazy = lazy
         self.in_memory = in_memory
@@ -145,21 +150,22 @@ class CheckpointSaver(Callback):
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def init(self, state: State, logger: Logger) -> None:
-        """Fill in names, make the folder, and finish or remove what a killed run left. See :meth:`Saver.open`."""
+        """Open the folder. See :meth:`CheckpointManager.open`."""
+        self._logger = logger
         fsdp = None if state.parallelism is None else state.parallelism.fsdp
-        others = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
-        self.saver.open(state, logger, others=others, directory=None if fsdp is None else fsdp.given_prefix_dir)
-        for counter in self.saver.counters:
-            state.piggyback.append(counter)
+        others = [one.manager for one in state.callbacks if isinstance(one, CheckpointSaver) and one is not self]
+        directory = None if fsdp is None else fsdp.given_prefix_dir
+        self.manager.open(state, logger.uploaders, others=others, directory=directory)
+        state.piggyback.extend(self.manager.counters)
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Find the checkpoints that this run has saved up to now."""
-        self.saver.load_existing(state)
+        self.manager.load_existing()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
         several = not is_never(self.save_interval) and not is_once(self.save_interval, state)
-        self.saver.begin(state, several=several)
+        self.manager.begin(several=several)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
                 "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
@@ -171,7 +177,8 @@ class CheckpointSaver(Callback):
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
             state.needs_train_metrics = state.needs_train_metrics or self.options.best_metric.startswith("train/")
         self._last_says = self._last_says or _says(state)  # what was loaded
-        is_saved = self.saver.recover(state)
+        with self._logged():
+            is_saved = self.manager.recover()
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now
         self._only_ends = state.training_is_over
@@ -179,20 +186,19 @@ class CheckpointSaver(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
-            self.saver.wait_for_previous()
+            self.manager.wait_for_previous()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Collect the save in flight if it has ended; save if an interval is due."""
-        self.saver.poll()
-        if isinstance(self.save_interval, AutoInterval):  # the others learn when the next save begins
-            self._learn()
+        with self._logged() as events:
+            events += self.manager.poll()
         if self._has_checked:
             self._save_if_due(state, Event.BATCH_CHECKPOINT)
             return
-        held = self.saver.check_contents(state)  # after the first step: optimizers have their state now
+        held = self.manager.check_contents()  # after the first step: optimizers have their state now
         self._has_checked = True
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        self.saver.prepare(state, held)
+        self.manager.prepare(held)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep the metrics for the record."""
@@ -220,12 +226,13 @@ class CheckpointSaver(Callback):
             self._save_if_due(state, Event.EPOCH_CHECKPOINT)
         for event in _CHECKPOINTS if self._only_ends else ():
             self._save_if_due(state, event)
-        self.saver.finish()
-        self._learn()
+        with self._logged():
+            self.manager.finish()
 
     def close(self, state: State, logger: Logger) -> None:
         """Wait for saves and uploads, whatever ended training, and raise what they do."""
-        self.saver.close()
+        with self._logged():
+            self.manager.close()
 
     def _save_if_due(self, state: State, event: Event) -> None:
         due, ephemeral = self._due(state, event)
@@ -248,24 +255,28 @@ class CheckpointSaver(Callback):
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
-        return self.saver.path_of(self._start(state, ephemeral=False))
+        pending = self._start(state, ephemeral=False)
+        with self._logged():
+            return self.manager.path_of(pending)
 
     def has_saved(self, state: State) -> bool:
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
-        self.saver.collect()
+        with self._logged():
+            self.manager.collect()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
-        return is_of_now and not self.saver.outcomes.last_is_unconfirmed
+        return is_of_now and not self.manager.outcomes.last_is_unconfirmed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
         self._start(state, ephemeral=True)
-        self.saver.collect()
+        with self._logged():
+            self.manager.collect()
 
     def _start(self, state: State, *, ephemeral: bool) -> SaveTask | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
-        self.saver.wait_for_previous()
-        self.saver.collect()
-        self._learn()
+        with self._logged():
+            self.manager.wait_for_previous()
+            self.manager.collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         self._last_says = _says(state)
@@ -273,15 +284,29 @@ class CheckpointSaver(Callback):
             self.save_interval.save_began(state)
         note_unread_losses(state)
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)
-        return self.saver.save(state, ephemeral=ephemeral, metrics=metrics, lazy=lazy)
+        with self._logged():
+            return self.manager.save(ephemeral=ephemeral, metrics=metrics, lazy=lazy)
 
-    def _learn(self) -> None:
-        """Take note of how saves went that have ended."""
-        for report in self.saver.outcomes.take_ended():
-            if isinstance(self.save_interval, AutoInterval) and report is None:
-                self.save_interval.record_failure()
-            elif isinstance(self.save_interval, AutoInterval) and report is not None:
-                self.save_interval.record_save(report.seconds["stall"], report.seconds["total"])
+    @contextlib.contextmanager
+    def _logged(self) -> Generator[list[CheckpointNews]]:
+        """Pass the events of the block to the loggers and the interval, whether or not an error ends the block.
+
+        Yields:
+            A list, for events that the block has taken already.
+        """
+        events: list[CheckpointNews] = []
+        try:
+            yield events
+        finally:
+            for news in events + self.manager.outcomes.take_events():
+                if isinstance(self.save_interval, AutoInterval) and news.what == "failed":
+                    self.save_interval.record_failure()
+                elif isinstance(self.save_interval, AutoInterval) and news.what == "committed":
+                    self.save_interval.record_save(news.seconds["stall"], news.seconds["total"])
+                if self._logger is not None and dist.get_global_rank() == 0 and news.what not in _NUMBERS_ALONE:
+                    self._logger.log_checkpoint(news)
+                if self._logger is not None and news.metrics:
+                    self._logger.log_metrics({f"checkpoint/{name}": value for name, value in news.metrics.items()})
 
     def _may_copy_late(self, state: State) -> bool:
         """Return true if only optimizers change weights from here to their next step."""
@@ -296,22 +321,22 @@ class CheckpointSaver(Callback):
     @property
     def folder(self) -> str:
         """The local folder."""
-        return self.saver.where.folder
+        return self.manager.where.folder
 
     @property
     def filename(self) -> PartialFilePath:
         """The name of each checkpoint."""
-        return self.saver.where.filename
+        return self.manager.where.filename
 
     @property
     def blocked_seconds(self) -> float:
         """Seconds for which saves have blocked training."""
-        return self.saver.outcomes.blocked_seconds
+        return self.manager.outcomes.blocked_seconds
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this run, oldest first."""
-        return self.saver.saved_checkpoints
+        return self.manager.saved_checkpoints
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:

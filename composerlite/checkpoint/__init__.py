@@ -30,26 +30,25 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
     from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
     from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
+    from composerlite.checkpoint.manager import CheckpointManager
     from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest
-    from composerlite.checkpoint.save.form import SaveRequest
-    from composerlite.checkpoint.save.save import Pipeline, SaveReport, SaveTask, save_checkpoint
+    from composerlite.checkpoint.save.save import SaveReport, SaveTask, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
     from composerlite.devices import rng
 
 __all__ = [
     "Catalog",
+    "CheckpointManager",
     "CheckpointMetadata",
     "Checkpointer",
     "CheckpointerConfig",
     "FileRecord",
     "IgnoreKeys",
     "Manifest",
-    "Pipeline",
     "RemoteFileSystemReader",
     "RemoteFileSystemWriter",
     "SaveReport",
-    "SaveRequest",
     "SaveTask",
     "TrainingState",
     "UnshardStrategy",

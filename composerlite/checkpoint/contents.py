@@ -206,27 +206,32 @@ def gather(
 def _with_all_ranks(contents: StateDict) -> StateDict:
     """Return ``contents`` with the metric states of all ranks, and their positions in the data if these differ.
 
-    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank.
+    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank. The list
+    ``ranks`` has the states of this rank in a loop without a Trainer.
     """
     dataset_state = contents.get("dataset_state") or {}
     position: Any = dataset_state.get("train")
     positions: list[StateDict] = position.get("per_rank", []) if isinstance(position, dict) else []
     train_metrics, eval_metrics = contents.get("train_metrics") or {}, contents.get("eval_metrics") or {}
-    if dist.get_world_size() == 1 or not (positions or train_metrics or eval_metrics):
+    ranks: list[StateDict] = contents.get("ranks") or []
+    if dist.get_world_size() == 1 or not (positions or train_metrics or eval_metrics or ranks):
         return contents
-    every = _of_all_ranks((positions, train_metrics, eval_metrics))
+    every = _of_all_ranks((positions, train_metrics, eval_metrics, ranks))
     contents = dict(contents)
+    if ranks:
+        contents["ranks"] = [own for *_, of_rank in every for own in of_rank]
     if positions:
         by_share = {tuple(entry["share"]): entry for entries, *_ in every for entry in entries}
         in_order = [by_share[share] for share in sorted(by_share)]
         contents["dataset_state"] = {**dataset_state, "train": {**position, "per_rank": in_order}}
     if train_metrics or eval_metrics:
         contents["train_metrics"] = {
-            name: {**state, "per_rank": [train[name] for _, train, _ in every]} for name, state in every[0][1].items()
+            name: {**state, "per_rank": [train[name] for _, train, _, _ in every]}
+            for name, state in every[0][1].items()
         }
         contents["eval_metrics"] = {
             label: {
-                name: {**state, "per_rank": [evals[label][name] for *_, evals in every]}
+                name: {**state, "per_rank": [evals[label][name] for _, _, evals, _ in every]}
                 for name, state in metrics.items()
             }
             for label, metrics in every[0][2].items()

@@ -37,7 +37,7 @@ class _FolderSaver(Protocol):
 
     folder: str
     in_memory: bool
-    saver: _Publishing
+    manager: _Publishing
 
 
 class RunFileLogger(LoggerDestination):
@@ -156,7 +156,7 @@ class RunFileLogger(LoggerDestination):
         if not self._goes_along or not self.is_kept or self._state is None:
             return None
         savers = [one for one in self._state.callbacks if isinstance(one, _FolderSaver) and not one.in_memory]
-        return next((publisher for one in savers for publisher in one.saver.publishers), None)
+        return next((publisher for one in savers for publisher in one.manager.publishers), None)
 
     def _fetch(self, state: State, logger: Logger) -> None:
         """Download the file where a run is resumed on another machine, and continue it.

@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.contents import check_ignore_keys
-from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, advising, choose
+from composerlite.checkpoint.load.resume import Choice, advising, choose
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, naming
@@ -103,7 +103,7 @@ def load_or_resume(
         state.lineage = choice.lineage
     else:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
-        places = [_place_of(saver) for saver in savers]
+        places = [saver.manager.place for saver in savers]
         buckets = [(bucket.remote, bucket.link) for place in places for bucket in place.buckets]
         state.lineage = begin_attempt([place.catalog for place in places], buckets, state.run_name, origin=origin)
     return Start(resumed, differences)
@@ -158,8 +158,8 @@ def _newest_checkpoint(
     with dist.get_group().all_or_none("taking the lease of the run"):
         if state.rank == 0:
             for saver in savers:
-                saver.saver.take_leases(state.run_name, settings.autoresume_timeout)
-    places = [_place_of(saver) for saver in savers]
+                saver.manager.take_leases(settings.autoresume_timeout)
+    places = [saver.manager.place for saver in savers]
     choice = choose(
         places,
         state.run_name,
@@ -172,13 +172,3 @@ def _newest_checkpoint(
         folders = ", ".join(saver.options.names.folder.replace("{run_name}", state.run_name) for saver in savers)
         log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, folders)
     return choice
-
-
-def _place_of(saver: CheckpointSaver) -> RunPlace:
-    """Places in which ``saver`` keeps checkpoints."""
-    where = saver.saver.where
-    link = None if where.latest_filename is None else where.latest_filename.filename
-    buckets = [RunBucket(publisher.remote, publisher.link, publisher.template) for publisher in saver.saver.publishers]
-    replication = saver.saver.replication
-    memory = None if replication is None else replication.memory
-    return RunPlace(where.catalog, where.filename.filename, link, buckets, saver.in_memory, memory)

@@ -492,7 +492,7 @@ class Trainer:
             if isinstance(e, Exception):
                 for saver in self._savers:
                     if saver.options.on_exception:
-                        saver.saver.save_after_exception(self.state, e)
+                        saver.manager.save_after_exception(e)
             self._ranks.parallel.give_up()
             raise
         finally:

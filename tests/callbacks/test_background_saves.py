@@ -171,7 +171,7 @@ def a_run_that_crashes_as_a_save_fails(where: str) -> None:
         def before_forward(self, state: State, logger: Logger) -> None:
             for saver in state.callbacks if int(state.timestamp.batch) == 6 else ():
                 if isinstance(saver, CheckpointSaver):
-                    saver.saver.wait_for_previous()
+                    saver.manager.wait_for_previous()
                     raise RuntimeError("crash")
 
     trainer(folder, InTheWay(folder, 3, 6), Crash(), save_filename="ba{batch}.pt", save_overwrite=True).fit()
@@ -304,9 +304,9 @@ def test_every_save_is_logged(tmp_path: Path) -> None:
     assert [value for _, value in logger.data["checkpoint/batch"]] == list(range(1, 13))
     for name in ("stall", "snapshot", "hash", "write", "flush", "commit", "waiting", "total"):
         assert len(logger.data[f"checkpoint/{name}_seconds"]) == 12
-    assert [report.batch for report in saver.saver.outcomes.reports] == list(range(1, 13))
+    assert [report.batch for report in saver.manager.outcomes.reports] == list(range(1, 13))
     assert saver.blocked_seconds > 0
-    assert saver.blocked_seconds >= sum(report.seconds["stall"] for report in saver.saver.outcomes.reports)
+    assert saver.blocked_seconds >= sum(report.seconds["stall"] for report in saver.manager.outcomes.reports)
 
 
 def test_an_interval_may_be_a_budget(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.save.form import FileWriter, SaveRequest
-from composerlite.checkpoint.save.save import SaveTask, save
+from composerlite.checkpoint.save.form import FileWriter, SaveRequest, form_of
+from composerlite.checkpoint.save.save import SaveTask, begin_save, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
+from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Callback, State
 from composerlite.dist import SingleProcess
 
@@ -61,6 +62,37 @@ def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
     state = new_state(batch, value=float(batch), run_name=arguments.pop("run_name", "run"))
     how: dict[str, Any] = {"template": "ba{batch}.pt", "latest": "latest.pt", **arguments}
     return save(SaveRequest(state=state, catalog=Catalog(folder), **how))
+
+
+class Saves:
+    """Saves of a state, one after the other, as a manager begins them."""
+
+    def __init__(self, staging_bytes: int | None = None) -> None:
+        self.staging = StagingMemory(staging_bytes)
+        self.last: SaveTask | None = None
+
+    def save(self, request: SaveRequest) -> SaveTask:
+        """Wait for the save before, and begin the next."""
+        if self.last is not None:
+            self.last.join()
+        self.last = begin_save(request, self.staging)
+        return self.last
+
+    def prepare(self, request: SaveRequest) -> None:
+        """Get memory ready for such saves."""
+        size_bytes = form_of(request.state).expected_bytes(request)
+        assert size_bytes is not None
+        self.staging.prepare(size_bytes)
+
+    def prepared(self) -> bool:
+        """Wait until memory is ready."""
+        return self.staging.wait_until_prepared(60.0)
+
+    def close(self) -> None:
+        """Wait for the last save, and give the memory back."""
+        if self.last is not None:
+            self.last.join()
+        self.staging.close()
 
 
 def save_directory(folder: Path, batch: int, **arguments: Any) -> Path:

@@ -59,7 +59,7 @@ def a_run(folder: Path) -> dict[str, Any]:
         next_batch(state, saver, logger)
     saver.fit_end(state, logger)
     saver.close(state, logger)
-    return {"saved": saver.saved_checkpoints, "next": random.random(), "stalls": len(saver.saver.outcomes.reports)}
+    return {"saved": saver.saved_checkpoints, "next": random.random(), "stalls": len(saver.manager.outcomes.reports)}
 
 
 def sharded_state(mesh_shape: tuple[int, ...] = (), *, width: int = 24, kind: str = "sharded") -> State:

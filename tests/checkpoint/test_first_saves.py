@@ -21,13 +21,12 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from parts import new_state, temporaries
+from parts import Saves, new_state, temporaries
 from torch import nn
 
 from composerlite.checkpoint import (
     Catalog,
     Checkpointer,
-    Pipeline,
     async_save_model_and_optim_state,
     load_keys,
     load_model_and_optim_state,
@@ -141,7 +140,7 @@ def test_an_interrupted_first_save_commits_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("way", ["functions", "checkpointer", "pipeline"])
+@pytest.mark.parametrize("way", ["functions", "checkpointer", "saves"])
 def test_a_process_that_is_forked_during_a_save_saves_its_own(tmp_path: Path, way: str) -> None:
     """It is told that the save is its parent's, trains on, and saves; the parent's checkpoint is complete."""
     done = run_forked(forks_during_a_save, str(tmp_path), way, cwd=tmp_path, timeout=60)
@@ -152,11 +151,11 @@ def forks_during_a_save(where: str, way: str) -> None:
     torch.set_num_threads(1)
     state = training("file", SIZE // 2)
     (optimizer,) = state.optimizers
-    folder, checkpointer, pipeline = Path(where), Checkpointer(), Pipeline()
+    folder, checkpointer, saves = Path(where), Checkpointer(), Saves()
 
     def save(name: str) -> Callable[[], object]:
-        if way == "pipeline":
-            return pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template=name)).wait
+        if way == "saves":
+            return saves.save(SaveRequest(state=state, catalog=Catalog(folder), template=name)).wait
         if way == "functions":
             return async_save_model_and_optim_state(folder / name, state.model, optimizer).result
         return checkpointer.save_async(folder / name, state.model, {}).result
@@ -243,22 +242,22 @@ def assert_holds(path: Path, state: State, value: float) -> None:
 @pytest.mark.parametrize("prepares", [False, True], ids=["unprepared", "being prepared"])
 def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, prepares: bool) -> None:
     """It is synchronous, also while memory is being prepared; the next are copied, all are of one moment."""
-    state, pipeline = training(form, SIZE // 8), Pipeline()
+    state, saves = training(form, SIZE // 8), Saves()
     expected: dict[Path, float] = {}
     copied: list[bool] = []
     try:
         if prepares:
-            pipeline.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
+            saves.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
         for _ in range(3):
             value = float([*state.model.parameters()][-1].detach()[-1])
-            pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES[form]))
+            pending = saves.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES[form]))
             change(state)
             report = pending.wait(100)
             expected[report.path] = value
             copied.append(report.seconds["snapshot"] > 0)
-            assert pipeline.prepared()
+            assert saves.prepared()
     finally:
-        pipeline.close()
+        saves.close()
     assert copied[1:] == [True, True]
     assert prepares or not copied[0]  # where memory was got ready quickly, the first is a copy, too
     for path, value in expected.items():
@@ -266,14 +265,14 @@ def test_the_first_save_of_a_run_waits_for_no_memory(tmp_path: Path, form: str, 
     assert temporaries(tmp_path) == []
 
 
-def test_a_closed_pipeline_is_prepared_again(tmp_path: Path) -> None:
-    """A save after :meth:`Pipeline.close` copies, too, if memory was prepared again."""
-    state, pipeline = training("file", SIZE // 8), Pipeline()
+def test_memory_is_prepared_again_after_the_end(tmp_path: Path) -> None:
+    """A save after :meth:`Saves.close` copies, too, if memory was prepared again."""
+    state, saves = training("file", SIZE // 8), Saves()
     for _ in range(2):
-        pipeline.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
-        assert pipeline.prepared()
-        pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
-        pipeline.close()
+        saves.prepare(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
+        assert saves.prepared()
+        pending = saves.save(SaveRequest(state=state, catalog=Catalog(tmp_path), template=TEMPLATES["file"]))
+        saves.close()
         assert pending.wait(100).seconds["snapshot"] > 0
         change(state)
 
@@ -288,16 +287,16 @@ def test_an_interrupted_first_save_of_a_run_commits_one_moment_or_nothing(tmp_pa
 def interrupted_saves_of_runs(where: str, form: str) -> None:
     torch.set_num_threads(1)
     for number, seconds in enumerate((0.02, 0.05, 0.1, 0.2)):
-        state, pipeline = training(form, SIZE // 2), Pipeline()
+        state, saves = training(form, SIZE // 2), Saves()
         folder = Path(where) / f"run{number}"
         value = float([*state.model.parameters()][-1].detach()[-1])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         with contextlib.suppress(KeyboardInterrupt):
-            pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form]))
+            saves.save(SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form]))
         signal.setitimer(signal.ITIMER_REAL, 0)
         change(state)
-        pipeline.close()
+        saves.close()
         for found in Catalog(folder).manifests():
             assert_holds(folder / found.name, state, value)
         Catalog(folder).place.sweep(timedelta())  # an interrupt may come right after a temporary is made
@@ -312,12 +311,12 @@ def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody
     """Ctrl-C from where what is written is known until the call returns: the run can be closed, and saved again."""
     state, calls, came = training(form, 1000), 0, True
     while came:
-        folder, pipeline = tmp_path / f"{form}{calls}", Pipeline()
+        folder, saves = tmp_path / f"{form}{calls}", Saves()
         request = SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form])
-        came = interrupt(partial(pipeline.save, request), calls, after="SaveTask.start")
-        pipeline.close()
-        pipeline.save(replace(request, overwrite=True)).wait(100)
-        pipeline.close()
+        came = interrupt(partial(saves.save, request), calls, after="SaveTask.start")
+        saves.close()
+        saves.save(replace(request, overwrite=True)).wait(100)
+        saves.close()
         Catalog(folder).place.sweep(timedelta())
         assert [found.name for found in Catalog(folder).manifests()] == [TEMPLATES[form].format(batch=1)]
         assert temporaries(folder) == []

@@ -21,8 +21,8 @@ from tiny_training import Classifier, StopAt, saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
+from composerlite.checkpoint import CheckpointManager
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.save.saver import Saver
 from composerlite.errors import ConfigError, RunInUseError
 from composerlite.loggers import RemoteUploaderDownloader
 from composerlite.storage import ObjectStore, Transfer, open_store
@@ -233,8 +233,8 @@ class TakenOver(Callback):
         self.store.put_bytes(LEASE, json.dumps(other).encode())
         time.sleep(LONGER_THAN_A_HEARTBEAT)
 
-    def _saver(self, state: State) -> Saver:
-        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+    def _saver(self, state: State) -> CheckpointManager:
+        (saver,) = (callback.manager for callback in state.callbacks if isinstance(callback, CheckpointSaver))
         return saver
 
 
@@ -277,7 +277,7 @@ class FullDisk(Callback):
         self.held: list[str] = []
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        (saver,) = (callback.manager for callback in state.callbacks if isinstance(callback, CheckpointSaver))
         if int(state.timestamp.batch) == 4:
             saver.publishers[0].uploader.submit("an upload", self.upload)
             (self.disk / "other").write_bytes(bytes(shutil.disk_usage(self.disk).free))

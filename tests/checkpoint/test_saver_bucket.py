@@ -20,8 +20,8 @@ from tiny_training import Classifier, CrashError, StopAt, saved_batches, train, 
 
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.checkpoint import Catalog
+from composerlite.checkpoint import manager as manager_module
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.save import saver as saver_module
 from composerlite.core import Callback, Logger, LoggerDestination, State
 from composerlite.errors import (
     CheckpointExistsError,
@@ -76,8 +76,8 @@ class Do(Callback):
         if int(state.timestamp.batch) == self.batch:
             for callback in state.callbacks:
                 if isinstance(callback, CheckpointSaver):
-                    callback.saver.wait_for_previous()
-                    for publisher in callback.saver.publishers:
+                    callback.manager.wait_for_previous()
+                    for publisher in callback.manager.publishers:
                         assert publisher.uploader.wait(30)
             self.what()
 
@@ -294,7 +294,7 @@ class CrashBehindUpload(Callback):
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.epoch) == 2:
             for saver in (callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)):
-                for publisher in saver.saver.publishers:
+                for publisher in saver.manager.publishers:
                     publisher.before_each.append(lambda: time.sleep(self.seconds))
 
     def epoch_start(self, state: State, logger: Logger) -> None:
@@ -375,7 +375,7 @@ class Jam(Callback):
         self.over = threading.Event()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        (saver,) = (callback.saver for callback in state.callbacks if isinstance(callback, CheckpointSaver))
+        (saver,) = (callback.manager for callback in state.callbacks if isinstance(callback, CheckpointSaver))
         (publisher,) = saver.publishers
         batch = int(state.timestamp.batch)
         for _ in range(2 if batch == 1 else 0):
@@ -429,7 +429,7 @@ def without_deletions(bucket: str, monkeypatch: pytest.MonkeyPatch, *, name: str
     store = FaultyStore(open_store(bucket))
     denied = partial(PermissionError, "AccessDenied: not allowed to delete")
     store.faults = [Fault(verb="delete_object", name=name, error=denied, times=1000)]
-    monkeypatch.setattr(saver_module, "open_store", lambda uri: store)
+    monkeypatch.setattr(manager_module, "open_store", lambda uri: store)
     return store
 
 
@@ -482,7 +482,7 @@ def test_a_slow_deletion_in_a_bucket_does_not_hold_up_the_next_save(
                 fifth_epoch.set()
 
     slow = FaultyStore(open_store(bucket), Fault(verb="delete_object", name="*/ep1-*", error=None, first=delete))
-    monkeypatch.setattr(saver_module, "open_store", lambda uri: slow)
+    monkeypatch.setattr(manager_module, "open_store", lambda uri: slow)
     how: dict[str, Any] = {"save_folder": f"{bucket}/run", "save_num_remote_checkpoints_to_keep": 1}
     train(**how, callbacks=[Meet()], max_duration="5ep")
     assert waited == [True], "the save of the fourth epoch waited until the first checkpoint was deleted"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from forked import run_forked
-from parts import new_state, temporaries
+from parts import Saves, new_state, temporaries
 from torch import nn
 
-from composerlite.checkpoint import Catalog, Pipeline, safe_torch_load
+from composerlite.checkpoint import Catalog, safe_torch_load
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.core import State
 
@@ -145,10 +145,10 @@ def bytes_in(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def save_as_it_is(pipeline: Pipeline, state: State, folder: Path, way: str, write: Writer) -> None:
+def save_as_it_is(saves: Saves, state: State, folder: Path, way: str, write: Writer) -> None:
     """Save, let somebody write, step: every byte of the checkpoint must be that of the save."""
     expected = bytes_of(state)
-    pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", how=way))
+    pending = saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", how=way))
     write([*state.model.parameters()], state)
     step(state)
     found = bytes_in(pending.wait().path)
@@ -158,38 +158,38 @@ def save_as_it_is(pipeline: Pipeline, state: State, folder: Path, way: str, writ
 
 
 @pytest.fixture
-def pipeline() -> Iterator[Pipeline]:
+def saves() -> Iterator[Saves]:
     """Closed at the end."""
-    pipeline = Pipeline()
-    yield pipeline
-    pipeline.close()
+    saves = Saves()
+    yield saves
+    saves.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_no_checkpoint_of_two_moments_is_committed(pipeline: Pipeline, tmp_path: Path, write: Writer, way: str) -> None:
+def test_no_checkpoint_of_two_moments_is_committed(saves: Saves, tmp_path: Path, write: Writer, way: str) -> None:
     """Saves that are each followed at once by a write, without a copy and with one."""
     state = state_at(0)
     for _ in range(3):
-        save_as_it_is(pipeline, state, tmp_path, way, write)
-        assert pipeline.prepared()
+        save_as_it_is(saves, state, tmp_path, way, write)
+        assert saves.prepared()
     assert temporaries(tmp_path) == []
 
 
 def a_run_whose_weights_are_replaced(where: str) -> None:
     folder = Path(where)
-    pipeline = Pipeline()
+    saves = Saves()
     size = 10 << 20  # what is that large, malloc gives back to the system at once
     state = state_at(0, size)
     for batch in range(12):
-        pending = pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt"))
+        pending = saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt"))
         for weight in state.model.parameters() if batch else ():
             weight.data = torch.ones(1)  # nothing of the user's refers to the memory that was there
         for weight in state.model.parameters():
             weight.data = torch.full((size,), float(batch))
         step(state)
         pending.wait()
-    pipeline.close()
+    saves.close()
 
 
 def test_a_model_that_replaces_its_weights_does_not_kill_the_process(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ class OneByOne(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         (saver,) = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
-        saver.saver.wait_for_previous()
-        assert saver.saver.publishers[0].uploader.wait(60.0)
+        saver.manager.wait_for_previous()
+        assert saver.manager.publishers[0].uploader.wait(60.0)
 
 
 def die_before(name: str) -> None:

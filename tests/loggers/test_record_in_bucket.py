@@ -71,7 +71,7 @@ class Look(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         (saver,) = (one for one in state.callbacks if isinstance(one, CheckpointSaver))
-        (publisher,) = saver.saver.publishers
+        (publisher,) = saver.manager.publishers
         assert publisher.uploader.wait(60.0)
         if int(state.timestamp.batch) == 8:
             self.seen = kinds(self.uri)

@@ -32,13 +32,13 @@ class Tell(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         for callback in state.callbacks:
-            if isinstance(callback, CheckpointSaver) and callback.saver.outcomes.reports:
+            if isinstance(callback, CheckpointSaver) and callback.manager.outcomes.reports:
                 self.saved(callback)
 
     def saved(self, saver: CheckpointSaver) -> None:
         """Say what is new."""
         name = saver.saved_checkpoints[-1]
-        batch = saver.saver.outcomes.reports[-1].batch
+        batch = saver.manager.outcomes.reports[-1].batch
         if batch > self._last:
             self._last = batch
             self._say(name, batch)

@@ -57,10 +57,10 @@ class SayAndDie(Callback):
 
     def _is_saved(self, state: State, saver: CheckpointSaver) -> bool:
         name = f"ba{self.die}.pt"
-        here = saver.saver.where.catalog.manifest_of(name)
+        here = saver.manager.where.catalog.manifest_of(name)
         if here is None or here.run.lineage != state.lineage:
             return False
-        for one in saver.saver.publishers:
+        for one in saver.manager.publishers:
             latest = None if one.link is None else one.remote.latest(one.link, state.run_name, announced=False)
             if latest is None or latest.files != here.files or latest.name != name:
                 return False

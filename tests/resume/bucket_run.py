@@ -34,7 +34,7 @@ class WaitForUpload(Callback):
         if int(state.timestamp.batch) != self.batch:
             return
         (saver,) = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
-        (bucket,) = saver.saver.publishers
+        (bucket,) = saver.manager.publishers
         until = time.monotonic() + WAIT_SECONDS
         assert bucket.link is not None
         while bucket.remote.latest(bucket.link, state.run_name) is None:

@@ -79,7 +79,7 @@ class Replicated(Callback):
 
     @staticmethod
     def _savers(state: State) -> list[Any]:
-        savers = [one.saver for one in state.callbacks if isinstance(one, CheckpointSaver)]
+        savers = [one.manager for one in state.callbacks if isinstance(one, CheckpointSaver)]
         return [saver for saver in savers if saver.replication is not None]
 
 

@@ -59,7 +59,7 @@ class DieWithMark(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == 4:
             (saver,) = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
-            saver.saver.wait_for_previous()
+            saver.manager.wait_for_previous()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

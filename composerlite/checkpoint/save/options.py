@@ -1,4 +1,4 @@
-"""Options of a saver: :func:`save_options` checks the arguments of the callback and fills in defaults."""
+"""Options of a manager of checkpoints: names and numbers are checked, and defaults are filled in."""
 
 from __future__ import annotations
 
@@ -13,19 +13,48 @@ from typing import Any, NamedTuple, final
 from composerlite.checkpoint.contents import IgnoreKeys, check_ignore_keys, without
 from composerlite.checkpoint.record.naming import check_template, check_variables
 from composerlite.checkpoint.record.retention import RetentionPolicy, retention_policy
-from composerlite.errors import ConfigError, naming
+from composerlite.errors import ConfigError, did_you_mean, naming
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "Keep", "Names", "SaveOptions", "save_options"]
+__all__ = ["DEFAULTS", "OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "Keep", "Names", "SaveOptions", "save_options"]
 
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
 """Default names in buckets of loggers, as in Composer. With a URI as save_folder, names below its path are used."""
 
+DEFAULTS: Mapping[str, Any] = {
+    "folder": "{run_name}/checkpoints",
+    "filename": "ep{epoch}-ba{batch}-rank{rank}.pt",
+    "remote_file_name": OWN_REMOTE_NAME,
+    "latest_filename": "latest-rank{rank}.pt",
+    "latest_remote_file_name": OWN_REMOTE_LATEST,
+    "overwrite": False,
+    "num_checkpoints_to_keep": -1,
+    "weights_only": False,
+    "ignore_keys": None,
+    "compat": None,
+    "asynchronous": True,
+    "staging_bytes": None,
+    "on_exception": False,
+    "in_memory": False,
+    "replication": None,
+    "failure_limit": 0,
+    "ephemeral_interval": None,
+    "keep_every": None,
+    "best_k": None,
+    "best_metric": None,
+    "best_mode": "max",
+    "staging_folder": None,
+    "num_concurrent_uploads": 1,
+    "upload_timeout_in_seconds": 3600,
+    "num_remote_checkpoints_to_keep": -1,
+}
+"""The options of a manager, as :class:`composerlite.callbacks.CheckpointSaver` documents them."""
+
 
 @final
 class Names(NamedTuple):
-    """Templates of the names of a saver's files.
+    """Templates of the names of a manager's files.
 
     Attributes:
         folder: as the user gave it, a path or a URI.
@@ -87,7 +116,7 @@ class Keep(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Options of a saver. :class:`composerlite.callbacks.CheckpointSaver` documents them.
+    """Options of a manager. :class:`composerlite.callbacks.CheckpointSaver` documents them.
 
     Attributes:
         names: of files and links. keep: which checkpoints stay.
@@ -108,12 +137,16 @@ class SaveOptions:
     upload_timeout: float
 
 
-def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOptions:
-    """Check the ``arguments`` of the callback and make options of them.
+def save_options(given: Mapping[str, Any]) -> SaveOptions:
+    """Check options that are ``given`` by the names in :data:`DEFAULTS`, and fill in the others.
 
     Raises:
         ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
     """
+    for name in given:
+        if name not in DEFAULTS:
+            raise ConfigError(f"there is no option {name!r} of checkpoints.{did_you_mean(name, DEFAULTS)}")
+    arguments = {**DEFAULTS, **given}
     staging_bytes = arguments["staging_bytes"]
     replication = arguments["replication"]
     if staging_bytes is not None:
@@ -130,7 +163,7 @@ def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOp
         raise ConfigError(f"save_compat={arguments['compat']!r}: expected 'composer' or None.")
     if arguments["compat"] is not None:
         ignore_keys = functools.partial(_for_composer, ignore_keys)
-    keep = _keep(arguments, any_ephemeral=any_ephemeral)
+    keep = _keep(arguments)
     return SaveOptions(
         names=_names(arguments, has_link_here=not keep.none_here),
         keep=keep,
@@ -148,8 +181,9 @@ def save_options(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> SaveOp
     )
 
 
-def _keep(arguments: Mapping[str, Any], *, any_ephemeral: bool) -> Keep:
+def _keep(arguments: Mapping[str, Any]) -> Keep:
     """Check the arguments about retention."""
+    any_ephemeral = arguments["ephemeral_interval"] is not None
     number, in_bucket = arguments["num_checkpoints_to_keep"], arguments["num_remote_checkpoints_to_keep"]
     _check_number(number, argument="save_num_checkpoints_to_keep", or_all=True)
     _check_number(in_bucket, argument="save_num_remote_checkpoints_to_keep", least=1, or_all=True)

@@ -1,4 +1,4 @@
-"""Folder of a saver: names, ownership of the checkpoints in it, ``latest``, and leases."""
+"""Folder of a manager: names, ownership of the checkpoints in it, ``latest``, and leases."""
 
 from __future__ import annotations
 
@@ -47,48 +47,28 @@ from composerlite.checkpoint.record.naming import (
     data_file_id,
     ensure_no_conflict,
     format_name_with_dist,
-    format_name_with_dist_and_time,
     name_pattern,
 )
-from composerlite.checkpoint.save.form import Form, form_of, names_of_ranks
+from composerlite.checkpoint.save.form import Form, first_name, form_of, names_of_ranks
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunInUseError, SaveError
-from composerlite.storage import atomic_write, make_folder, verify_file
+from composerlite.storage import atomic_write, make_folder
 from composerlite.types import Lineage
 
-__all__ = [
-    "RunFolder",
-    "SavedState",
-    "begin_attempt",
-    "position_of",
-]
+__all__ = ["RunFolder", "SavedState", "begin_attempt", "position_of"]
 
 log = logging.getLogger(__name__)
 
 
-def _check_name(template: str, run_name: str, timestamp: TimestampLike) -> None:
-    """See that what ``template`` gives in this run is a name that can be read back from a manifest.
-
-    Raises:
-        ConfigError: it leads out of the folder, or has characters that no name may have.
-    """
-    try:
-        new_name(format_name_with_dist_and_time(template, run_name, timestamp, **FIRST_RANK))
-    except ValueError as e:
-        raise ConfigError(
-            f"save_filename={template!r} in run {run_name!r}: {e}. Choose another run_name or save_filename."
-        ) from e
-
-
 class SavedTimestamp(TimestampLike, Protocol):
-    """Interface of a timestamp that a saver needs."""
+    """Interface of a timestamp that a manager needs."""
 
     @property
     def batch(self) -> SupportsInt: ...
 
 
 class SavedState(TrainingState, Protocol):
-    """Interface of a training state that a saver needs."""
+    """Interface of a training state that a manager needs."""
 
     lineage: Lineage
     world_size: int
@@ -104,7 +84,7 @@ def position_of(state: SavedState) -> Position:
 
 @final
 class RunFolder:
-    """The folder that one saver saves to. Every method is called by all ranks, where it does not say otherwise.
+    """The folder that one manager saves to. Every method is called by all ranks, where it does not say otherwise.
 
     Attributes:
         folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
@@ -126,6 +106,11 @@ class RunFolder:
         self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
         self._leases: list[Lease] = []
         self._note: Path | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True after :meth:`name`."""
+        return bool(self._run_name)
 
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -153,10 +138,10 @@ class RunFolder:
 
     def name_now(self, state: SavedState) -> str:
         """Return the name of a checkpoint of ``state``; of rank 0's file where each rank has one."""
-        return format_name_with_dist_and_time(self.filename.filename, state.run_name, state.timestamp, **FIRST_RANK)
+        return first_name(self.filename.filename, state)
 
     def manifests(self, state: SavedState) -> list[Manifest]:
-        """Return the checkpoints that this saver wrote, in this process or before a resume, oldest first."""
+        """Return the checkpoints that this manager wrote, in this process or before a resume, oldest first."""
         return position_of(state).own(self.catalog.readable(), self.filename.filename)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
@@ -165,16 +150,22 @@ class RunFolder:
 
         Args:
             state: of the run.
-            others: of the other savers of the run.
+            others: of the other managers of the run.
             directory: the name of each checkpoint that is a directory, in place of that of a file.
 
         Raises:
-            ConfigError: another saver has the same names, or they are none for such checkpoints, or what is to be saved
-                cannot be.
+            ConfigError: another manager has the same names, or checkpoints of this form cannot have them, or the state
+                cannot be saved.
         """
         self._run_name = state.run_name
         self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
-        _check_name(self.filename.filename, state.run_name, state.timestamp)
+        try:
+            new_name(first_name(self.filename.filename, state))  # a name that can be read back from a record
+        except ValueError as e:
+            raise ConfigError(
+                f"save_filename={self.filename.filename!r} in run {state.run_name!r}: {e}. Choose another run_name or "
+                "save_filename."
+            ) from e
         self._check_names_are_its_own(state, others)
         form = form_of(state)
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
@@ -191,7 +182,7 @@ class RunFolder:
 
     def _check_latest_is_no_checkpoint(self, template: str, latest: str, state: SavedState) -> None:
         """Refuse a name of the link that a checkpoint will have; where all have it, the link is left out."""
-        name = format_name_with_dist_and_time(latest, state.run_name, state.timestamp, **FIRST_RANK)
+        name = first_name(latest, state)
         if template != latest and name_pattern(template, state.run_name).fullmatch(name):
             raise ConfigError(
                 f"save_latest_filename={latest!r} is a name that checkpoints have with save_filename={template!r}, and "
@@ -199,10 +190,10 @@ class RunFolder:
             )
 
     def _check_names_are_its_own(self, state: SavedState, others: Iterable[RunFolder]) -> None:
-        """Refuse names whose files, or whose link, another saver of this run would replace by its own."""
-        own = self._first_places(state)
+        """Refuse names whose files, or whose link, another manager of this run would replace."""
+        own = self._places(state)
         for other in others:
-            for argument, place in other._first_places(state).items():
+            for argument, place in other._places(state).items():
                 if own.get(argument) == place:
                     raise ConfigError(
                         f"two CheckpointSavers have {argument}={getattr(self, argument).filename!r} in "
@@ -210,17 +201,15 @@ class RunFolder:
                         f"{argument}, or another folder."
                     )
 
-    def _first_places(self, state: SavedState) -> dict[str, str]:
+    def _places(self, state: SavedState) -> dict[str, Path]:
         """Paths of its files and its link at the current time, by the argument that names them."""
         root = self._started_in / format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
-        places: dict[str, str] = {}
-        for argument, template in (("filename", self.filename), ("latest_filename", self.latest_filename)):
-            if template is not None:
-                place = root / format_name_with_dist_and_time(
-                    template.filename, state.run_name, state.timestamp, **FIRST_RANK
-                )
-                places[argument] = os.path.join(os.path.realpath(place.parent), place.name)  # noqa: PTH118
-        return places
+        names = {"filename": self.filename, "latest_filename": self.latest_filename}
+        return {
+            argument: root.resolve() / first_name(name.filename, state)
+            for argument, name in names.items()
+            if name is not None
+        }
 
     def check_remote_name(self) -> None:
         """See that what has several names here has not one in the bucket; ConfigError."""
@@ -275,8 +264,7 @@ class RunFolder:
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         if self.latest_filename is not None:
-            template = self.latest_filename.filename
-            self._check_link(format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK))
+            self.own_catalog.place.check_link(first_name(self.latest_filename.filename, state))
 
     def _sweep(self) -> list[str]:
         """Remove the temporary files of killed processes, and return the data files of killed saves.
@@ -287,22 +275,6 @@ class RunFolder:
         place.sweep(timedelta())
         names = name_pattern(self.filename.filename, self._run_name)
         return garbage(place, place.files(), names)
-
-    def _check_link(self, link: str) -> None:
-        """See that ``link`` can be made. A copy of a checkpoint in its place, as ``scp -r`` leaves one, is removed."""
-        path = self.root / link
-        if path.is_symlink() or not path.exists():
-            return
-        if path.is_file():
-            size = path.stat().st_size
-            records = [record for manifest in self.own_catalog.readable() for record in manifest.files]
-            for record in records:
-                if record.size_bytes == size and record.path != link:
-                    with contextlib.suppress(CorruptCheckpointError):
-                        verify_file(path, record.digest)
-                        path.unlink()
-                        return
-        self.own_catalog.place.check_link(link)
 
     def _stage_for(self, bucket: str, run_name: str) -> None:
         """Note in the folder which bucket the checkpoints of ``run_name`` in it are for: another run may have the name.
@@ -367,9 +339,7 @@ class RunFolder:
         """Point ``latest`` to ``newest`` if a kill came between its commit and that, of the first one too."""
         if self.latest_filename is None:
             return
-        name = format_name_with_dist_and_time(
-            self.latest_filename.filename, state.run_name, state.timestamp, **FIRST_RANK
-        )
+        name = first_name(self.latest_filename.filename, state)
         link = self.root / name
         behind = not os.path.lexists(link)
         if link.is_symlink():
@@ -428,7 +398,7 @@ class RunFolder:
         return _may_replace(state, self.catalog, name)
 
     def take_leases(self, run_name: str, bucket_leases: Mapping[str, Lease], timeout: float) -> None:
-        """Take the leases of this saver's names in the folder and in buckets. Call on rank 0.
+        """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
 
         The leases are held until :meth:`release`. Two launches of one run use the same names, and so do two runs whose
         files would replace each other.

@@ -1,6 +1,6 @@
 """One save, from the call to the end.
 
-On the training thread: plan the save (:meth:`Pipeline.save`) and copy the state (:meth:`SaveTask.stage`). In a
+On the training thread: plan the save (:func:`begin_save`) and copy the state (:meth:`SaveTask.stage`). In a
 background thread (:meth:`SaveTask.run`): write, vote, commit, point ``latest``, publish, delete older checkpoints.
 A ``RankWriter`` knows the files of this rank: a trainer, the functions and ``Checkpointer`` have different writers.
 """
@@ -39,7 +39,7 @@ from composerlite.types import Lineage
 if TYPE_CHECKING:
     from composerlite.checkpoint.save.sharded_writer import SealedIndex, ShardWriter
 
-__all__ = ["FollowUp", "Pipeline", "SaveReport", "SaveTask", "save", "save_checkpoint"]
+__all__ = ["FollowUp", "SaveReport", "SaveTask", "begin_save", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 _in_background: dict[int, SaveTask] = {}
@@ -48,8 +48,6 @@ LONGEST_WORK = timedelta(hours=1)
 """A rank that writes for longer than that does not count as alive any more: its disk hangs."""
 PREVIOUS_SECONDS = 3600.0
 """How long a save waits for the one before it. A disk that takes longer hangs."""
-_LONG_WAIT_SECONDS = 1.0
-"""Seconds after which a wait for the previous save is logged."""
 
 
 @final
@@ -86,6 +84,103 @@ class SaveReport:
     deleted: Sequence[str] = ()
     not_finite: Sequence[str] = ()
     deletion_error: Exception | None = None
+
+
+def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 0.0) -> SaveTask:
+    """Save a checkpoint; training may continue when this returns. Every rank calls this, one save after the other.
+
+    After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
+    points to the newest whole one.
+
+    Args:
+        request: what to save, and where.
+        staging: memory for the copy. Without enough memory training waits while the state itself is written.
+        waited: seconds that training has waited for the previous save. They count as seconds of this save.
+
+    Returns:
+        The save, which may still be in progress; :meth:`SaveTask.wait` returns its report.
+
+    Raises:
+        CheckpointExistsError: there is one of that name, and ``request.overwrite`` is false.
+        SaveError: its contents cannot be pickled.
+        OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
+            after the snapshot, comes out of :meth:`SaveTask.wait`.
+    """
+    started = (time.perf_counter() if request.started is None else request.started) - waited
+    # 1. Names, and votes: each rank counts its votes, so they come before anything that can fail.
+    state, disks, group = request.state, request.disks, dist.get_group()
+    form = form_of(state)
+    form.check(weights_only=request.weights_only, ignore_keys=request.ignore_keys)
+    names = form.names(form.template(request.template), state)
+    what = f"checkpoint {names[0]!r}"
+    votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
+    # 2. A name that is taken is reported before the ranks meet to gather.
+    is_leader = group.is_first if disks is None else disks.is_folder_leader
+    links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
+    own_links = {link: name for link, name in links.items() if is_leader and link != name}
+    with group.all_or_none(what):
+        for name in names if is_leader else ():
+            request.catalog.check_free(name, overwrite=request.overwrite, directory=form.kind == "sharded")
+    # 3. The record, and what this rank writes.
+    id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
+    record = _record_of(request, form, names, id_, {"waiting": waited})
+    with group.all_or_none(what):
+        writer = form.writer(request, record, names)
+    task = SaveTask(
+        manifest=record,
+        path=request.catalog.folder / names[0],
+        writer=writer,
+        votes=votes,
+        group=group,
+        follow_up=FollowUp(request.after_commit, request.catalog, own_links, is_leader),
+        staging=staging,
+        started=started,
+        blocking=request.how == "sync",
+    )
+    # 4. The copy, and the rest in the background.
+    try:
+        if not task.blocking:
+            task.stage(state.optimizers if request.how == "lazy" and form.may_be_lazy else ())
+        task.stall_seconds = time.perf_counter() - started
+        if task.snapshot is not None:  # it counts its own, later ones too
+            task.stall_seconds -= task.snapshot.stall_seconds
+        task.start(task.run)
+    except BaseException:
+        task.cancel()
+        raise
+    return task
+
+
+def _record_of(
+    request: SaveRequest, form: Form, names: Sequence[str], id_: str, timings: Mapping[str, float]
+) -> Manifest:
+    """Return the record of the checkpoint, without its files."""
+    state, ignore_keys = request.state, request.ignore_keys
+    kind = "weights" if request.weights_only else form.kind
+    return Manifest(
+        name=names[0],
+        kind="crash" if request.occasion == "crash" else kind,
+        template=form.template(request.template),
+        run=SavedRun(
+            name=state.run_name,
+            timestamp={
+                key: value.total_seconds() if isinstance(value, timedelta) else value
+                for key, value in state.timestamp.state_dict().items()
+            },
+            fit_calls=len(state.fit_starts),
+            world_size=dist.get_world_size(),
+            lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
+            metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
+            not_finite=tuple(getattr(state, "not_finite", ())),
+        ),
+        files=(),
+        left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
+        ephemeral=request.occasion == "ephemeral",
+        also=dict(request.after_commit.also),
+        form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
+        id=id_,
+        timings=timings,
+    )
 
 
 class _RankPart(NamedTuple):
@@ -148,43 +243,6 @@ class SaveTask:
     failure: BaseException | None = field(default=None, init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
     _written: bool = field(default=False, init=False)
-
-    # ── what users hold ──────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint to come, below its folder."""
-        return self.manifest.name
-
-    @property
-    def done(self) -> bool:
-        """True once the save has ended, successfully or not."""
-        return self.future.done()
-
-    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
-        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
-
-        Raises:
-            TimeoutError: it is not.
-            SaveError: its contents could not be written.
-            OSError: no space, no permission, and the like.
-        """
-        if not self.join(timeout):
-            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
-        try:
-            return self.future.result()
-        except BaseException:
-            wait_no_more(self)
-            raise
-
-    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
-        """Wait until it has ended, well or not; whether it has."""
-        try:
-            self.future.exception(timeout)
-        except TimeoutError:
-            return self.future.done()
-        except CancelledError:  # whoever saved was interrupted
-            pass
-        return True
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def stage(self, lazy: Sequence[Optimizer] = ()) -> None:
@@ -262,26 +320,9 @@ class SaveTask:
             raise
         return self.future
 
-    def _failed(self, error: BaseException) -> None:
-        """See that ``error`` is in the log where nobody asks for it, at the latest when the program ends."""
-        what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
-        if self.follow_up is not None and self.group.is_first and not self.blocking:
-            wait_at_exit(self, lambda: [what], 0.0)
-            return
-        wait_no_more(self)
-        if self.follow_up is None and self.group.is_first:  # the caller may never look at the future
-            log.error("could not save %s", what)
-
-    def cancel(self) -> None:
-        """Cancel the save if its work has not begun, and leave nothing behind. May be called twice."""
-        if self.future.cancel():
-            wait_no_more(self)
-            _in_background.pop(id(self), None)
-            self._close(may_be_committed=False)
-
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
-        """Write the rest, make it durable and commit it, together with the other ranks.
+        """Write, vote, commit, point ``latest``, publish, delete older checkpoints, together with the other ranks.
 
         Raises:
             SaveError: the snapshot changed while it was taken.
@@ -295,7 +336,10 @@ class SaveTask:
                 report = self._commit_on_disks(cast("ShardWriter", self.writer))
         finally:
             self._close(may_be_committed=self.votes[0].may_be_committed)
-        return self._as_seen_here(dataclasses.replace(report, deletion_error=self._delete_old(report.deleted)))
+        error = self._delete_old(report.deleted)
+        stall = report.seconds["total"] if self.blocking else self._stall_seconds()
+        seconds = {**report.seconds, "stall": stall}  # all others are those of rank 0
+        return dataclasses.replace(report, path=Path(self.path), seconds=seconds, deletion_error=error)
 
     def _close(self, *, may_be_committed: bool) -> None:
         self.writer.close(may_be_committed=may_be_committed)
@@ -321,16 +365,16 @@ class SaveTask:
         return {"waiting": 0.0, **self.manifest.timings, "stall": self._stall_seconds(), "snapshot": snapshot}
 
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
-        seconds, slowest = self._compare_ranks(parts)
+        """Commit on rank 0, when all ranks have written."""
+        timings, slowest = self._compare_ranks(parts)
         before_commit = time.perf_counter()
+        manifest = dataclasses.replace(self.manifest, timings=timings)
         with self._pointing():
-            manifest = self.writer.commit(
-                dataclasses.replace(self.manifest, timings=seconds), [part.written for part in parts]
-            )
+            manifest = self.writer.commit(manifest, [part.written for part in parts])
         return self._after_commit(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
-        """Point this rank's links to the checkpoint at the end of the block, in which it is committed."""
+        """Point this rank's links at the end of the block, which commits. A full disk fails before the block."""
         if (after := self.follow_up) is None:
             return contextlib.nullcontext()
         return after.catalog.place.pointing(after.links)
@@ -340,6 +384,7 @@ class SaveTask:
 
         Nothing is deleted, and no link is moved, before all disks have that file.
         """
+
         all_wrote, all_committed = self.votes
 
         def finish() -> _RankPart:
@@ -362,15 +407,15 @@ class SaveTask:
             before_commit = time.perf_counter()
             report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
         if not self.group.is_first and self.follow_up is not None and self.follow_up.wanted.publish is not None:
-            self.follow_up.wanted.publish()  # what is on the disk of its node
+            self.follow_up.wanted.publish()  # the files on the disk of this node
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
+        after, deleted = self.follow_up, list[str]()
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
-        deleted: Sequence[str] = ()
-        if (after := self.follow_up) is not None:
+        if after is not None:
             size = bytes_text(manifest.size_bytes)
             level = logging.DEBUG if after.wanted.is_routine or after.wanted.publish is not None else logging.INFO
             log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
@@ -413,17 +458,6 @@ class SaveTask:
             return e
         return None
 
-    def _as_seen_here(self, report: SaveReport) -> SaveReport:
-        """Report of rank 0 with this rank's path of the folder and its stall."""
-        several = self.group.size > 1
-        if self.blocking:
-            stall = time.perf_counter() - self.started if several else report.seconds["total"]
-        elif several:
-            stall = self._stall_seconds()
-        else:
-            return report
-        return dataclasses.replace(report, path=Path(self.path), seconds={**report.seconds, "stall": stall})
-
     def _stall_seconds(self) -> float:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
@@ -439,6 +473,62 @@ class SaveTask:
         if len(parts) > 1:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
         return {**self._own_seconds(), **compared, **self.writer.seconds}, slowest_rank
+
+    # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _failed(self, error: BaseException) -> None:
+        """See that ``error`` is in the log where nobody asks for it, at the latest when the program ends."""
+        what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
+        if self.follow_up is not None and self.group.is_first and not self.blocking:
+            wait_at_exit(self, lambda: [what], 0.0)
+            return
+        wait_no_more(self)
+        if self.follow_up is None and self.group.is_first:  # the caller may never look at the future
+            log.error("could not save %s", what)
+
+    def cancel(self) -> None:
+        """Cancel the save if its work has not begun, and leave nothing behind; else wait for the thread to end."""
+        if self.future.cancel():
+            wait_no_more(self)
+            _in_background.pop(id(self), None)
+            self._close(may_be_committed=False)
+        elif not self.blocking:
+            self.join()
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint to come, below its folder."""
+        return self.manifest.name
+
+    @property
+    def done(self) -> bool:
+        """True once the save has ended, successfully or not."""
+        return self.future.done()
+
+    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
+        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+
+        Raises:
+            TimeoutError: it is not.
+            SaveError: its contents could not be written.
+            OSError: no space, no permission, and the like.
+        """
+        if not self.join(timeout):
+            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+        try:
+            return self.future.result()
+        except BaseException:
+            wait_no_more(self)
+            raise
+
+    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
+        """Wait until it has ended, well or not; whether it has."""
+        try:
+            self.future.exception(timeout)
+        except TimeoutError:
+            return self.future.done()
+        except CancelledError:  # whoever saved was interrupted
+            pass
+        return True
 
 
 def _fail_in_forked_process() -> None:
@@ -457,181 +547,9 @@ def _fail_in_forked_process() -> None:
 os.register_at_fork(after_in_child=_fail_in_forked_process)
 
 
-# ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class Pipeline:
-    """Saves checkpoints one after the other, each in the background.
-
-    Args:
-        staging_bytes: memory for the copy of what is saved, kept from save to save. ``None`` takes what a checkpoint
-            needs if that is at most half of what is free. If a checkpoint needs more, training waits while the state
-            itself is written.
-    """
-
-    def __init__(self, staging_bytes: int | None = None) -> None:
-        self._staging = StagingMemory(staging_bytes)
-        self._pending: SaveTask | None = None
-        self._previous: dict[str, SaveReport] = {}
-        self._waited = 0.0
-
-    def prepare(self, request: SaveRequest) -> None:
-        """Get the memory for checkpoints as ``request`` says ready, in the background, so that the first costs no more.
-
-        A save before the memory is ready is synchronous.
-
-        Raises:
-            SaveError: the contents of its checkpoints cannot be pickled.
-        """
-        if (size_bytes := form_of(request.state).expected_bytes(request)) is not None:
-            self._staging.prepare(size_bytes)
-
-    def prepared(self, timeout: float = 60.0) -> bool:
-        """Wait at most ``timeout`` seconds until memory is prepared; return whether it is."""
-        return self._staging.wait_until_prepared(timeout)
-
-    def save(self, request: SaveRequest) -> SaveTask:
-        """Save a checkpoint; training may continue when this returns.
-
-        After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
-        points to the newest whole one.
-
-        Returns:
-            The save, which may still be in progress; :meth:`SaveTask.wait` returns its report.
-
-        Raises:
-            CheckpointExistsError: there is one of that name, and ``request.overwrite`` is false.
-            SaveError: its contents cannot be pickled.
-            OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
-                after the snapshot, comes out of :meth:`SaveTask.wait`.
-        """
-        # 1. One save at a time.
-        self.wait_for_previous()
-        waiting, self._waited = self._waited, 0.0
-        started = (time.perf_counter() if request.started is None else request.started) - waiting
-        # 2. Names, and votes: each rank counts its votes, so they come before anything that can fail.
-        state, disks, group = request.state, request.disks, dist.get_group()
-        form = form_of(state)
-        form.check(weights_only=request.weights_only, ignore_keys=request.ignore_keys)
-        names = form.names(form.template(request.template), state)
-        what = f"checkpoint {names[0]!r}"
-        votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
-        # 3. A name that is taken is reported before the ranks meet to gather.
-        is_leader = group.is_first if disks is None else disks.is_folder_leader
-        with group.all_or_none(what):
-            for name in names if is_leader else ():
-                request.catalog.check_free(name, overwrite=request.overwrite, directory=form.kind == "sharded")
-        # 4. The record, and what this rank writes.
-        id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
-        record = _record_of(request, form, names, id_, {"waiting": waiting})
-        with group.all_or_none(what):
-            writer = form.writer(request, record, names)
-        links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
-        own_links = {link: name for link, name in links.items() if is_leader and link != name}
-        task = SaveTask(
-            manifest=record,
-            path=request.catalog.folder / names[0],
-            writer=writer,
-            votes=votes,
-            group=group,
-            follow_up=FollowUp(request.after_commit, request.catalog, own_links, is_leader),
-            staging=self._staging,
-            started=started,
-            blocking=request.how == "sync",
-        )
-        # 5. The copy, and the rest in the background.
-        try:
-            if not task.blocking:
-                task.stage(state.optimizers if request.how == "lazy" and form.may_be_lazy else ())
-            task.stall_seconds = time.perf_counter() - started
-            if task.snapshot is not None:  # it counts its own, later ones too
-                task.stall_seconds -= task.snapshot.stall_seconds
-            self._pending = task
-            task.start(lambda: self._finish(task))
-        except BaseException:
-            task.cancel()
-            raise
-        return task
-
-    def close(self) -> None:
-        """Wait for the save in progress and give the memory back. Errors of the save are left to who waits for it."""
-        self.wait_for_previous()
-        self._pending = None  # what is saved after this is a first save again, whose memory can be prepared
-        self._staging.close()
-
-    def _finish(self, pending: SaveTask) -> SaveReport:
-        report = pending.run()
-        before = self._previous.get(pending.manifest.template)
-        if (
-            before is not None
-            and report.batch > before.batch
-            and len(report.weights_crc) > 0
-            and not report.not_finite  # what is NaN stays so, and that was said
-            and (list(before.weights_crc) == list(report.weights_crc))
-            and dist.get_global_rank() == 0
-        ):
-            log.warning(
-                "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
-                "learning rate, at requires_grad, and whether the optimizer has the model's parameters.",
-                report.path,
-                before.path.name,
-                report.batch - before.batch,
-            )
-        self._previous[pending.manifest.template] = report
-        return report
-
-    def wait_for_previous(self) -> None:
-        """Wait until the save before has ended, well or not. The next one counts the time as its own.
-
-        Raises:
-            SaveError: it does not end.
-        """
-        pending = self._pending
-        if pending is None or pending.done:
-            return
-        started = time.perf_counter()
-        if not pending.join():
-            raise SaveError(f"checkpoint {pending.name!r} is not written after {PREVIOUS_SECONDS} s: the disk hangs.")
-        seconds = time.perf_counter() - started
-        self._waited += seconds
-        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
-        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
-
-
-def _record_of(
-    request: SaveRequest, form: Form, names: Sequence[str], id_: str, timings: Mapping[str, float]
-) -> Manifest:
-    """Return the record of the checkpoint, without its files."""
-    state, ignore_keys = request.state, request.ignore_keys
-    kind = "weights" if request.weights_only else form.kind
-    return Manifest(
-        name=names[0],
-        kind="crash" if request.occasion == "crash" else kind,
-        template=form.template(request.template),
-        run=SavedRun(
-            name=state.run_name,
-            timestamp={
-                key: value.total_seconds() if isinstance(value, timedelta) else value
-                for key, value in state.timestamp.state_dict().items()
-            },
-            fit_calls=len(state.fit_starts),
-            world_size=dist.get_world_size(),
-            lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
-            metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
-            not_finite=tuple(getattr(state, "not_finite", ())),
-        ),
-        files=(),
-        left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
-        ephemeral=request.occasion == "ephemeral",
-        also=dict(request.after_commit.also),
-        form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
-        id=id_,
-        timings=timings,
-    )
-
-
 def save(request: SaveRequest) -> Path:
-    """Save a checkpoint and return its path when it is committed. Raises as :meth:`Pipeline.save`."""
-    return Pipeline().save(dataclasses.replace(request, how="sync")).wait().path
+    """Save a checkpoint and return its path when it is committed. Raises as :func:`begin_save`."""
+    return begin_save(dataclasses.replace(request, how="sync"), StagingMemory()).wait().path
 
 
 def save_checkpoint(
@@ -644,7 +562,7 @@ def save_checkpoint(
     """Save a checkpoint of ``state`` to ``filename``, replacing what is there, and return its path.
 
     When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
-    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :meth:`Pipeline.save` for what is guaranteed and raised.
+    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :func:`begin_save` for what is guaranteed and raised.
 
     Args:
         state: state of the run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import subprocess
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from parts import Remember, new_state, temporaries, value_in
+from parts import Remember, Saves, new_state, temporaries, value_in
 from torch import nn
 
-from composerlite.checkpoint import Catalog, Pipeline, read_checkpoint, safe_torch_load
+from composerlite.checkpoint import Catalog, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.core import State
 from composerlite.errors import SaveError
@@ -21,9 +20,9 @@ from composerlite.errors import SaveError
 WIDE = 600_000  # 20 MB of weights and momentum: more than one buffer, written past the page cache
 
 
-def save(pipeline: Pipeline, state: State, folder: Path, **arguments: Any) -> Any:
+def save(saves: Saves, state: State, folder: Path, **arguments: Any) -> Any:
     """Begin to save ``ba<batch>.pt``."""
-    return pipeline.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments))
+    return saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments))
 
 
 def step(state: State) -> None:
@@ -35,33 +34,33 @@ def step(state: State) -> None:
 
 
 @pytest.fixture
-def pipeline() -> Any:
+def saves() -> Any:
     """Closed at the end."""
-    pipeline = Pipeline()
-    yield pipeline
-    pipeline.close()
+    saves = Saves()
+    yield saves
+    saves.close()
 
 
 @pytest.mark.parametrize("how", ["async", "sync"])
 @pytest.mark.parametrize("width", [2, WIDE])
-def test_a_checkpoint_is_that_of_the_call(pipeline: Pipeline, tmp_path: Path, width: int, how: str) -> None:
+def test_a_checkpoint_is_that_of_the_call(saves: Saves, tmp_path: Path, width: int, how: str) -> None:
     """Weights change right after; the file holds what they were, each save anew in the same memory."""
     state = new_state(1, width=width)
     expected: list[float] = []
     for _ in range(3):
         expected.append(float(next(state.model.parameters()).detach().flatten()[0]))
-        save(pipeline, state, tmp_path, how=how)
+        save(saves, state, tmp_path, how=how)
         step(state)
-    pipeline.close()
+    saves.close()
     found = [value_in(read_checkpoint(tmp_path / f"ba{batch}.pt")) for batch in (1, 2, 3)]
     assert found == expected
     assert len(set(found)) == 3
 
 
-def test_values_that_are_no_tensors_are_those_of_the_call(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_values_that_are_no_tensors_are_those_of_the_call(saves: Saves, tmp_path: Path) -> None:
     """Lists and dicts that callbacks go on changing."""
     remember = Remember([1, {"a": 2}])
-    pending = save(pipeline, new_state(1, callbacks=[remember]), tmp_path)
+    pending = save(saves, new_state(1, callbacks=[remember]), tmp_path)
     remember.what.append(3)
     remember.what[1]["a"] = 4
     contents = safe_torch_load(pending.wait().path)
@@ -69,11 +68,11 @@ def test_values_that_are_no_tensors_are_those_of_the_call(pipeline: Pipeline, tm
 
 
 @pytest.mark.parametrize("how", ["async", "sync"])
-def test_shared_memory_is_saved_once_and_shared_again(tmp_path: Path, pipeline: Pipeline, how: str) -> None:
+def test_shared_memory_is_saved_once_and_shared_again(tmp_path: Path, saves: Saves, how: str) -> None:
     """Tied weights, views and transposed tensors; one storage in the file for each in memory."""
     base = torch.arange(100_000.0)
     tensors = {"base": base, "again": base, "view": base[10:20], "strided": base.view(100, 1000).t(), "empty": base[:0]}
-    pending = save(pipeline, new_state(1, callbacks=[Remember(tensors)]), tmp_path, how=how)
+    pending = save(saves, new_state(1, callbacks=[Remember(tensors)]), tmp_path, how=how)
     base_then = base.clone()
     path = pending.wait().path
     loaded = torch.load(path, weights_only=True)["state"]["callbacks"]["Remember"]["what"]
@@ -93,7 +92,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_type_of_tensor_is_saved(pipeline: Pipeline, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_type_of_tensor_is_saved(saves: Saves, tmp_path: Path, dtype: torch.dtype) -> None:
     """torch reads it as it was: types, shapes, strides, requires_grad, conjugates, parameters."""
     plain = torch.arange(12).to(dtype).view(3, 4)
     tensors: dict[str, Any] = {"plain": plain, "strided": plain[:, ::2], "scalar": plain[0, 1]}
@@ -103,7 +102,7 @@ def test_every_type_of_tensor_is_saved(pipeline: Pipeline, tmp_path: Path, dtype
         tensors["parameter"] = nn.Parameter(plain.clone())
         tensors["grad"] = plain.clone().requires_grad_()
         tensors["sparse"] = plain.to_sparse()
-    path = save(pipeline, new_state(1, callbacks=[Remember(tensors)]), tmp_path).wait().path
+    path = save(saves, new_state(1, callbacks=[Remember(tensors)]), tmp_path).wait().path
     loaded = torch.load(path, weights_only=True)["state"]["callbacks"]["Remember"]["what"]
     for name, tensor in tensors.items():
         found = loaded[name]
@@ -114,12 +113,12 @@ def test_every_type_of_tensor_is_saved(pipeline: Pipeline, tmp_path: Path, dtype
             assert found.stride() == tensor.stride()
 
 
-def test_memory_that_has_two_types_is_refused(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_memory_that_has_two_types_is_refused(saves: Saves, tmp_path: Path) -> None:
     """The format cannot say it; nothing is left behind."""
     base = torch.zeros(4)
     state = new_state(1, callbacks=[Remember([base, base.view(torch.int32)])])
     with pytest.raises(SaveError, match=r"two tensors share memory and have the types torch.float32 and torch.int32"):
-        save(pipeline, state, tmp_path)
+        save(saves, state, tmp_path)
     assert temporaries(tmp_path) == []
 
 
@@ -127,58 +126,41 @@ def test_memory_that_has_two_types_is_refused(pipeline: Pipeline, tmp_path: Path
 @pytest.mark.parametrize("staging_bytes", [0, 1 << 20, 1 << 24, 1 << 30])
 def test_any_limit_of_memory_gives_the_same_file(tmp_path: Path, staging_bytes: int) -> None:
     """What does not fit goes through a smaller buffer, and training waits for that."""
-    pipeline = Pipeline(staging_bytes)
+    saves = Saves(staging_bytes)
     state = new_state(1, width=WIDE, value=3.0)
-    pending = save(pipeline, state, tmp_path)
+    pending = save(saves, state, tmp_path)
     step(state)
     assert value_in(read_checkpoint(pending.wait().path)) == 3.0
-    pipeline.close()
+    saves.close()
 
 
 def test_the_memory_is_used_again(tmp_path: Path) -> None:
     """Ten saves need no more than one."""
-    pipeline = Pipeline()
+    saves = Saves()
     state = new_state(1, width=4 * WIDE)
-    save(pipeline, state, tmp_path).wait()
+    save(saves, state, tmp_path).wait()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(10):
         state.timestamp = state.timestamp.to_next_batch(4)
-        save(pipeline, state, tmp_path).wait()
+        save(saves, state, tmp_path).wait()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 38 << 10  # KiB; a checkpoint is 77 MB
-    pipeline.close()
+    saves.close()
 
 
-def test_a_state_that_grows_is_saved_whole(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_state_that_grows_is_saved_whole(saves: Saves, tmp_path: Path) -> None:
     """The memory of the first save is too small for the next ones."""
     remember = Remember(torch.zeros(10))
     state = new_state(1, callbacks=[remember])
     for size in (10, 5_000_000, 9_000_000, 10):
         remember.what = torch.full((size,), float(size))
-        path = save(pipeline, state, tmp_path, overwrite=True).wait().path
+        path = save(saves, state, tmp_path, overwrite=True).wait().path
         assert torch.equal(safe_torch_load(path)["state"]["callbacks"]["Remember"]["what"], remember.what)
 
 
-# ── one after the other ──────────────────────────────────────────────────────────────────────────────────────────────
-def test_one_save_at_a_time_in_order(pipeline: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The next one waits, says so in the log, and its report counts the time as blocked."""
-    caplog.set_level(logging.DEBUG)
-    state = new_state(1, width=8 * WIDE)
-    previous = save(pipeline, state, tmp_path)
-    for _ in range(20):  # on a busy machine a save may be over before the next begins
-        state.timestamp = state.timestamp.to_next_batch(4)
-        pending = save(pipeline, state, tmp_path)
-        assert previous.done
-        if f"for the save of {previous.name} to end" in caplog.text:
-            break
-        previous = pending
-    report = pending.wait()
-    assert f"for the save of {previous.name} to end" in caplog.text
-    assert 0 < report.seconds["waiting"] <= report.seconds["stall"] <= report.seconds["total"]
-
-
-def test_a_report_says_what_was_done(pipeline: Pipeline, tmp_path: Path) -> None:
+# ── reports ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_report_says_what_was_done(saves: Saves, tmp_path: Path) -> None:
     """The path, the size, the seconds by name; those known before the commit are in the manifest too."""
-    report = save(pipeline, new_state(3, width=WIDE), tmp_path).wait()
+    report = save(saves, new_state(3, width=WIDE), tmp_path).wait()
     assert (report.path, report.batch) == (tmp_path / "ba3.pt", 3)
     assert report.size_bytes == report.path.stat().st_size
     assert {"stall", "snapshot", "waiting", "hash", "write", "flush", "commit", "total"} <= set(report.seconds)
@@ -187,31 +169,16 @@ def test_a_report_says_what_was_done(pipeline: Pipeline, tmp_path: Path) -> None
     assert set(manifest.timings) == set(report.seconds) - {"commit", "total"}
 
 
-def test_metrics_and_what_is_ephemeral_are_in_the_manifest(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_metrics_and_what_is_ephemeral_are_in_the_manifest(saves: Saves, tmp_path: Path) -> None:
     """For retention to decide by, in any later process."""
-    save(pipeline, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, occasion="ephemeral").wait()
+    save(saves, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, occasion="ephemeral").wait()
     (manifest,) = Catalog(tmp_path).manifests()
     assert (manifest.metrics, manifest.ephemeral) == ({"eval/accuracy": 0.5}, True)
 
 
-# ── what is strange ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_weights_that_do_not_change_are_reported(
-    pipeline: Pipeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Steps were taken and every weight is what it was: a warning that names both checkpoints. Otherwise none."""
-    state = new_state(1)
-    save(pipeline, state, tmp_path).wait()
-    step(state)
-    save(pipeline, state, tmp_path).wait()
-    assert caplog.text == ""
-    state.timestamp = state.timestamp.to_next_batch(4)
-    save(pipeline, state, tmp_path).wait()
-    assert "ba3.pt holds exactly the weights of ba2.pt, 1 steps before it: is the model trained?" in caplog.text
-
-
-def test_other_programs_open_the_file(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_other_programs_open_the_file(saves: Saves, tmp_path: Path) -> None:
     """``torch.load`` with and without mmap, and unzip."""
-    path = save(pipeline, new_state(1, width=WIDE, value=2.0), tmp_path, how="lazy").wait().path
+    path = save(saves, new_state(1, width=WIDE, value=2.0), tmp_path, how="lazy").wait().path
     for mmap in (False, True):
         assert value_in(torch.load(path, weights_only=True, mmap=mmap)) == 2.0
     assert subprocess.run(["unzip", "-tq", str(path)], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Saver: writes, publishes, deletes and reports the checkpoints of a run in one folder and its buckets."""
+"""CheckpointManager: saves, restores, keeps and publishes the checkpoints of one training loop."""
 
 from __future__ import annotations
 
@@ -6,235 +6,76 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path, PurePath
-from typing import Any, Protocol, final
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
 
 from composerlite import dist
 from composerlite.checkpoint.contents import check_kinds
+from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.loop_state import LoopState, Part
 from composerlite.checkpoint.memory.replication import Replication
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import AfterCommit, SaveRequest
+from composerlite.checkpoint.save.form import AfterCommit, SaveRequest, form_of
 from composerlite.checkpoint.save.options import save_options
-from composerlite.checkpoint.save.publish import Publication, Publisher, Publishing
+from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes
+from composerlite.checkpoint.save.publish import Publisher, Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, position_of
-from composerlite.checkpoint.save.save import Pipeline, SaveReport, SaveTask
-from composerlite.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    ConfigError,
-    ObjectStoreError,
-    RankError,
-    RunInUseError,
-)
+from composerlite.checkpoint.save.save import PREVIOUS_SECONDS, SaveReport, SaveTask, begin_save
+from composerlite.checkpoint.save.snapshot import StagingMemory
+from composerlite.devices import rng
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, RankError, RunInUseError, SaveError
 from composerlite.storage import Uploader, leave_by, open_store
 from composerlite.types import CheckpointNews, StateDict
 
-__all__ = ["Saver"]
+__all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
-_FAILURES = (OSError, CheckpointError, ObjectStoreError)
-"""Errors of disks, networks and stores: ``save_failure_limit`` tolerates them."""
-_REPORTS = 100
 _LEASE_WAIT_SECONDS = 10.0
 """How long a run that does not resume waits for another process to end."""
-
-
-# ── how saves went ───────────────────────────────────────────────────────────────────────────────────────────────
-class RunLogger(Protocol):
-    """Interface of the run's loggers that outcomes are reported to."""
-
-    @property
-    def uploaders(self) -> Sequence[tuple[Uploader, str]]: ...
-
-    def log_metrics(self, metrics: Mapping[str, Any]) -> None: ...
-
-    def log_checkpoint(self, news: CheckpointNews) -> None: ...
+_LONG_WAIT_SECONDS = 1.0
+"""Seconds after which a wait for the previous save is logged."""
 
 
 @final
-class _FailuresInARow:
-    """Counts failures since the last success, the same on every rank: rank 0 warns for all.
+class CheckpointManager:
+    """Saves, restores, keeps and publishes the checkpoints of one training loop.
+
+    A loop of your own: :meth:`restore` before training, :meth:`save` when a checkpoint is due, :meth:`poll` after each
+    step, and a ``with`` block that waits for saves and uploads at the end::
+
+        progress = {"epoch": 0}
+        with CheckpointManager("runs/mine", model=model, optimizer=optimizer, progress=progress, keep=3) as checkpoints:
+            step = checkpoints.restore()  # the newest good checkpoint; 0: there is none
+            while step < 1000:
+                train_one_step(model, optimizer)
+                step += 1
+                if step % 100 == 0:
+                    checkpoints.save(step)  # copies the state; a thread writes it
+                for event in checkpoints.poll():
+                    print(event.what, event.name)
+
+    The states of random generators are saved and restored, too. The :class:`composerlite.callbacks.CheckpointSaver` of
+    a Trainer saves with the same class, and gives it the Trainer's state in :meth:`open`.
+
+    One save is in flight at a time. Every rank calls every method, in the main thread, where a method does not say
+    otherwise. If the save fails on one rank, all ranks raise, and no checkpoint exists.
 
     Args:
-        limit: number of consecutive failures that are tolerated, with a warning each.
-        what: past participle for the warning, such as ``'saved'``.
-    """
-
-    def __init__(self, limit: int, what: str) -> None:
-        self._limit = limit
-        self._what = what
-        self.count = 0
-
-    def note(self, error: Exception | None, logger: RunLogger | None) -> None:
-        """Reset the count on success (``None``); warn of ``error``.
-
-        Raises:
-            Exception: ``error``, if there are more in a row than the limit, or if it cannot be tolerated.
-        """
-        if error is None:
-            self.count = 0
-            return
-        self.count += 1
-        if self.count > self._limit or not _may_be_tolerated(error):
-            raise error
-        warn = log.warning if dist.get_global_rank() == 0 else log.debug
-        warn(
-            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
-            self._what,
-            self.count,
-            self._limit,
-            type(error).__name__,
-            error,
-        )
-        if logger is not None:
-            logger.log_metrics({"checkpoint/failures_in_a_row": self.count})
-
-
-@final
-class Outcomes:
-    """Counts failures, sends news of checkpoints to loggers, and logs costs as metrics ``checkpoint/…``.
-
-    For the training thread of all ranks; rank 0 logs. Nothing is logged before :meth:`set_logger`.
-
-    Args:
-        failure_limit: number of consecutive failures of saves, deletions and uploads that are tolerated.
-
-    Attributes:
-        reports: of the last saves.
-        blocked_seconds: how long training waited for saves.
-    """
-
-    def __init__(self, failure_limit: int) -> None:
-        self.blocked_seconds = 0.0
-        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
-        self._ended: deque[SaveReport | None] = deque()
-        self._saves = _FailuresInARow(failure_limit, "saved")
-        self._deletions = _FailuresInARow(failure_limit, "deleted")
-        self._uploads = _FailuresInARow(failure_limit, "published")
-        self._remote_deletions = _FailuresInARow(failure_limit, "deleted from a bucket")
-        self._logger: RunLogger | None = None
-        # One save is in flight at a time.
-        self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
-        self._is_committed = True
-
-    def set_logger(self, logger: RunLogger) -> None:
-        """Set the loggers that receive the outcomes."""
-        self._logger = logger
-
-    def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
-        """A save starts."""
-        self._begun = CheckpointNews(
-            what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
-        )
-        self._is_committed = False
-        self._tell(self._begun)
-
-    @property
-    def last_is_unconfirmed(self) -> bool:
-        """True if the last save failed or was interrupted: a checkpoint may or may not exist."""
-        return not self._is_committed
-
-    def take_ended(self) -> list[SaveReport | None]:
-        """Return the reports of saves that ended since the last call, oldest first; ``None`` for one that failed."""
-        return [self._ended.popleft() for _ in range(len(self._ended))] if self._ended else []
-
-    def committed(self, report: SaveReport) -> None:
-        """The last save succeeded, and older checkpoints were deleted by retention."""
-        self._is_committed = True
-        self._saves.note(None, self._logger)
-        self.reports.append(report)
-        self._ended.append(report)
-        at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
-        told = dataclasses.replace(self._begun, what="committed", at=at, size_bytes=report.size_bytes)
-        self._tell(dataclasses.replace(told, seconds=dict(report.seconds), slowest_rank=report.slowest_rank))
-        self.deleted(report.deleted, self._begun.where, at)
-        costs = {f"{name}_seconds": value for name, value in report.seconds.items()}
-        self._log(**costs, bytes=report.size_bytes, batch=report.batch, slowest_rank=report.slowest_rank)
-
-    def failed(self, error: Exception) -> None:
-        """The last save failed.
-
-        Raises:
-            Exception: ``error``, unless it is tolerated.
-        """
-        self._tell(
-            dataclasses.replace(self._begun, what="failed", at=time.time(), error=f"{type(error).__name__}: {error}")
-        )
-        self._ended.append(None)
-        self._saves.note(error, self._logger)
-
-    def old_deleted(self, error: Exception | None) -> None:
-        """Log the deletion of older checkpoints, or its failure, which does not affect the newest.
-
-        Raises:
-            Exception: ``error``, unless it is tolerated.
-        """
-        self._deletions.note(error, self._logger)
-
-    def published(self, one: Publication) -> None:
-        """An upload has ended, well or not, and so have the deletions after it, which do not affect it.
-
-        Raises:
-            Exception: what made one fail, unless it is tolerated.
-        """
-        news = one.news
-        self._tell(news)
-        self.deleted(one.deleted, news.where, news.at)
-        if one.error is None:
-            self._log(
-                uploaded_batch=news.batch,
-                uploaded_bytes=news.size_bytes,
-                upload_seconds=news.seconds["upload"],
-                upload_lag_seconds=one.lag_seconds,
-            )
-        self._uploads.note(one.error, self._logger)
-        if one.error is None:
-            self._remote_deletions.note(one.deletion_error, self._logger)
-
-    def replicated(self, name: str) -> None:
-        """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
-        for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
-            self._log(replicated_batch=batch)
-
-    def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
-        """Checkpoints are gone from ``where``, since ``at`` or now."""
-        for name in names:
-            at = time.time() if at is None else at
-            self._tell(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
-
-    def _tell(self, news: CheckpointNews) -> None:
-        if self._logger is not None and dist.get_global_rank() == 0:
-            self._logger.log_checkpoint(news)
-
-    def _log(self, **metrics: float | None) -> None:
-        """Log ``metrics`` with every logger of the run; docs/logging.md lists their names."""
-        if self._logger is not None:
-            known = {f"checkpoint/{name}": value for name, value in metrics.items() if value is not None}
-            self._logger.log_metrics(known)
-
-
-def _may_be_tolerated(error: Exception) -> bool:
-    """Return true if the error is neither a bug of ours nor a rank that is gone."""
-    if isinstance(error, RankError):
-        return bool(error.causes) and all(isinstance(cause, _FAILURES) for cause in error.causes)
-    return isinstance(error, _FAILURES)
-
-
-# ── saves ────────────────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class Saver:
-    """Saves a run's checkpoints.
-
-    One save is in flight at a time. The caller calls :meth:`look` between batches, and asks ``outcomes`` how
-    saves went. Every method is called by all ranks, where it does not say otherwise.
-
-    Args:
-        arguments: of the callback, with parsed durations.
-        any_ephemeral: some checkpoints are to go as soon as there is a newer one.
+        folder: a local folder, or a URI such as ``'s3://bucket/run'``. With a URI each checkpoint is saved to a local
+            folder and published in the background. One loop at a time saves there.
+        run_name: name of the run. Only checkpoints of this name are restored or deleted.
+        filename: name of each checkpoint; ``{batch}`` is the step.
+        keep: how many of the newest checkpoints stay; -1: all.
+        options: further arguments of :class:`composerlite.callbacks.CheckpointSaver`, by their names there:
+            ``overwrite``, ``asynchronous``, ``failure_limit``, ``ignore_keys``, ``latest_filename``,
+            ``staging_folder``, ``num_remote_checkpoints_to_keep``, ``upload_timeout_in_seconds`` and the like.
+        **parts: everything to save, by name: objects with ``state_dict()`` and ``load_state_dict()``, or dicts, which
+            are filled again in place. Of modules and optimizers rank 0 saves the state, or each rank its shards. All
+            other parts are saved for each rank.
 
     Attributes:
         options: settings. where: the folder.
@@ -243,24 +84,88 @@ class Saver:
         replication: to another node, of checkpoints in memory.
 
     Raises:
-        ConfigError: a name that cannot be used, or there is no such store.
+        ConfigError: a name or an option that cannot be used, a part without a state, or there is no such store.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, any_ephemeral: bool) -> None:
-        self.options = options = save_options(arguments, any_ephemeral=any_ephemeral)
-        self.where = RunFolder(options)
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        run_name: str = "run",
+        filename: str = "step{batch}.pt",
+        keep: int = -1,
+        options: Mapping[str, Any] | None = None,
+        **parts: Part,
+    ) -> None:
+        given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep, **(options or {})}
+        self.options = save_options(given)
+        self.where = RunFolder(self.options)
         self.saved_checkpoints: list[str] = []
-        self._maybe_written: set[str] = set()  # names of failed saves: the file may exist
-        self.outcomes = Outcomes(options.failure_limit)
+        self.outcomes = Outcomes(self.options.failure_limit)
         self.replication: Replication | None = None  # once the folder is open
-        self._others: Sequence[Saver] = ()
-        self._warned = False
+        self._state: SavedState | None = LoopState(run_name, parts) if parts else None
+        self._others: Sequence[CheckpointManager] = ()
+        self._staging = StagingMemory(self.options.staging_bytes)
         self._pending: SaveTask | None = None
-        self._store = None if options.names.bucket is None else open_store(options.names.bucket)
+        self._waited = 0.0
+        bucket = self.options.names.bucket
+        self._store = None if bucket is None else open_store(bucket)
         self._publishing: Publishing | None = None  # where there is anywhere to publish to
-        self._pipeline = Pipeline(options.staging_bytes)
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
-        self._deletes = options.keep.deletes
+        self._deletes = self.options.keep.deletes
+
+    # ── a loop without a Trainer ─────────────────────────────────────────────────────────────────────────────────
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for saves and uploads. Their errors are raised, or noted in the error that ended the loop."""
+        try:
+            if error is None:
+                self.finish()
+        finally:
+            try:
+                self.close()
+            except Exception as e:
+                if error is None:
+                    raise
+                log.error("a checkpoint could not be saved: %s", e)
+                error.add_note(f"A checkpoint could not be saved, too: {type(e).__name__}: {e}")
+
+    def restore(self) -> int:
+        """Restore all parts, and the random generators, from the newest good checkpoint. Call before the first save.
+
+        All bytes are verified. A damaged checkpoint is skipped with a warning, and an older one is restored.
+
+        Returns:
+            The step of the checkpoint; 0 if the run has none.
+
+        Raises:
+            RunInUseError: another process saves this run.
+            CheckpointError: there are checkpoints, and none of them is good.
+            IncompatibleCheckpointError: the parts differ from those in the checkpoint; lists all differences.
+            CheckpointExistsError: other files have names that this run would overwrite.
+            ConfigError: the manager has no parts; or see :meth:`open`.
+        """
+        state = self._state
+        if not isinstance(state, LoopState):
+            raise ConfigError("restore() needs parts: CheckpointManager(folder, model=model, optimizer=optimizer).")
+        group = dist.group_of()
+        self.open(state)
+        with group.all_or_none("taking the lease of the run"):
+            if group.is_first:
+                self.take_leases(_LEASE_WAIT_SECONDS)
+        choice = choose([self.place], state.run_name, state)
+        if choice.loaded is not None:
+            generators = choice.loaded.restore()
+            if generators is not None:
+                rng.restore(generators, dist.get_global_rank())
+        state.lineage = choice.lineage
+        self.load_existing()
+        self.begin(several=True)
+        return state.step
 
     @property
     def counters(self) -> list[dist.PiggybackCounter]:
@@ -270,13 +175,19 @@ class Saver:
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def open(
-        self, state: SavedState, logger: RunLogger, *, others: Sequence[Saver], directory: str | None = None
+        self,
+        state: SavedState,
+        uploaders: Sequence[tuple[Uploader, str]] = (),
+        *,
+        others: Sequence[CheckpointManager] = (),
+        directory: str | None = None,
     ) -> None:
-        """Fill in the folder's name, make the folder, and finish or remove what a killed run left in it.
+        """Fill in the folder's name, make the folder, and remove the remains of killed processes in it.
 
         Args:
-            state: of the run. logger: gets the news of checkpoints.
-            others: the other savers of the run.
+            state: of the run.
+            uploaders: of loggers, each with the prefix of the names in its bucket.
+            others: the other managers of the run.
             directory: template of names if each checkpoint is a directory.
 
         Raises:
@@ -285,8 +196,7 @@ class Saver:
                 ranks that save a directory together and do not see one folder with any rank of their node.
             PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
         """
-        self._others = others
-        self.outcomes.set_logger(logger)
+        self._state, self._others = state, others
         group, options, where = dist.get_group(), self.options, self.where
         # 1. Names of the folder, its files and links. Nothing is written yet.
         form = where.name(state, [other.where for other in others], directory=directory)
@@ -296,7 +206,7 @@ class Saver:
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
         # 2. Is there a bucket?
-        uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(logger.uploaders))
+        uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(uploaders))
         if self._store is not None or uploads:
             self._publishing = Publishing(options, self._store, where, form)
         elif options.keep.none_here:
@@ -321,7 +231,7 @@ class Saver:
         where.find_disks(form)
         # 5. The bucket answers, and no other saver has these names there.
         if self._publishing is not None:
-            self._publishing.open(state, logger.uploaders)
+            self._publishing.open(state, uploaders)
             with group.all_or_none("comparing the names in buckets"):
                 if group.is_first:
                     self._check_objects_are_its_own(state)
@@ -331,7 +241,7 @@ class Saver:
             self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
 
     def _check_objects_are_its_own(self, state: SavedState) -> None:
-        """Refuse names in a bucket that another saver of this run has, of those that are open."""
+        """Refuse names in a bucket that another manager of this run has, of those that are open."""
         own = {item for publisher in self.publishers for item in publisher.objects(state).items()}
         for other in self._others:
             theirs = (item for publisher in other.publishers for item in publisher.objects(state).items())
@@ -347,9 +257,25 @@ class Saver:
         """Return an ID of the folder or bucket, another one if it was made again at the same place. On rank 0."""
         return self.where.key([publisher.bucket for publisher in self.publishers])
 
-    def load_existing(self, state: SavedState) -> None:
+    @property
+    def state(self) -> SavedState:
+        """The state to save. Raises ConfigError before :meth:`open` or :meth:`restore`."""
+        if self._state is None or not self.where.is_open:
+            raise ConfigError("call restore() before the first save: it opens the folder and lists its checkpoints.")
+        return self._state
+
+    @property
+    def place(self) -> RunPlace:
+        """The folder and the buckets, to resume from."""
+        where = self.where
+        link = None if where.latest_filename is None else where.latest_filename.filename
+        buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
+        memory = None if self.replication is None else self.replication.memory
+        return RunPlace(where.catalog, where.filename.filename, link, buckets, self.options.in_memory, memory)
+
+    def load_existing(self) -> None:
         """Find the checkpoints that this run has saved up to now."""
-        group = dist.get_group()
+        group, state = dist.get_group(), self.state
         self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._load_existing(state)
         )
@@ -376,18 +302,17 @@ class Saver:
         behind = [] if self._publishing is None else self._publishing.behind(manifests)
         return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
 
-    def begin(self, state: SavedState, *, several: bool) -> None:
+    def begin(self, *, several: bool) -> None:
         """Refuse to start where another process writes, a checkpoint would be overwritten, or none can hold the model.
 
         Args:
-            state: of the run.
             several: the run saves more than one checkpoint.
 
         Raises:
             ConfigError: names vary in the folder, and the name in the bucket is always the same.
             RunInUseError: see :meth:`take_leases`.
         """
-        group = dist.get_group()
+        group, state = dist.get_group(), self.state
         if self._publishing is not None:
             leave_by()  # clear the deadline of a shutdown that did not happen
             if several:
@@ -396,7 +321,7 @@ class Saver:
             check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         with group.all_or_none("taking the lease of the run"):
             if group.is_first:
-                self.take_leases(state.run_name, _LEASE_WAIT_SECONDS)
+                self.take_leases(_LEASE_WAIT_SECONDS)
         with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
@@ -409,23 +334,23 @@ class Saver:
                 self.where.filename.filename,
             )
 
-    def take_leases(self, run_name: str, timeout: float) -> None:
-        """Take the leases of this saver's names in its folder and buckets. Call on rank 0.
+    def take_leases(self, timeout: float) -> None:
+        """Take the leases of this manager's names in its folder and buckets. Call on rank 0.
 
         Args:
-            run_name: of the run.
             timeout: seconds to wait for the end of another process.
 
         Raises:
             RunInUseError: another process writes files of these names.
         """
+        run_name = self.state.run_name
         leases = [publisher.leases(run_name) for publisher in self.publishers]
         self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
         for publisher, own in zip(self.publishers, leases, strict=True):
             if any(lease.taken_over for lease in own.values()):
                 publisher.remove_uploads(timedelta(), run_name)
 
-    def recover(self, state: SavedState) -> bool:
+    def recover(self) -> bool:
         """Collect the last save after a ``fit`` that raised; return false if a checkpoint may or may not exist.
 
         Raises:
@@ -436,13 +361,18 @@ class Saver:
         (last_is_unconfirmed,) = group.max([int(self.outcomes.last_is_unconfirmed)])
         if not last_is_unconfirmed:
             return True
-        known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(state))
+        known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(self.state))
         self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted one may exist
         return False
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def poll(self) -> None:
-        """Collect the save in flight and uploads that have ended, between two batches.
+    def poll(self) -> list[CheckpointNews]:
+        """Collect the save in flight and uploads that have ended; call between two steps.
+
+        With several ranks a loop of your own learns at the next :meth:`save` how the one before went.
+
+        Returns:
+            Events since the last call, oldest first: a save has begun, a checkpoint exists, is uploaded, or deleted.
 
         Raises:
             RunInUseError: another process has the run by now.
@@ -456,46 +386,82 @@ class Saver:
             if arrived is not None:
                 self.outcomes.replicated(arrived)
         if self._publishing is not None and self._publishing.ranks_with_news.total:
-            self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
+            self._note_publishing()
+        return self.outcomes.take_events()
 
-    def check_contents(self, state: SavedState) -> StateDict:
+    def check_contents(self) -> StateDict:
         """Check that checkpoints can hold what the run keeps; return that. For after the first step of optimizers.
 
         Raises:
             ConfigError: they cannot.
         """
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            held = self._contents(state)
+            held = self._contents()
             check_kinds(held, self.options.ignore_keys)
         return held
 
-    def prepare(self, state: SavedState, held: StateDict) -> None:
-        """Get memory ready in the background for the next save of ``held``, which :meth:`check_contents` returned."""
-        if self.options.asynchronous:
-            self._pipeline.prepare(dataclasses.replace(self._request(state), state_dict=held))
+    def prepare(self, held: StateDict) -> None:
+        """Get memory ready in the background for the next save of ``held``, which :meth:`check_contents` returned.
 
-    def _contents(self, state: SavedState) -> StateDict:
+        A save before the memory is ready is synchronous.
+        """
+        if self.options.asynchronous:
+            request = dataclasses.replace(self._request(), state_dict=held)
+            if (size_bytes := form_of(request.state).expected_bytes(request)) is not None:
+                self._staging.prepare(size_bytes)
+
+    def _contents(self) -> StateDict:
         """Gather the contents of a checkpoint, with the state of each callback."""
-        return state.weights_state_dict() if self.options.weights_only else state.state_dict()
+        return self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
 
     def wait_for_previous(self) -> None:
-        """Wait until the save in flight is written, if there is one."""
-        if self._pending is not None:
-            self._pipeline.wait_for_previous()
+        """Wait until the save in flight has ended, well or not. The next save counts the time as its own.
 
-    def save(self, state: SavedState, *, ephemeral: bool, metrics: Mapping[str, float], lazy: bool) -> SaveTask | None:
-        """Save. Call :meth:`collect` first. ``None``: the save failed, and that is tolerated.
+        Raises:
+            SaveError: the save does not end.
+        """
+        pending = self._pending
+        if pending is None or pending.done:
+            return
+        started = time.perf_counter()
+        if not pending.join():
+            raise SaveError(f"checkpoint {pending.name!r} is not written after {PREVIOUS_SECONDS} s: the disk hangs.")
+        seconds = time.perf_counter() - started
+        self._waited += seconds
+        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
+        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
+
+    def save(
+        self,
+        step: int | None = None,
+        *,
+        ephemeral: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        lazy: bool = False,
+    ) -> SaveTask | None:
+        """Save a checkpoint; training may continue when this returns. Waits for the save before.
+
+        After an exception or a kill at any point there is either the whole checkpoint or none of it.
 
         Args:
-            state: to save.
-            ephemeral: delete the checkpoint as soon as there is a newer one. metrics: for the record.
+            step: number of steps done, of a loop without a Trainer.
+            ephemeral: delete the checkpoint as soon as there is a newer one.
+            metrics: numbers for the record, by name.
             lazy: only optimizers change weights before their next step, so the copy may wait until then.
+
+        Returns:
+            The save, which may still be in progress. ``None``: the save failed, and that is tolerated.
 
         Raises:
             RunInUseError: another process has the run by now, and this one must not write.
-            Exception: what made the save fail, unless that is tolerated.
+            Exception: the error of this save or of the one before, unless that is tolerated.
         """
-        options, where = self.options, self.where
+        self.wait_for_previous()
+        self.collect()
+        options, where, state = self.options, self.where, self.state
+        if step is not None and isinstance(state, LoopState):
+            state.step = step
+            self._note_publishing()
         name = where.name_now(state)
         started = time.perf_counter()
         self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
@@ -505,28 +471,27 @@ class Saver:
         publish = None if publishing is None else publishing.of(name, overwrite=is_own)
         also = {} if publishing is None else publishing.names_in_buckets(name, state)
         retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
-        after_commit = AfterCommit(publish, also, retention, is_routine=options.in_memory)
-        if options.best_metric is not None and options.best_metric not in metrics and not ephemeral:
-            self._warn_of_missing_metric(name)
+        if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
+            self.outcomes.warn_of_missing_metric(name, options.best_metric)
+        waited, self._waited = self._waited, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
-                held = self._contents(state)
+                held = self._contents()
                 where.check_leases()
                 where.check_folder()
-            pending = self._pipeline.save(
-                dataclasses.replace(
-                    self._request(state),
-                    state_dict=held,
-                    latest=None if where.latest_filename is None else where.latest_filename.filename,
-                    overwrite=is_own or where.may_replace(state, name),
-                    occasion="ephemeral" if ephemeral else "regular",
-                    metrics=metrics,
-                    after_commit=after_commit,
-                    how=("lazy" if lazy else "async") if options.asynchronous else "sync",
-                    started=started,
-                )
+            request = dataclasses.replace(
+                self._request(),
+                state_dict=held,
+                latest=None if where.latest_filename is None else where.latest_filename.filename,
+                overwrite=is_own or where.may_replace(state, name),
+                occasion="ephemeral" if ephemeral else "regular",
+                metrics=metrics or {},
+                after_commit=AfterCommit(publish, also, retention, is_routine=options.in_memory),
+                how=("lazy" if lazy else "async") if options.asynchronous else "sync",
+                started=started,
             )
-        except (*_FAILURES, RankError, RunInUseError) as e:
+            pending = begin_save(request, self._staging, waited=waited)
+        except (*FAILURES, RankError, RunInUseError) as e:
             self.outcomes.failed(e)
             return None
         self._pending = pending
@@ -534,7 +499,7 @@ class Saver:
             self.collect()
         return pending
 
-    def save_after_exception(self, state: SavedState, error: Exception) -> None:
+    def save_after_exception(self, error: Exception) -> None:
         """Save the current state, since training failed with ``error``, to which a note with the path is added.
 
         An error of this save becomes a note as well: the user has to see ``error``.
@@ -544,20 +509,21 @@ class Saver:
         try:
             self.where.check_leases()
             self.where.check_folder()
+            self.wait_for_previous()
             request = dataclasses.replace(
-                self._request(state), template=template, overwrite=True, occasion="crash", how="sync"
+                self._request(), template=template, overwrite=True, occasion="crash", how="sync"
             )
-            report = self._pipeline.save(request).wait()
+            report = begin_save(request, self._staging).wait()
         except Exception as e:  # noqa: BLE001 - told with the error that matters
             log.error("could not save the state of training after %r: %s", error, e)
             error.add_note(f"The state of training could not be saved: {type(e).__name__}: {e}")
         else:
             error.add_note(f"The state of training was saved as {str(report.path)!r}.")
 
-    def _request(self, state: SavedState) -> SaveRequest:
-        """Return the request to save ``state`` where this saver saves."""
+    def _request(self) -> SaveRequest:
+        """Return the request to save the state where this manager saves."""
         return SaveRequest(
-            state=state,
+            state=self.state,
             weights_only=self.options.weights_only,
             ignore_keys=self.options.ignore_keys,
             catalog=self.where.own_catalog,
@@ -613,17 +579,14 @@ class Saver:
         """Take note of how a save went that has ended, and the deletions after it; on all ranks unless ``alone``."""
         try:
             report = pending.wait()
-        except (*_FAILURES, RankError) as e:
+        except (*FAILURES, RankError) as e:
             if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
-                self._maybe_written.add(pending.name)
+                self.outcomes.maybe_written.add(pending.name)
             self.outcomes.failed(e)
             return
         self.outcomes.committed(report)
-        self.outcomes.blocked_seconds += report.seconds["stall"]
-        for name in report.deleted:
-            self._forget(self.where.path(name))
         path = self._path_of(report)
-        self._forget(path)
+        self._forget(path, *(self.where.path(name) for name in report.deleted))
         self.saved_checkpoints.append(path)
         group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
         error: Exception | None = None
@@ -631,16 +594,20 @@ class Saver:
             with group.all_or_none("deleting older checkpoints"):
                 if report.deletion_error is not None:
                     raise report.deletion_error
-        except (*_FAILURES, RankError) as e:
+        except (*FAILURES, RankError) as e:
             error = e
         self.outcomes.old_deleted(error)
 
-    def _note_publishing(self, outcomes: Sequence[Publication]) -> None:
-        """Take note of uploads that have ended.
+    def _note_publishing(self, *, alone: bool = False) -> None:
+        """Take note of uploads that have ended; on all ranks unless ``alone``.
 
         Raises:
             Exception: what made one fail, unless that is tolerated.
         """
+        if self._publishing is None:
+            return
+        outcomes = self._publishing.take_news()
+        outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
         for name in [one.gone for one in outcomes if one.gone is not None]:
             self.outcomes.deleted([name], str(self.where.root))
             self._forget(self.where.path(name))
@@ -653,26 +620,15 @@ class Saver:
         One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again, also
         where that save failed: it may have been behind the commit, as when too many uploads wait.
         """
-        return self.options.overwrite or self.where.path(name) in self.saved_checkpoints or name in self._maybe_written
+        is_own = self.where.path(name) in self.saved_checkpoints or name in self.outcomes.maybe_written
+        return is_own or self.options.overwrite
 
     def _name_of(self, path: str) -> str:
         """Return the name of one of the :attr:`saved_checkpoints`."""
         return path.removeprefix(self.where.path(""))
 
-    def _forget(self, path: str) -> None:
-        if path in self.saved_checkpoints:
-            self.saved_checkpoints.remove(path)
-
-    def _warn_of_missing_metric(self, name: str) -> None:
-        """Warn once, on rank 0: it is the same at every save and on every rank."""
-        if not self._warned and dist.get_global_rank() == 0:
-            log.warning(
-                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "
-                "Give save_interval and eval_interval the same value.",
-                name,
-                self.options.best_metric,
-            )
-        self._warned = True
+    def _forget(self, *paths: str) -> None:
+        self.saved_checkpoints = [path for path in self.saved_checkpoints if path not in paths]
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def finish(self) -> None:
@@ -684,7 +640,7 @@ class Saver:
         self.collect()
         if self._publishing is not None:
             self._publishing.wait(dist.get_group())
-            self._note_publishing(dist.get_group().broadcast(self._publishing.take_news()))
+            self._note_publishing()
 
     def close(self) -> None:
         """Wait for the save in flight and for all uploads, whatever ended training.
@@ -703,15 +659,16 @@ class Saver:
                 stack.callback(self._empty)
             if self.replication is not None:
                 stack.callback(self.replication.close)
-            stack.callback(self._pipeline.close)
+            stack.callback(self._staging.close)
+            stack.callback(self.wait_for_previous)
             self.collect(alone=True)  # each rank for itself: others may have failed and not come here
 
     def _end_publishing(self, publishing: Publishing) -> None:
         publishing.wait(dist.SingleProcess())
-        self._note_publishing(publishing.take_news())
+        self._note_publishing(alone=True)
 
     def _empty(self) -> None:
-        """Delete checkpoints in memory that are no newer than the newest full checkpoint of another saver."""
+        """Delete checkpoints in memory that are no newer than the newest full checkpoint of another manager."""
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].moment for its in reports if its]

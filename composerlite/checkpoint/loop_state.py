@@ -1,0 +1,205 @@
+"""The state of a training loop without a Trainer: its parts by name, and the number of steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from composerlite import dist
+from composerlite.checkpoint.contents import versions
+from composerlite.checkpoint.record.naming import TIME_VARIABLES
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.types import Lineage, StateDict, Stateful
+
+__all__ = ["LoopState", "Part"]
+
+log = logging.getLogger(__name__)
+Part: TypeAlias = Stateful | dict[str, Any]
+"""An object with ``state_dict()`` and ``load_state_dict()``, or a dict of plain values and tensors."""
+_OWN = ("dataset_state", "metadata", "optimizers", "ranks", "run_name", "timestamp")
+
+
+@final
+class _Steps(NamedTuple):
+    """The time of a loop that counts steps."""
+
+    batch: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the variables of names: ``{batch}`` is the step."""
+        return {name: self.batch if name == "batch" else 0 for name in TIME_VARIABLES}
+
+
+@final
+class LoopState:
+    """A :class:`composerlite.checkpoint.TrainingState` made of the parts of a loop.
+
+    A checkpoint has the states of modules and optimizers by the names of the parts. The states of all other parts are
+    saved for each rank, since ranks read different data.
+
+    Attributes:
+        run_name: name of the run.
+        step: number of steps done.
+        lineage: attempt of the run.
+
+    Raises:
+        ConfigError: a part has no state, or a name that checkpoints use themselves.
+    """
+
+    deepspeed = None
+    dataloader_len = None
+    schedulers: Sequence[Any] = ()
+    algorithms: Sequence[Any] = ()
+    fit_starts: Sequence[Any] = ()
+
+    def __init__(self, run_name: str, parts: Mapping[str, Part]) -> None:
+        for name, part in parts.items():
+            if name in _OWN:
+                raise ConfigError(f"the part {name!r}: checkpoints use this name themselves. Choose another.")
+            if not isinstance(part, Stateful | dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(
+                    f"the part {name!r} is of the type {type(part).__name__}: expected an object with state_dict() and "
+                    "load_state_dict(), such as a model, an optimizer, a scheduler or a stateful loader, or a dict."
+                )
+        self.run_name = run_name
+        self.step = 0
+        self.lineage = Lineage()
+        self.world_size = dist.get_world_size()
+        self._parts = dict(parts)
+
+    @property
+    def timestamp(self) -> _Steps:
+        """The number of steps."""
+        return _Steps(self.step)
+
+    @property
+    def sharding(self) -> str | None:
+        """``'sharded'`` if a module has distributed tensors: then every rank writes its part of a directory."""
+        modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
+        return (
+            "sharded"
+            if any(dist.is_distributed_tensor(one) for module in modules for one in module.parameters())
+            else None
+        )
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers among the parts."""
+        return [part for part in self._parts.values() if isinstance(part, Optimizer)]
+
+    def _shared(self) -> Iterator[tuple[str, nn.Module | Optimizer]]:
+        """The parts that all ranks save together: modules and optimizers."""
+        for name, part in self._parts.items():
+            if isinstance(part, nn.Module | Optimizer):
+                yield name, part
+
+    # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    def state_dict(self) -> StateDict:
+        """Return the contents of a checkpoint. ``ranks`` has one item; the save adds those of other ranks."""
+        shared, known = {name: part.state_dict() for name, part in self._shared()}, versions()
+        own = {
+            name: dict(part) if isinstance(part, dict) else part.state_dict()
+            for name, part in self._parts.items()
+            if name not in shared
+        }
+        return {
+            **shared,
+            "ranks": [own],
+            "timestamp": {"batch": self.step},
+            "run_name": self.run_name,
+            "metadata": {"composerlite_version": known["composerlite"], "torch_version": known["torch"]},
+        }
+
+    def weights_state_dict(self) -> StateDict:
+        """Return the states of the modules."""
+        return {name: part.state_dict() for name, part in self._shared() if isinstance(part, nn.Module)}
+
+    def get_model_state_dict(self) -> StateDict:
+        """Return the states of the modules."""
+        return self.weights_state_dict()
+
+    def get_optim_state_dict(self) -> StateDict:
+        """Return the states of the optimizers."""
+        return {name: part.state_dict() for name, part in self._shared() if isinstance(part, Optimizer)}
+
+    # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────────
+    def places_for(self, state_dict: StateDict, *, source: str, **_: Any) -> StateDict:
+        """Return the live tensors to load ``state_dict`` into.
+
+        Raises:
+            IncompatibleCheckpointError: parts, names or shapes of tensors differ; lists all differences.
+        """
+        ranks = cast("list[StateDict]", state_dict.get("ranks", [{}]))
+        saved = {*state_dict, *ranks[0]} - {*_OWN}
+        problems = [f"the part {name!r} is missing in the checkpoint" for name in self._parts if name not in saved]
+        problems += [f"the part {name!r} of the checkpoint is missing here" for name in sorted(saved - {*self._parts})]
+        live: StateDict = {}
+        for name, part in self._shared():
+            if name in state_dict:
+                live[name] = part.state_dict()
+                if isinstance(part, Optimizer):
+                    live[name]["state"] = _optimizer_places(
+                        part, live[name]["state"], state_dict[name].get("state", {})
+                    )
+                else:
+                    problems += _differences(name, live[name], state_dict[name])
+        if problems:
+            raise IncompatibleCheckpointError(
+                f"{source} does not fit the parts of this loop: {'; '.join(problems)}. Build the same parts as the run "
+                "that saved it, or begin in another folder."
+            )
+        return live
+
+    def load_state_dict(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
+        """Restore all parts."""
+        ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
+        if len(ranks) != self.world_size and rank == 0:
+            log.warning(
+                "%s was saved by %d ranks and is loaded by %d: loaders and other parts of ranks from %d on take the "
+                "state of rank 0.",
+                source,
+                len(ranks),
+                self.world_size,
+                len(ranks),
+            )
+        own = ranks[rank] if rank < len(ranks) else ranks[0]
+        for name, part in self._parts.items():
+            saved = state_dict[name] if isinstance(part, nn.Module | Optimizer) else own[name]
+            if isinstance(part, Optimizer):
+                saved = {"state": {}, **saved}  # a directory has no empty dicts
+            try:
+                if isinstance(part, dict):
+                    part.clear()
+                    part.update(saved)
+                else:
+                    part.load_state_dict(saved)
+            except (KeyError, RuntimeError, TypeError, ValueError) as e:
+                raise IncompatibleCheckpointError(f"{source}: the part {name!r} cannot be restored: {e}") from e
+        self.step = int(state_dict["timestamp"]["batch"])
+
+    def load_model_state(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
+        """Refuse: a loop restores all of its parts."""
+        raise IncompatibleCheckpointError(f"{source} has weights alone: a loop restores all of its parts.")
+
+
+def _differences(name: str, live: StateDict, saved: StateDict) -> list[str]:
+    """List the keys and shapes by which the state of a module differs."""
+    found = [f"{name}.{key} is missing in the checkpoint" for key in live if key not in saved]
+    found += [f"{name}.{key} of the checkpoint is missing here" for key in saved if key not in live]
+    for key, value in live.items():
+        other = saved.get(key)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+            found.append(f"{name}.{key} has the shape {tuple(other.shape)} there and {tuple(value.shape)} here")
+    return found
+
+
+def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, Any]) -> StateDict:
+    """Return the tensors to load an optimizer's state into: new shards where a sharded parameter has no state yet."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if live or not any(map(dist.is_distributed_tensor, parameters)):
+        return live
+    return dist.shards_like(saved, {i: dict.fromkeys(saved.get(i, ()), one) for i, one in enumerate(parameters)})

@@ -1,0 +1,194 @@
+"""Outcomes of saves, deletions and uploads: events for loggers, and failures in a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import final
+
+from composerlite import dist
+from composerlite.checkpoint.save.publish import Publication
+from composerlite.checkpoint.save.save import SaveReport
+from composerlite.errors import CheckpointError, ObjectStoreError, RankError
+from composerlite.types import CheckpointNews
+
+__all__ = ["FAILURES", "Outcomes"]
+
+log = logging.getLogger(__name__)
+FAILURES = (OSError, CheckpointError, ObjectStoreError)
+"""Errors of disks, networks and stores: ``save_failure_limit`` tolerates them."""
+_REPORTS = 100
+
+
+@final
+class Outcomes:
+    """Outcomes of the saves of a manager, the same on every rank: rank 0 warns for all.
+
+    Args:
+        failure_limit: number of consecutive failures of saves, deletions and uploads that are tolerated, with a warning
+            each.
+
+    Attributes:
+        reports: of the last saves.
+        blocked_seconds: seconds that training waited for saves.
+        maybe_written: names of failed saves: the file may exist.
+        last_is_unconfirmed: the last save failed or was interrupted: a checkpoint may or may not exist.
+    """
+
+    def __init__(self, failure_limit: int) -> None:
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self.blocked_seconds = 0.0
+        self.maybe_written: set[str] = set()
+        self.last_is_unconfirmed = False
+        self._limit = failure_limit
+        self._failures = Counter[str]()
+        self._warned_of_metric = False
+        self._events: list[CheckpointNews] = []
+        # One save is in flight at a time.
+        self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
+
+    def take_events(self) -> list[CheckpointNews]:
+        """Return the events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
+        """A save starts."""
+        self._begun = CheckpointNews(
+            what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
+        )
+        self.last_is_unconfirmed = True
+        self._events.append(self._begun)
+
+    def committed(self, report: SaveReport) -> None:
+        """The last save succeeded, and older checkpoints were deleted by retention."""
+        self.last_is_unconfirmed = False
+        self._failures["saved"] = 0
+        self._warn_if_untrained(report)
+        self.reports.append(report)
+        self.blocked_seconds += report.seconds["stall"]
+        at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
+        numbers = {f"{name}_seconds": value for name, value in report.seconds.items()}
+        numbers |= {"bytes": report.size_bytes, "batch": report.batch}
+        if report.slowest_rank is not None:
+            numbers["slowest_rank"] = report.slowest_rank
+        self._events.append(
+            dataclasses.replace(
+                self._begun,
+                what="committed",
+                at=at,
+                size_bytes=report.size_bytes,
+                seconds=dict(report.seconds),
+                slowest_rank=report.slowest_rank,
+                metrics=numbers,
+            )
+        )
+        self.deleted(report.deleted, self._begun.where, at)
+
+    def failed(self, error: Exception) -> None:
+        """The last save failed.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
+        told = f"{type(error).__name__}: {error}"
+        self._failed("saved", error, dataclasses.replace(self._begun, what="failed", at=time.time(), error=told))
+
+    def old_deleted(self, error: Exception | None) -> None:
+        """Older checkpoints were deleted from the folder, or not, which does not affect the newest.
+
+        Raises:
+            Exception: ``error``, unless it is tolerated.
+        """
+        if error is None:
+            self._failures["deleted"] = 0
+            return
+        told = f"{type(error).__name__}: {error}"
+        failed = dataclasses.replace(self._begun, what="deletion failed", at=time.time(), error=told)
+        self._failed("deleted", error, failed)
+
+    def published(self, one: Publication) -> None:
+        """An upload has ended, well or not, and so have the deletions after it, which do not affect it.
+
+        Raises:
+            Exception: what made one fail, unless it is tolerated.
+        """
+        news = one.news
+        if one.error is not None:
+            self._failed("published", one.error, news)
+            return
+        numbers = {"uploaded_batch": news.batch or 0, "uploaded_bytes": news.size_bytes or 0}
+        numbers |= {"upload_seconds": news.seconds["upload"], "upload_lag_seconds": one.lag_seconds}
+        self._events.append(dataclasses.replace(news, metrics=numbers))
+        self.deleted(one.deleted, news.where, news.at)
+        self._failures["published"] = 0
+        if one.deletion_error is None:
+            self._failures["deleted from a bucket"] = 0
+            return
+        told = f"{type(one.deletion_error).__name__}: {one.deletion_error}"
+        failed = dataclasses.replace(news, what="deletion failed", error=told)
+        self._failed("deleted from a bucket", one.deletion_error, failed)
+
+    def replicated(self, name: str) -> None:
+        """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
+        for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
+            news = CheckpointNews(what="replicated", name=name, where=self._begun.where, batch=batch, at=time.time())
+            self._events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
+
+    def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
+        """Checkpoints are gone from ``where``, since ``at`` or now."""
+        for name in names:
+            at = time.time() if at is None else at
+            self._events.append(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
+
+    def _failed(self, what: str, error: Exception, news: CheckpointNews) -> None:
+        """Count a failure, keep its event, and warn.
+
+        Raises:
+            Exception: ``error``, if there are more in a row than the limit, or if it is a bug or a lost rank.
+        """
+        self._failures[what] += 1
+        count = self._failures[what]
+        causes = error.causes if isinstance(error, RankError) else (error,)
+        if count > self._limit or not causes or not all(isinstance(cause, FAILURES) for cause in causes):
+            self._events.append(news)
+            raise error
+        self._events.append(dataclasses.replace(news, metrics={"failures_in_a_row": count}))
+        log.log(
+            logging.WARNING if dist.get_global_rank() == 0 else logging.DEBUG,
+            "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s: %s",
+            what,
+            count,
+            self._limit,
+            type(error).__name__,
+            error,
+        )
+
+    def warn_of_missing_metric(self, name: str, metric: str) -> None:
+        """Warn once, on rank 0: the same is true of every save and on every rank."""
+        if not self._warned_of_metric and dist.get_global_rank() == 0:
+            log.warning(
+                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "
+                "Give save_interval and eval_interval the same value.",
+                name,
+                metric,
+            )
+        self._warned_of_metric = True
+
+    def _warn_if_untrained(self, report: SaveReport) -> None:
+        """Warn on rank 0 if the weights are those of the checkpoint before."""
+        before = self.reports[-1] if self.reports else None
+        if before is None or report.batch <= before.batch or not len(report.weights_crc) or report.not_finite:
+            return
+        if list(before.weights_crc) == list(report.weights_crc) and dist.get_global_rank() == 0:
+            log.warning(
+                "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
+                "learning rate, at requires_grad, and whether the optimizer has the model's parameters.",
+                report.path,
+                before.path.name,
+                report.batch - before.batch,
+            )
