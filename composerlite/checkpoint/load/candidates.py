@@ -276,8 +276,8 @@ def quarantine_damaged(
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
             quarantine_file(fault.catalog.place, fault.name)
     place = places[chosen.place]
-    if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
-        _repair_links(place, own, run_name, renamed)
+    if (own := _own_record(chosen, place.catalog)) is not None:
+        repair_links(place, own if isinstance(chosen.path, Path) else None, run_name, renamed)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
@@ -291,8 +291,8 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
 
 
-def _repair_links(place: RunPlace, manifest: Manifest, run_name: str, renamed: Sequence[Manifest]) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``manifest``.
+def repair_links(place: RunPlace, manifest: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
+    """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete these links.
 
     Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
     """
@@ -304,6 +304,9 @@ def _repair_links(place: RunPlace, manifest: Manifest, run_name: str, renamed: S
         match = names.fullmatch(target)
         is_broken = not (place.catalog.folder / link).exists()
         if is_broken and links.fullmatch(link) is not None and (match is not None or target in gone):
+            if manifest is None:
+                (place.catalog.folder / link).unlink(missing_ok=True)
+                continue
             rank = 0 if match is None else int(match.groupdict().get("rank", 0))
             is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
             set_link(place.catalog.place, link, manifest.files[rank].path if is_of_rank else manifest.name)

@@ -23,6 +23,7 @@ from composerlite.checkpoint.load.candidates import (
     list_checkpoints,
     newest_first,
     quarantine_damaged,
+    repair_links,
 )
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.load.resolve import source_of
@@ -310,5 +311,7 @@ def _first_attempt(
                     "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
                     "start over in another save_folder, or with autoresume=False and save_overwrite=True."
                 )
+            for place in places:
+                repair_links(place, None, run_name)
             lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
     return group.broadcast(lineage)
