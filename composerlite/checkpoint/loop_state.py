@@ -133,13 +133,17 @@ class LoopState:
         Raises:
             IncompatibleCheckpointError: parts, names or shapes of tensors differ; lists all differences.
         """
-        ranks = cast("list[StateDict]", state_dict.get("ranks", [{}]))
+        ranks = cast("list[StateDict]", state_dict.get("ranks")) or [{}]
         saved = {*state_dict, *ranks[0]} - {*_OWN}
         problems = [f"the part {name!r} is missing in the checkpoint" for name in self._parts if name not in saved]
         problems += [f"the part {name!r} of the checkpoint is missing here" for name in sorted(saved - {*self._parts})]
         live: StateDict = {}
-        for name, part in self._shared():
-            if name in state_dict:
+        for name, part in self._parts.items():
+            is_shared = isinstance(part, nn.Module | Optimizer)
+            if name in saved and is_shared != (name in state_dict):
+                here, there = ("", "not ") if is_shared else ("not ", "")
+                problems.append(f"the part {name!r} was {there}a module or an optimizer, and is {here}one now")
+            elif is_shared and name in state_dict:
                 live[name] = part.state_dict()
                 if isinstance(part, Optimizer):
                     live[name]["state"] = _optimizer_places(

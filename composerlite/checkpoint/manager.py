@@ -35,17 +35,17 @@ __all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
 _LEASE_WAIT_SECONDS = 10.0
-"""How long a run that does not resume waits for another process to end."""
+"""Seconds that a run without a resume waits for another process to end."""
 _LONG_WAIT_SECONDS = 1.0
-"""Seconds after which a wait for the previous save is logged."""
+"""Shortest wait for the previous save that is logged at INFO, in seconds."""
 
 
 @final
 class CheckpointManager:
     """Saves, restores, keeps and publishes the checkpoints of one training loop.
 
-    A loop of your own: :meth:`restore` before training, :meth:`save` when a checkpoint is due, :meth:`poll` after each
-    step, and a ``with`` block that waits for saves and uploads at the end::
+    In your own loop, call :meth:`restore` before training, :meth:`save` when a checkpoint is due, and :meth:`poll`
+    after each step. A ``with`` block waits for saves and uploads at the end::
 
         progress = {"epoch": 0}
         with CheckpointManager("runs/mine", model=model, optimizer=optimizer, progress=progress, keep=3) as checkpoints:
@@ -58,33 +58,34 @@ class CheckpointManager:
                 for event in checkpoints.poll():
                     print(event.what, event.name)
 
-    The states of random generators are saved and restored, too. The :class:`composerlite.callbacks.CheckpointSaver` of
-    a Trainer saves with the same class, and gives it the Trainer's state in :meth:`open`.
+    The manager also saves and restores the states of random generators. The
+    :class:`composerlite.callbacks.CheckpointSaver` of a Trainer uses this class, and passes the state to :meth:`open`.
 
-    One save is in flight at a time. Every rank calls every method, in the main thread, where a method does not say
-    otherwise. If the save fails on one rank, all ranks raise, and no checkpoint exists.
+    One save is in flight at a time. Every rank calls every method, in the main thread, unless a method says otherwise.
+    If the save fails on one rank, all ranks raise, and no checkpoint exists.
 
     Args:
-        folder: a local folder, or a URI such as ``'s3://bucket/run'``. With a URI each checkpoint is saved to a local
-            folder and published in the background. One loop at a time saves there.
-        run_name: name of the run. Only checkpoints of this name are restored or deleted.
+        folder: a local folder, or a URI such as ``'s3://bucket/run'``. With a URI the manager saves each checkpoint to
+            a local folder, and publishes the checkpoint in the background. Only one loop at a time may save there.
+        run_name: name of the run. The manager restores and deletes only checkpoints of this run.
         filename: name of each checkpoint; ``{batch}`` is the step.
-        keep: how many of the newest checkpoints stay; -1: all.
-        options: further arguments of :class:`composerlite.callbacks.CheckpointSaver`, by their names there:
+        keep: number of newest checkpoints to keep; -1: all.
+        options: further arguments of :class:`composerlite.callbacks.CheckpointSaver`, by name:
             ``overwrite``, ``asynchronous``, ``failure_limit``, ``ignore_keys``, ``latest_filename``,
             ``staging_folder``, ``num_remote_checkpoints_to_keep``, ``upload_timeout_in_seconds`` and the like.
-        **parts: everything to save, by name: objects with ``state_dict()`` and ``load_state_dict()``, or dicts, which
-            are filled again in place. Of modules and optimizers rank 0 saves the state, or each rank its shards. All
-            other parts are saved for each rank.
+        **parts: everything to save, by name: objects with ``state_dict()`` and ``load_state_dict()``, or dicts. A
+            restore fills dicts in place. Rank 0 saves the state of modules and optimizers, or each rank saves its
+            shards. Each rank saves all other parts.
 
     Attributes:
-        options: settings. where: the folder.
+        options: settings.
+        where: folder of the checkpoints.
         saved_checkpoints: paths of the checkpoints of this run, oldest first.
-        outcomes: of saves and uploads.
-        replication: to another node, of checkpoints in memory.
+        outcomes: outcomes of saves and uploads.
+        replication: replication of checkpoints in memory to another node, if any.
 
     Raises:
-        ConfigError: a name or an option that cannot be used, a part without a state, or there is no such store.
+        ConfigError: a name or an option is invalid, a part has no state, or the store is unknown.
     """
 
     def __init__(
@@ -97,12 +98,16 @@ class CheckpointManager:
         options: Mapping[str, Any] | None = None,
         **parts: Part,
     ) -> None:
-        given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep, **(options or {})}
-        self.options = save_options(given)
+        given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep}
+        if twice := sorted(given.keys() & (options or {}).keys()):
+            raise ConfigError(
+                f"options={options}: give {', '.join(twice)} as folder, filename and keep of the manager."
+            )
+        self.options = save_options({**given, **(options or {})})
         self.where = RunFolder(self.options)
         self.saved_checkpoints: list[str] = []
         self.outcomes = Outcomes(self.options.failure_limit)
-        self.replication: Replication | None = None  # once the folder is open
+        self.replication: Replication | None = None  # set by open()
         self._state: SavedState | None = LoopState(run_name, parts) if parts else None
         self._others: Sequence[CheckpointManager] = ()
         self._staging = StagingMemory(self.options.staging_bytes)
@@ -110,7 +115,7 @@ class CheckpointManager:
         self._waited = 0.0
         bucket = self.options.names.bucket
         self._store = None if bucket is None else open_store(bucket)
-        self._publishing: Publishing | None = None  # where there is anywhere to publish to
+        self._publishing: Publishing | None = None  # set by open() if there is a bucket
         self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
         self._deletes = self.options.keep.deletes
 
@@ -121,7 +126,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for saves and uploads. Their errors are raised, or noted in the error that ended the loop."""
+        """Wait for saves and uploads. Raise their errors, or add a note to the error that ended the loop."""
         try:
             if error is None:
                 self.finish()
@@ -135,19 +140,19 @@ class CheckpointManager:
                 error.add_note(f"A checkpoint could not be saved, too: {type(e).__name__}: {e}")
 
     def restore(self) -> int:
-        """Restore all parts, and the random generators, from the newest good checkpoint. Call before the first save.
+        """Restore all parts and the random generators from the newest good checkpoint. Call before the first save.
 
-        All bytes are verified. A damaged checkpoint is skipped with a warning, and an older one is restored.
+        The manager verifies all bytes, skips a damaged checkpoint with a warning, and restores an older checkpoint.
 
         Returns:
             The step of the checkpoint; 0 if the run has none.
 
         Raises:
             RunInUseError: another process saves this run.
-            CheckpointError: there are checkpoints, and none of them is good.
-            IncompatibleCheckpointError: the parts differ from those in the checkpoint; lists all differences.
-            CheckpointExistsError: other files have names that this run would overwrite.
-            ConfigError: the manager has no parts; or see :meth:`open`.
+            CheckpointError: checkpoints exist, and all are damaged.
+            IncompatibleCheckpointError: the parts differ from the parts in the checkpoint; lists all differences.
+            CheckpointExistsError: this run would overwrite other files.
+            ConfigError: the manager has no parts, or :meth:`open` raises this error.
         """
         state = self._state
         if not isinstance(state, LoopState):
@@ -169,7 +174,7 @@ class CheckpointManager:
 
     @property
     def counters(self) -> list[dist.PiggybackCounter]:
-        """Numbers that the ranks sum in the reduction of each batch, so that all act at the same batch."""
+        """Counters that the ranks sum in the reduction of each batch, so that all ranks act at the same batch."""
         publishing = [] if self._publishing is None else [self._publishing.ranks_with_news]
         return [self._saves_done, *publishing, *(() if self.replication is None else self.replication.counters)]
 
@@ -182,30 +187,31 @@ class CheckpointManager:
         others: Sequence[CheckpointManager] = (),
         directory: str | None = None,
     ) -> None:
-        """Fill in the folder's name, make the folder, and remove the remains of killed processes in it.
+        """Fill in the name of the folder, create the folder, and remove leftovers of killed processes there.
 
         Args:
-            state: of the run.
-            uploaders: of loggers, each with the prefix of the names in its bucket.
+            state: state of the run.
+            uploaders: uploaders of loggers, each with the prefix of names in the bucket.
             others: the other managers of the run.
             directory: template of names if each checkpoint is a directory.
 
         Raises:
-            ConfigError: the folder cannot be made or written to, or there is nowhere to keep checkpoints; or another
-                saver has the same names in a bucket; or there are
-                ranks that save a directory together and do not see one folder with any rank of their node.
-            PermissionError: the bucket cannot be written to. FileNotFoundError: there is no such bucket.
+            ConfigError: the folder cannot be created or written to; there is no place to keep checkpoints; another
+                saver has the same names in a bucket; or ranks save a directory together, and a rank shares the folder
+                with no rank of the same node.
+            PermissionError: the bucket cannot be written to.
+            FileNotFoundError: the bucket does not exist.
         """
         self._state, self._others = state, others
         group, options, where = dist.get_group(), self.options, self.where
-        # 1. Names of the folder, its files and links. Nothing is written yet.
+        # 1. Names of the folder, files and links. Writes nothing.
         form = where.name(state, [other.where for other in others], directory=directory)
         if options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        # 2. Is there a bucket?
+        # 2. Publishing, if there is a bucket.
         uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(uploaders))
         if self._store is not None or uploads:
             self._publishing = Publishing(options, self._store, where, form)
@@ -216,7 +222,7 @@ class CheckpointManager:
             )
         else:
             options.names.check_buckets(())
-        # 3. A folder in memory is named after the other folder of the run.
+        # 3. A folder in memory gets a name with the key of the other folder of the run.
         if options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
@@ -224,12 +230,12 @@ class CheckpointManager:
                 saver.where.share_key()
             key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
             where.keep_in_memory(state, key)
-        # 4. The folder exists, and what killed processes left in it is gone.
+        # 4. The folder: create it, and remove leftovers of killed processes.
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
                 where.prepare(state)
         where.find_disks(form)
-        # 5. The bucket answers, and no other saver has these names there.
+        # 5. The bucket: check access, and refuse names of another saver.
         if self._publishing is not None:
             self._publishing.open(state, uploaders)
             with group.all_or_none("comparing the names in buckets"):
@@ -241,7 +247,7 @@ class CheckpointManager:
             self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
 
     def _check_objects_are_its_own(self, state: SavedState) -> None:
-        """Refuse names in a bucket that another manager of this run has, of those that are open."""
+        """Raise if another open manager of this run has the same names in a bucket."""
         own = {item for publisher in self.publishers for item in publisher.objects(state).items()}
         for other in self._others:
             theirs = (item for publisher in other.publishers for item in publisher.objects(state).items())
@@ -254,19 +260,19 @@ class CheckpointManager:
                     )
 
     def key_of_folder(self) -> str:
-        """Return an ID of the folder or bucket, another one if it was made again at the same place. On rank 0."""
+        """Return an ID of the folder or bucket. After a removal and a new creation the ID differs. Call on rank 0."""
         return self.where.key([publisher.bucket for publisher in self.publishers])
 
     @property
     def state(self) -> SavedState:
-        """The state to save. Raises ConfigError before :meth:`open` or :meth:`restore`."""
+        """State to save. Raises ConfigError before :meth:`open` or :meth:`restore`."""
         if self._state is None or not self.where.is_open:
             raise ConfigError("call restore() before the first save: it opens the folder and lists its checkpoints.")
         return self._state
 
     @property
     def place(self) -> RunPlace:
-        """The folder and the buckets, to resume from."""
+        """Folder and buckets to resume from."""
         where = self.where
         link = None if where.latest_filename is None else where.latest_filename.filename
         buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
@@ -274,7 +280,7 @@ class CheckpointManager:
         return RunPlace(where.catalog, where.filename.filename, link, buckets, self.options.in_memory, memory)
 
     def load_existing(self) -> None:
-        """Find the checkpoints that this run has saved up to now."""
+        """List the checkpoints of this run, and complete links, deletions and uploads that a kill interrupted."""
         group, state = dist.get_group(), self.state
         self.saved_checkpoints, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._load_existing(state)
@@ -294,7 +300,7 @@ class CheckpointManager:
                 publish()
 
     def _load_existing(self, state: SavedState) -> tuple[list[str], bool, list[tuple[str, int]]]:
-        """Return the paths of the run's checkpoints, whether any are to be deleted, and which are to be published."""
+        """Return the paths of the run's checkpoints, a flag for deletions, and the checkpoints to publish again."""
         manifests = self.where.manifests(state)
         paths = [self.where.path(manifest.name) for manifest in manifests]
         if manifests:
@@ -303,18 +309,19 @@ class CheckpointManager:
         return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
 
     def begin(self, *, several: bool) -> None:
-        """Refuse to start where another process writes, a checkpoint would be overwritten, or none can hold the model.
+        """Raise if another process writes, a checkpoint would be overwritten, or no checkpoint can hold the model.
 
         Args:
             several: the run saves more than one checkpoint.
 
         Raises:
-            ConfigError: names vary in the folder, and the name in the bucket is always the same.
-            RunInUseError: see :meth:`take_leases`.
+            ConfigError: names vary in the folder, and the name in the bucket is constant; or a value cannot be saved.
+            RunInUseError: another process writes files of the same names.
+            CheckpointExistsError: this run would overwrite other files.
         """
         group, state = dist.get_group(), self.state
         if self._publishing is not None:
-            leave_by()  # clear the deadline of a shutdown that did not happen
+            leave_by()  # clear the deadline of a cancelled shutdown
             if several:
                 self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
@@ -335,13 +342,13 @@ class CheckpointManager:
             )
 
     def take_leases(self, timeout: float) -> None:
-        """Take the leases of this manager's names in its folder and buckets. Call on rank 0.
+        """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
 
         Args:
             timeout: seconds to wait for the end of another process.
 
         Raises:
-            RunInUseError: another process writes files of these names.
+            RunInUseError: another process writes files of the same names.
         """
         run_name = self.state.run_name
         leases = [publisher.leases(run_name) for publisher in self.publishers]
@@ -351,10 +358,10 @@ class CheckpointManager:
                 publisher.remove_uploads(timedelta(), run_name)
 
     def recover(self) -> bool:
-        """Collect the last save after a ``fit`` that raised; return false if a checkpoint may or may not exist.
+        """Collect the last save after ``fit`` raised. Return false if the checkpoint of that save may or may not exist.
 
         Raises:
-            Exception: what made it fail, unless that was raised before or is tolerated.
+            Exception: error of the save, unless the error was raised before or is tolerated.
         """
         self.collect(alone=True)  # the ranks may have raised at different moments
         group = dist.get_group()
@@ -362,21 +369,21 @@ class CheckpointManager:
         if not last_is_unconfirmed:
             return True
         known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(self.state))
-        self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted one may exist
+        self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted save may exist
         return False
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def poll(self) -> list[CheckpointNews]:
-        """Collect the save in flight and uploads that have ended; call between two steps.
+        """Process finished saves and uploads. Call between two steps.
 
-        With several ranks a loop of your own learns at the next :meth:`save` how the one before went.
+        With several ranks, your own loop gets the outcome of a save at the next :meth:`save`.
 
         Returns:
             Events since the last call, oldest first: a save has begun, a checkpoint exists, is uploaded, or deleted.
 
         Raises:
-            RunInUseError: another process has the run by now.
-            Exception: what made a save or an upload fail, unless that is tolerated.
+            RunInUseError: another process holds the lease of the run.
+            Exception: error of a save or an upload, unless the error is tolerated.
         """
         self.where.check_leases()
         if self._pending is not None and self._saves_done.total == dist.get_world_size():
@@ -390,10 +397,12 @@ class CheckpointManager:
         return self.outcomes.take_events()
 
     def check_contents(self) -> StateDict:
-        """Check that checkpoints can hold what the run keeps; return that. For after the first step of optimizers.
+        """Check that a checkpoint can hold the state of the run, and return the contents of the checkpoint.
+
+        Call after the first optimizer step, when the optimizers have a state.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: a value cannot be saved.
         """
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
             held = self._contents()
@@ -401,7 +410,7 @@ class CheckpointManager:
         return held
 
     def prepare(self, held: StateDict) -> None:
-        """Get memory ready in the background for the next save of ``held``, which :meth:`check_contents` returned.
+        """Prepare memory for the next save in the background. ``held`` is the result of :meth:`check_contents`.
 
         A save before the memory is ready is synchronous.
         """
@@ -411,11 +420,11 @@ class CheckpointManager:
                 self._staging.prepare(size_bytes)
 
     def _contents(self) -> StateDict:
-        """Gather the contents of a checkpoint, with the state of each callback."""
+        """Gather the contents of a checkpoint, including the state of each callback."""
         return self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
 
     def wait_for_previous(self) -> None:
-        """Wait until the save in flight has ended, well or not. The next save counts the time as its own.
+        """Wait until the save in flight has succeeded or failed. The next save counts the time of the wait.
 
         Raises:
             SaveError: the save does not end.
@@ -439,27 +448,29 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         lazy: bool = False,
     ) -> SaveTask | None:
-        """Save a checkpoint; training may continue when this returns. Waits for the save before.
+        """Wait for the previous save, and begin to save a checkpoint. Training may continue when this returns.
 
-        After an exception or a kill at any point there is either the whole checkpoint or none of it.
+        After an exception or a kill at any point, either the complete checkpoint exists or no part of it.
 
         Args:
-            step: number of steps done, of a loop without a Trainer.
-            ephemeral: delete the checkpoint as soon as there is a newer one.
+            step: number of finished steps, in a loop without a Trainer.
+            ephemeral: delete the checkpoint as soon as there is a newer checkpoint.
             metrics: numbers for the record, by name.
-            lazy: only optimizers change weights before their next step, so the copy may wait until then.
+            lazy: the copy may last until the next optimizer step. Nothing else may change weights before that step.
 
         Returns:
-            The save, which may still be in progress. ``None``: the save failed, and that is tolerated.
+            The save, still in progress or finished. ``None``: the save failed, and the failure is tolerated.
 
         Raises:
-            RunInUseError: another process has the run by now, and this one must not write.
-            Exception: the error of this save or of the one before, unless that is tolerated.
+            RunInUseError: another process holds the lease of the run. This process must not write.
+            Exception: error of this save or of the previous save, unless the error is tolerated.
         """
         self.wait_for_previous()
         self.collect()
         options, where, state = self.options, self.where, self.state
-        if step is not None and isinstance(state, LoopState):
+        if isinstance(state, LoopState):
+            if step is None or step < 0:
+                raise ConfigError(f"save({step}): expected the number of steps done, 0 or more.")
             state.step = step
             self._note_publishing()
         name = where.name_now(state)
@@ -500,9 +511,9 @@ class CheckpointManager:
         return pending
 
     def save_after_exception(self, error: Exception) -> None:
-        """Save the current state, since training failed with ``error``, to which a note with the path is added.
+        """Save the current state after training failed with ``error``, and add a note with the path to ``error``.
 
-        An error of this save becomes a note as well: the user has to see ``error``.
+        If this save fails, add a note about the failure and do not raise: the user must see ``error``.
         """
         folder, _, name = self.where.filename.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
@@ -514,14 +525,14 @@ class CheckpointManager:
                 self._request(), template=template, overwrite=True, occasion="crash", how="sync"
             )
             report = begin_save(request, self._staging).wait()
-        except Exception as e:  # noqa: BLE001 - told with the error that matters
+        except Exception as e:  # noqa: BLE001 - added as a note to the error of training
             log.error("could not save the state of training after %r: %s", error, e)
             error.add_note(f"The state of training could not be saved: {type(e).__name__}: {e}")
         else:
             error.add_note(f"The state of training was saved as {str(report.path)!r}.")
 
     def _request(self) -> SaveRequest:
-        """Return the request to save the state where this manager saves."""
+        """Return a request to save the state to the folder of this manager."""
         return SaveRequest(
             state=self.state,
             weights_only=self.options.weights_only,
@@ -533,11 +544,11 @@ class CheckpointManager:
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimate the seconds of a save by the last one, if there was one. Known on rank 0."""
+        """Estimated seconds of a save: the duration of the last save, if any. Known on rank 0."""
         return self.outcomes.reports[-1].seconds["total"] if self.outcomes.reports else None
 
     def published(self, seconds: float) -> bool | None:
-        """Wait until all is published, ``seconds`` at most; whether it is, on every rank; ``None``: nowhere to."""
+        """Wait at most ``seconds`` for all uploads. Return true if all ranks are done; ``None`` without a bucket."""
         if self._publishing is None:
             return None
         return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
@@ -547,12 +558,12 @@ class CheckpointManager:
         """Path of the newest checkpoint in the folder; ``None`` if there is none."""
         return self.saved_checkpoints[-1] if self.saved_checkpoints else None
 
-    # ── how it went ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
-        """Wait for the save in flight and take note of how it went; on all ranks unless ``alone``.
+        """Wait for the save in flight, and record the outcome. Collective unless ``alone``.
 
         Raises:
-            Exception: what made it fail, unless that is tolerated.
+            Exception: error of the save, unless the error is tolerated.
         """
         pending = self._pending
         if pending is None:
@@ -561,14 +572,14 @@ class CheckpointManager:
         if not pending.done:
             pending.join()
             self.outcomes.blocked_seconds += time.perf_counter() - started
-        self._pending = None  # not before: who is interrupted while it waits asks again
+        self._pending = None  # after the wait: if the wait is interrupted, the next call waits again
         self._note_save(pending, alone=alone)
 
     def path_of(self, pending: SaveTask | None) -> str:
-        """Wait for the save that was begun, and return the path of the checkpoint.
+        """Wait for the save ``pending``, the result of :meth:`save`, and return the path of the checkpoint.
 
         Raises:
-            CheckpointError: it failed. Where that is tolerated, who asks for a path wants to know all the same.
+            CheckpointError: the save failed. A tolerated failure raises, too, because there is no path to return.
         """
         self.collect()
         if pending is None:
@@ -576,7 +587,7 @@ class CheckpointManager:
         return self._path_of(pending.wait())
 
     def _note_save(self, pending: SaveTask, *, alone: bool) -> None:
-        """Take note of how a save went that has ended, and the deletions after it; on all ranks unless ``alone``."""
+        """Record the outcome of a finished save and of the following deletions. Collective unless ``alone``."""
         try:
             report = pending.wait()
         except (*FAILURES, RankError) as e:
@@ -599,10 +610,10 @@ class CheckpointManager:
         self.outcomes.old_deleted(error)
 
     def _note_publishing(self, *, alone: bool = False) -> None:
-        """Take note of uploads that have ended; on all ranks unless ``alone``.
+        """Record the outcomes of finished uploads. Collective unless ``alone``.
 
         Raises:
-            Exception: what made one fail, unless that is tolerated.
+            Exception: error of an upload, unless the error is tolerated.
         """
         if self._publishing is None:
             return
@@ -615,16 +626,16 @@ class CheckpointManager:
             self.outcomes.published(outcome)
 
     def _may_overwrite(self, name: str) -> bool:
-        """Return true if a checkpoint may replace another of its name.
+        """Return true if the checkpoint ``name`` may replace an existing checkpoint.
 
-        One that this run has given before, such as ``ep{epoch}.pt`` within one epoch, is its own to give again, also
-        where that save failed: it may have been behind the commit, as when too many uploads wait.
+        A run may save again to a name that the run has used before, such as ``ep{epoch}.pt`` within an epoch. The
+        earlier save may have failed after the commit, for example because too many uploads were waiting.
         """
         is_own = self.where.path(name) in self.saved_checkpoints or name in self.outcomes.maybe_written
         return is_own or self.options.overwrite
 
     def _name_of(self, path: str) -> str:
-        """Return the name of one of the :attr:`saved_checkpoints`."""
+        """Return the name of a checkpoint in :attr:`saved_checkpoints`."""
         return path.removeprefix(self.where.path(""))
 
     def _forget(self, *paths: str) -> None:
@@ -632,10 +643,10 @@ class CheckpointManager:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def finish(self) -> None:
-        """Wait for the save in flight and all publishing.
+        """Wait for the save in flight and for all uploads.
 
         Raises:
-            Exception: what made one fail.
+            Exception: error of the save or of an upload.
         """
         self.collect()
         if self._publishing is not None:
@@ -643,15 +654,15 @@ class CheckpointManager:
             self._note_publishing()
 
     def close(self) -> None:
-        """Wait for the save in flight and for all uploads, whatever ended training.
+        """Wait for the save in flight and for all uploads, after success or failure of training; free all resources.
 
         Raises:
-            Exception: what made one fail.
+            Exception: error of the save or of an upload.
         """
         with contextlib.ExitStack() as stack:
             if self._store is not None:
                 stack.callback(self._store.close)
-            stack.callback(self.where.release)  # not before: another launch resumes from what is being uploaded
+            stack.callback(self.where.release)  # after uploads, from which another launch resumes
             if self._publishing is not None:
                 stack.callback(self._publishing.close)
                 stack.callback(self._end_publishing, self._publishing)
@@ -661,14 +672,14 @@ class CheckpointManager:
                 stack.callback(self.replication.close)
             stack.callback(self._staging.close)
             stack.callback(self.wait_for_previous)
-            self.collect(alone=True)  # each rank for itself: others may have failed and not come here
+            self.collect(alone=True)  # other ranks may have failed and not call close()
 
     def _end_publishing(self, publishing: Publishing) -> None:
         publishing.wait(dist.SingleProcess())
         self._note_publishing(alone=True)
 
     def _empty(self) -> None:
-        """Delete checkpoints in memory that are no newer than the newest full checkpoint of another manager."""
+        """Delete checkpoints in memory up to the newest full checkpoint of another manager."""
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].moment for its in reports if its]
@@ -687,5 +698,5 @@ class CheckpointManager:
         return [] if self._publishing is None else self._publishing.publishers
 
     def _path_of(self, report: SaveReport) -> str:
-        """Return the path of a checkpoint, as :attr:`saved_checkpoints` has it."""
+        """Return the path of a checkpoint in the form of :attr:`saved_checkpoints`."""
         return self.where.path(str(report.path.relative_to(self.where.root)))

@@ -161,6 +161,15 @@ def test_parts_that_differ_are_listed(tmp_path: Path) -> None:
     assert torch.equal(before, next(other.model.parameters()))
 
 
+def test_a_part_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """A dict that was a module when the run was saved."""
+    Loop().train(tmp_path)
+    parts = {**Loop().parts, "model": {}}
+    with CheckpointManager(tmp_path, **parts) as checkpoints, pytest.raises(IncompatibleCheckpointError) as raised:
+        checkpoints.restore()
+    assert "the part 'model' was a module or an optimizer, and is not one now" in str(raised.value)
+
+
 def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     """Options, parts, and the order of calls."""
     loop = Loop()
@@ -170,8 +179,14 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, model=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"the part 'timestamp'"):
         CheckpointManager(tmp_path, timestamp=loop.position)
+    with pytest.raises(ConfigError, match=r"give filename as folder, filename and keep"):
+        CheckpointManager(tmp_path, options={"filename": "ep{epoch}.pt"}, **loop.parts)
     with pytest.raises(ConfigError, match=re.escape("call restore() before the first save")):
         CheckpointManager(tmp_path, **loop.parts).save(1)
+    with CheckpointManager(tmp_path, **loop.parts) as checkpoints:
+        checkpoints.restore()
+        with pytest.raises(ConfigError, match=re.escape("save(None): expected the number of steps")):
+            checkpoints.save()
 
 
 def test_one_save_at_a_time_and_unchanged_weights_are_reported(

@@ -1,8 +1,8 @@
-"""Publishing: the checkpoints that a saver commits in its folder are uploaded to buckets, in the background.
+"""Publishing: the background upload of a saver's committed checkpoints from the folder to buckets.
 
-A :class:`Publisher` uploads to one bucket, one checkpoint after the other. :class:`Publishing` has the publishers of a
-saver: on rank 0, or on a rank of each node where nodes have disks of their own. The training thread takes note of the
-outcomes, on all ranks at the same batch.
+A :class:`Publisher` uploads to a single bucket, in the order of submission. :class:`Publishing` has the publishers of a
+saver: on rank 0, or on a rank of each node if nodes have disks of their own. The training threads of all ranks process
+an outcome at the same batch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = ["Publication", "Publisher", "Publishing"]
 
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
-"""So many checkpoints may wait to be uploaded. A save that comes too early for the network waits."""
+"""Largest number of checkpoints waiting for upload. If saves outpace the network, the next save waits."""
 _LONGEST_UPLOAD = timedelta(hours=2)
-"""A rank that sends for longer than that does not count as alive any more."""
+"""Longest upload of a live rank. A rank with a longer upload no longer counts as alive."""
 _STALE = timedelta(days=1)
-"""Age from which an incomplete upload is taken for that of a killed process."""
+"""Age from which an unfinished upload counts as a leftover of a killed process."""
 
 
 @final
@@ -57,12 +57,12 @@ class Publication(NamedTuple):
     """Outcome of publishing a checkpoint.
 
     Attributes:
-        news: what loggers are told: name and place, when it ended, and the seconds from the first request to the link.
-        lag_seconds: from the call of the save until then, by the clock.
-        error: why the checkpoint is not published; ``None``: it is.
-        gone: name of the checkpoint in the folder, if it was deleted there since it is published.
-        deleted: names of the older checkpoints that were deleted from the bucket.
-        deletion_error: why one of those could not be deleted.
+        news: event for loggers: name and place, time of the end, and the seconds from the first request to the link.
+        lag_seconds: wall-clock seconds from the call of the save to the end of the upload.
+        error: reason for a failure; ``None``: the checkpoint is published.
+        gone: name of the checkpoint in the folder, if the publisher deleted the folder's copy after the upload.
+        deleted: names of the older checkpoints deleted from the bucket.
+        deletion_error: reason why an older checkpoint could not be deleted.
     """
 
     news: CheckpointNews
@@ -76,18 +76,18 @@ class Publication(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Publisher:
-    """Publishes the checkpoints of one saver to a bucket, in a thread of ``uploader``, in the order of :meth:`submit`.
+    """Publisher of a saver's checkpoints to a bucket, in a thread of ``uploader``, in the order of :meth:`submit`.
 
     Attributes:
-        uploader: has the threads, and may have other work.
-        bucket: where checkpoints go.
-        template: of the names in the bucket, below its root.
-        links: full names of the links to the latest; of several where each rank has a file, that of rank 0 first.
-        timeout: seconds to wait for the uploads before, where too many wait.
-        keep: number of checkpoints to keep in the bucket; -1: all but ephemeral ones.
-        check: is called before the first request and before the commit; raises if this process must not write.
-        before_each: are called before a checkpoint is published, in the thread that does it.
-        outcomes: of the checkpoints so far, until someone takes them; on rank 0.
+        uploader: owner of the threads, perhaps with other work.
+        bucket: target of the uploads.
+        template: template of the names in the bucket, below the root.
+        links: full names of the links to the latest checkpoint. If each rank has a file: a link per rank, rank 0 first.
+        timeout: seconds to wait for earlier uploads if too many checkpoints wait.
+        keep: number of checkpoints to keep in the bucket; -1: all except ephemeral checkpoints.
+        check: called before the first request and before the commit; raises if this process must not write.
+        before_each: functions to call before each upload, in the uploading thread.
+        outcomes: outcomes on rank 0 since the last :meth:`Publishing.take_news`.
     """
 
     uploader: Uploader
@@ -103,25 +103,25 @@ class Publisher:
 
     @property
     def remote(self) -> Catalog:
-        """The checkpoints in the bucket."""
+        """Catalog of the checkpoints in the bucket."""
         return Catalog(self.bucket)
 
     @property
     def link(self) -> str | None:
-        """Full name of the link to the latest; ``None``: there is none."""
+        """Full name of the link to the latest checkpoint; ``None``: no link."""
         return self.links[0] if self.links else None
 
     # ── names, leases and unfinished uploads ─────────────────────────────────────────────────────────────────────
     def objects(self, state: NamedState) -> dict[str, str]:
-        """URIs of its files and its link at the current time, by the argument that names them."""
+        """Return the URIs of a checkpoint and link with the current time in the names, by argument name."""
         link = {} if self.link is None else {"latest_remote_file_name": self.bucket.transfer.store.get_uri(self.link)}
         return {"remote_file_name": self.bucket.uri(first_name(self.template, state)), **link}
 
     def leases(self, run_name: str) -> dict[str, HeartbeatLease]:
         """Return the leases of the checkpoint names and of the link, by the URI of each.
 
-        A lease object lies in the folder at which the constant part of its name ends, so that publishers with
-        different roots and the same names find the same object.
+        The folder of a lease object is the constant part of the protected name, up to the last slash. So publishers
+        with different roots and the same full names find the same object.
         """
         leases = dict[str, HeartbeatLease]()
         for name in (self.bucket.name_of(self.template.replace("{run_name}", run_name)), *self.links[:1]):
@@ -131,12 +131,12 @@ class Publisher:
         return leases
 
     def remove_uploads(self, older_than: timedelta, run_name: str | None = None) -> None:
-        """Remove the parts of unfinished uploads below the root: they are not listed and cost money.
+        """Remove the parts of unfinished uploads below the root. Parts are not listed, and cost money.
 
         Args:
-            older_than: remove those that were started so long ago.
-            run_name: remove those of the checkpoint names of this run alone. A process that takes the lease over does
-                so: the process that had the lease may be suspended, and continue an upload when it wakes up.
+            older_than: minimum age of an upload to remove.
+            run_name: remove only uploads of this run's checkpoint names. A process does this after the takeover of a
+                lease: the previous holder may be suspended, and may continue an upload later.
         """
         prefix = f"{self.bucket.root}/" if self.bucket.root else ""
         names = ".*" if run_name is None else rf"{name_pattern(self.template, run_name).pattern}(?:/.*)?"
@@ -146,11 +146,11 @@ class Publisher:
                     upload.abort()
                     log.info("removed the parts of the upload of %s by another process", upload.name)
         except (PermissionError, ObjectStoreError) as e:
-            level = logging.INFO if run_name is None else logging.WARNING  # parts of dead processes take space, no more
+            level = logging.INFO if run_name is None else logging.WARNING  # parts of killed processes only take space
             log.log(level, "unfinished uploads below %s were not removed: %s", self.bucket.uri(), e)
 
     def is_behind(self, manifest: Manifest) -> bool:
-        """Return true if the link to the latest is missing, or leads to an older checkpoint than ``manifest``."""
+        """Return true if the link to the latest checkpoint is missing or has a target older than ``manifest``."""
         latest = None if self.link is None else self.remote.latest(self.link, manifest.run_name, announced=False)
         return latest is None or latest.order < manifest.order
 
@@ -158,19 +158,19 @@ class Publisher:
     def submit(
         self, manifest: Manifest, catalog: Catalog, vote: dist.Vote, *, overwrite: bool = False, moves: bool = False
     ) -> None:
-        """Publish a checkpoint of ``catalog`` in the background. It may be deleted there from now on.
+        """Publish a checkpoint of ``catalog`` in the background. After the call the folder's copy may be deleted.
 
-        Waits where too many do, and so bounds what is staged: not for the training thread.
+        Waits while too many uploads are pending, to bound the staged data. Not for the training thread.
 
         Args:
-            manifest: its record.
-            catalog: of the folder.
-            vote: of the ranks that publish it together.
-            overwrite: replace another checkpoint of that name.
-            moves: delete it from the folder when it is published.
+            manifest: record of the checkpoint.
+            catalog: catalog of the folder.
+            vote: vote of the ranks that publish the checkpoint together.
+            overwrite: replace another checkpoint of the same name.
+            moves: delete the checkpoint from the folder after the upload.
 
         Raises:
-            ObjectStoreError: those before it are not uploaded in time.
+            ObjectStoreError: the earlier checkpoints are not uploaded in time.
         """
         self.wait(self.timeout, at_most=_MOST_WAITING - 1)
         there = _in_bucket(manifest, first_name(self.template, manifest), self.template)
@@ -181,10 +181,10 @@ class Publisher:
                 pin = pinned_file(catalog.folder / file.path, (catalog.folder / manifest.name).parent)
                 files[paths[file]] = stack.enter_context(pin)
             if manifest.form == "sharded" and (manifest.node is not None or there.name != manifest.name):
-                decider = manifest.files[0].path  # which says where the files are
+                decider = manifest.files[0].path  # the record in this file has the paths of all files
                 index = index_of(catalog.place.read(decider), catalog.place.uri(decider))
                 files[there.files[0].path] = seal_index(replace(there, files=there.files[1:]), index)
-            held = stack.pop_all()  # the files stay as they are until it is closed
+            held = stack.pop_all()  # pins the files until closed
         publish = functools.partial(self._publish, manifest, there, files, held, vote, overwrite=overwrite)
         work = functools.partial(publish, folder=catalog if moves else None)
         self.uploader.submit(self.bucket.uri(there.name), work, lane=self.bucket.uri(), dropped=held.close)
@@ -200,16 +200,16 @@ class Publisher:
         overwrite: bool,
         folder: Catalog | None,
     ) -> None:
-        """Publish a checkpoint, then delete older ones from the bucket. Rank 0 keeps the outcome, which all have.
+        """Publish a checkpoint, then delete older checkpoints from the bucket. Rank 0 stores the outcome of all ranks.
 
         Args:
-            manifest: its record in the folder.
-            there: its record in the bucket.
-            files: what this process sends, by the paths in the bucket.
-            held: closed when they are sent.
-            vote: of the ranks that send files of it.
-            overwrite: replace another checkpoint of that name.
-            folder: delete it from there when it is published.
+            manifest: record in the folder.
+            there: record in the bucket.
+            files: files to send from this process, by path in the bucket.
+            held: pins of the files, closed after the upload.
+            vote: vote of the ranks that send files of the checkpoint.
+            overwrite: replace another checkpoint of the same name.
+            folder: catalog to delete the checkpoint from after the upload; ``None``: keep the checkpoint there.
         """
         uri, began = self.bucket.uri(there.name), time.time()
         error = deletion_error = None
@@ -224,7 +224,7 @@ class Publisher:
                 vote.run(send, commit)
             if folder is not None:
                 delete_checkpoint(folder.place, manifest)
-        except Exception as e:  # noqa: BLE001 - in the outcome, which the training thread raises
+        except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
             log.error("checkpoint %s could not be published: %s", uri, e)
             error = e
         ended = time.time()
@@ -235,7 +235,7 @@ class Publisher:
             log.info("uploaded checkpoint %s (%s in %.2f s)", uri, bytes_text(there.size_bytes), seconds)
             try:
                 deleted.extend(self._delete_old(there))
-            except Exception as e:  # noqa: BLE001 - in the outcome, which the training thread raises
+            except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
                 log.error("a checkpoint before %s could not be deleted: %s", uri, e)
                 deletion_error = e
         news = CheckpointNews(
@@ -255,17 +255,17 @@ class Publisher:
     def _commit(
         self, there: Manifest, decider: Path | bytes, replaced: Sequence[Manifest | None], *, overwrite: bool
     ) -> None:
-        """Commit on rank 0, when all ranks have sent their files: ``replaced`` is what each has found."""
+        """Commit on rank 0 after all ranks have sent files. ``replaced``: existing record found by each rank."""
         self.check()
         targets = [file.path for file in there.files] if there.form == "archives" else [there.name]
         links = dict(zip(self.links, targets, strict=False))
         commit_sent(self.bucket, there, decider, replaced[0], links, overwrite=overwrite)
 
     def _delete_old(self, newest: Manifest) -> Iterator[str]:
-        """Delete the checkpoints that are not kept beside ``newest``; yields the name of each."""
+        """Delete the checkpoints that retention does not keep beside ``newest``; yield the name of each."""
         if self.keep == -1 and self._known is None and not newest.ephemeral:
             return
-        if self._known is None:  # from here on we know what comes and goes
+        if self._known is None:  # listed once: later uploads and deletions update the list
             self._known = [m for m in self.remote.readable() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.run.lineage)
@@ -275,10 +275,10 @@ class Publisher:
             yield old.name
 
     def wait(self, seconds: float, *, at_most: int = 0) -> None:
-        """Wait until at most ``at_most`` checkpoints are not published, or a grace period is over.
+        """Wait until at most ``at_most`` checkpoints are unpublished, or a grace period ends.
 
         Raises:
-            ObjectStoreError: that is not so after ``seconds``.
+            ObjectStoreError: more checkpoints are unpublished after ``seconds``.
         """
         if not self.uploader.wait(seconds, lane=self.bucket.uri(), at_most=at_most) and seconds_left():
             raise ObjectStoreError(
@@ -288,25 +288,25 @@ class Publisher:
 
 
 def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
-    """Return the record of a checkpoint as it lies in the bucket, where all files are in one place."""
-    old, new = ("", "") if manifest.form == "archives" else (manifest.name, name)  # archives have the same names there
+    """Return the record of a checkpoint for the bucket, which has the files of all nodes."""
+    old, new = ("", "") if manifest.form == "archives" else (manifest.name, name)  # archives keep their names
     files = [replace(file, path=new + file.path.removeprefix(old), node=None) for file in manifest.files]
     return replace(manifest, name=name, template=template, files=tuple(files), node=None)
 
 
 @final
 class Publishing:
-    """Publication of a saver's checkpoints to the bucket of its URI, or to those of the run's loggers.
+    """Publication of a saver's checkpoints to the bucket of the saver's URI, or to the buckets of the run's loggers.
 
     Args:
-        options: of the saver.
-        store: of its URI, which stays open; ``None``: loggers have some.
-        where: the folder to publish from.
-        form: of the checkpoints in it.
+        options: options of the saver.
+        store: store of the saver's URI, left open by :meth:`close`; ``None``: the loggers have stores.
+        where: folder to publish from.
+        form: form of the checkpoints in the folder.
 
     Attributes:
-        publishers: one for each bucket, on the ranks that publish, after :meth:`open`.
-        ranks_with_news: counts the ranks with outcomes, of which there is one.
+        publishers: a publisher for each bucket, on the ranks that publish, after :meth:`open`.
+        ranks_with_news: counter of the ranks with outcomes: rank 0 or none.
     """
 
     def __init__(self, options: SaveOptions, store: ObjectStore | None, where: RunFolder, form: Form) -> None:
@@ -315,8 +315,8 @@ class Publishing:
         self._where = where
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
-        self._buckets: list[str] = []  # on every rank
-        # What the ranks tell each other rides on what they reduce in a batch.
+        self._buckets: list[str] = []  # URIs, on every rank
+        # The ranks sum this number in the reduction of each batch, so that all act at the same batch.
         self.ranks_with_news = dist.PiggybackCounter(lambda: int(any(one.outcomes for one in self.publishers)))
         self._root, template = root_and_template(options.names.remote_filename, options.names.filename)
         same = template == options.names.filename
@@ -332,17 +332,17 @@ class Publishing:
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> None:
-        """Find the buckets and see that what is to be done there can be. Collective.
+        """Find the buckets, and check writes and any needed deletions. Collective.
 
         Args:
-            state: of the run.
-            uploaders: of the run's loggers, each with the prefix of the names that it uploads to.
+            state: state of the run.
+            uploaders: uploaders of the run's loggers, each with a prefix for names in the bucket.
 
         Raises:
-            ConfigError: this rank publishes what is on the disk of its node, and has other loggers than rank 0.
-            PermissionError: one cannot be written to, or nothing can be deleted where older checkpoints are to go.
-            FileNotFoundError: there is no such bucket.
-            ObjectStoreError: it does not answer, or fails.
+            ConfigError: a rank publishes from the disk of a node, and has other loggers than rank 0.
+            PermissionError: a bucket refuses writes, or refuses deletions although old checkpoints must be deleted.
+            FileNotFoundError: a bucket does not exist.
+            ObjectStoreError: a store does not answer, or fails.
         """
         group = dist.get_group()
         self._buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
@@ -355,10 +355,10 @@ class Publishing:
                 )
 
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
-        """Find the buckets for this rank to publish to; returns their URIs."""
+        """Create the publishers of this rank, and check the buckets. Return the URIs of the buckets."""
         if self._store is not None:
             timeout = self._options.upload_timeout
-            # One thread for checkpoints, one for the rest.
+            # A thread for checkpoints, and a thread for other work.
             self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=timeout)
             uploaders = [(self._uploader, "")]
         self.publishers = [self._publisher(uploader, prefix, state) for uploader, prefix in uploaders]
@@ -367,9 +367,9 @@ class Publishing:
         argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
         for publisher in self.publishers:
             bucket, uploader = publisher.bucket, publisher.uploader
-            if uploader is self._uploader:  # loggers check theirs themselves
+            if uploader is self._uploader:  # loggers check their own buckets
                 bucket.transfer.check_writable(bucket.name_of("file"))
-            if uploader is self._uploader and bucket.root:  # the whole bucket is not ours to tidy
+            if uploader is self._uploader and bucket.root:  # without a root, uploads of other programs would match
                 what = f"removing unfinished uploads of killed processes in {bucket.root!r}"
                 uploader.submit(what, functools.partial(publisher.remove_uploads, _STALE))
             try:
@@ -405,7 +405,7 @@ class Publishing:
     def behind(self, manifests: Sequence[Manifest]) -> list[tuple[str, int]]:
         """Return the checkpoints of a run to publish again, oldest first: name, and number of the bucket.
 
-        A kill may have come before the end of the newest upload. Where none stays in the folder, all go that are there.
+        A kill may have interrupted the newest upload. If the folder keeps none, return all that are there.
         """
         every = self._options.keep.none_here
         newest = manifests if every else manifests[-1:]
@@ -415,13 +415,13 @@ class Publishing:
     def of(self, name: str, buckets: Sequence[int] | None = None, *, overwrite: bool) -> Callable[[], object]:
         """Return a function that publishes the checkpoint ``name`` of the folder in the background.
 
-        All ranks get the function, in the training thread. Once the checkpoint is committed the ranks call it that
-        publish, or all.
+        All ranks must call this method, in the training thread. After the commit of the checkpoint, the publishing
+        ranks or all ranks call the returned function.
 
         Args:
-            name: of the checkpoint.
-            buckets: their numbers; ``None``: all.
-            overwrite: replace another checkpoint of that name in the buckets.
+            name: name of the checkpoint.
+            buckets: numbers of the buckets; ``None``: all.
+            overwrite: replace another checkpoint of the same name in the buckets.
         """
         group = dist.SingleProcess() if self._where.disks is None else dist.get_group()
         numbers = range(len(self._buckets)) if buckets is None else buckets
@@ -430,7 +430,7 @@ class Publishing:
         return functools.partial(self._publish, name, votes, overwrite=overwrite)
 
     def _publish(self, name: str, votes: Mapping[int, dist.Vote], *, overwrite: bool) -> None:
-        if not self._where.is_leader:  # it has nothing to send and need not know how it ends
+        if not self._where.is_leader:  # nothing to send, and no need for the outcome
             for vote in votes.values():
                 vote.pass_by()
             return
@@ -443,21 +443,21 @@ class Publishing:
             self.publishers[number].submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
-        """Return the names that the next checkpoint gets in buckets and not in the folder, each with its template."""
+        """Return the name of the next checkpoint in buckets, with the template; empty if ``name`` is the same."""
         there = first_name(self._template, state)
         return {} if there == name else {there: self._template}
 
     # ── outcomes, and waiting for them ───────────────────────────────────────────────────────────────────────────
     def take_news(self) -> list[Publication]:
-        """Return the outcomes since the last call; rank 0 has them."""
+        """Return the outcomes since the last call. Only rank 0 has outcomes."""
         return [one.outcomes.popleft() for one in self.publishers for _ in range(len(one.outcomes))]
 
     def wait(self, group: dist.Group) -> None:
-        """Wait until every rank of ``group`` has published what it is to, well or not.
+        """Wait until every rank of ``group`` has no pending uploads. Failed uploads count as finished.
 
         Raises:
-            ObjectStoreError: on every rank, if one has not within the timeout.
-            RankError: a rank failed or was lost meanwhile.
+            ObjectStoreError: a rank has pending uploads after the timeout; on every rank.
+            RankError: a rank failed or was lost during the wait.
         """
         group.wait_for_all(self.is_done, timedelta(seconds=self._options.upload_timeout))
         with group.all_or_none("waiting for uploads"):
@@ -465,14 +465,14 @@ class Publishing:
                 publisher.wait(0)
 
     def is_done(self, seconds: float) -> bool:
-        """Wait until this rank has published what it is to, ``seconds`` for each bucket; return true if it has."""
+        """Wait for the pending uploads of this rank, ``seconds`` for each bucket; return true if none remain."""
         return all(one.uploader.wait(seconds, lane=one.bucket.uri()) for one in self.publishers)
 
     def close(self) -> None:
-        """Wait for what is being published. May be called twice.
+        """Wait for the pending uploads. May be called twice.
 
         Raises:
-            Exception: what made an upload fail.
+            Exception: the error of a failed upload.
         """
         if self._uploader is not None:
             self._uploader.close()

@@ -1,4 +1,4 @@
-"""Folder of a manager: names, ownership of the checkpoints in it, ``latest``, and leases."""
+"""Folder of a manager: names, ownership of the checkpoints, ``latest``, and leases."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ log = logging.getLogger(__name__)
 
 
 class SavedTimestamp(TimestampLike, Protocol):
-    """Interface of a timestamp that a manager needs."""
+    """Timestamp interface for a manager."""
 
     @property
     def batch(self) -> SupportsInt: ...
 
 
 class SavedState(TrainingState, Protocol):
-    """Interface of a training state that a manager needs."""
+    """Training state interface for a manager."""
 
     lineage: Lineage
     world_size: int
@@ -84,13 +84,13 @@ def position_of(state: SavedState) -> Position:
 
 @final
 class RunFolder:
-    """The folder that one manager saves to. Every method is called by all ranks, where it does not say otherwise.
+    """Save folder of a manager. All ranks must call every method, unless the method says otherwise.
 
     Attributes:
-        folder: as the user wrote it, with its './' if it has one. Its variables are filled in by :meth:`open`.
-        filename: of each checkpoint. latest_filename: of the link to the newest.
-        disks: which ranks see the same folder, where all write to it and not all see the same.
-        is_leader: this rank is the one that begins, commits and deletes checkpoints in the folder that it sees.
+        folder: path in the user's notation, with './' if given. :meth:`name` fills in the variables.
+        filename: name of each checkpoint. latest_filename: name of the link to the newest checkpoint.
+        disks: groups of ranks with the same folder, if all ranks write and not all see the same folder.
+        is_leader: true if this rank begins, commits and deletes checkpoints in the folder on the rank's disk.
     """
 
     def __init__(self, options: SaveOptions) -> None:
@@ -115,12 +115,12 @@ class RunFolder:
     # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def root(self) -> Path:
-        """The folder, wherever the process has gone since this was made."""
+        """Full path of the folder, even after a change of the working directory."""
         return self._started_in / self.folder
 
     @property
     def catalog(self) -> Catalog:
-        """Catalog of its checkpoints by the path as the user wrote it, which is another place on each node."""
+        """Catalog of the checkpoints, by the user's path. Each node may have another folder at this path."""
         try:
             is_here = Path(self.folder).is_absolute() or Path.cwd() == self._started_in
         except FileNotFoundError:  # the working directory was removed
@@ -129,38 +129,38 @@ class RunFolder:
 
     @property
     def own_catalog(self) -> Catalog:
-        """The same by its full path, for saves, whose end may come when the process has gone elsewhere."""
+        """Catalog of the checkpoints, by full path. For saves: the working directory may change before the end."""
         return Catalog(self.root)
 
     def path(self, name: str) -> str:
-        """Return the path of the checkpoint ``name``, as the user wrote the folder."""
+        """Return the path of the checkpoint ``name``, below the user's path of the folder."""
         return f"{self.folder.rstrip('/')}/{name}"
 
     def name_now(self, state: SavedState) -> str:
-        """Return the name of a checkpoint of ``state``; of rank 0's file where each rank has one."""
+        """Return the name of a checkpoint of ``state``. If each rank has a file: the name of rank 0's file."""
         return first_name(self.filename.filename, state)
 
     def manifests(self, state: SavedState) -> list[Manifest]:
-        """Return the checkpoints that this manager wrote, in this process or before a resume, oldest first."""
+        """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
         return position_of(state).own(self.catalog.readable(), self.filename.filename)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def name(self, state: SavedState, others: Iterable[RunFolder], *, directory: str | None) -> Form:
-        """Fill in the names; the form of the checkpoints.
+        """Fill in the names, and return the form of the checkpoints.
 
         Args:
-            state: of the run.
-            others: of the other managers of the run.
-            directory: the name of each checkpoint that is a directory, in place of that of a file.
+            state: state of the run.
+            others: folders of the run's other managers.
+            directory: name of each checkpoint if checkpoints are directories, in place of the file name.
 
         Raises:
-            ConfigError: another manager has the same names, or checkpoints of this form cannot have them, or the state
-                cannot be saved.
+            ConfigError: another manager has the same names, checkpoints of this form cannot have the names, or the
+                state cannot be saved.
         """
         self._run_name = state.run_name
         self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
         try:
-            new_name(first_name(self.filename.filename, state))  # a name that can be read back from a record
+            new_name(first_name(self.filename.filename, state))  # the name must be readable from a record
         except ValueError as e:
             raise ConfigError(
                 f"save_filename={self.filename.filename!r} in run {state.run_name!r}: {e}. Choose another run_name or "
@@ -181,7 +181,7 @@ class RunFolder:
         return form
 
     def _check_latest_is_no_checkpoint(self, template: str, latest: str, state: SavedState) -> None:
-        """Refuse a name of the link that a checkpoint will have; where all have it, the link is left out."""
+        """Refuse a link name that a checkpoint will have. If all checkpoints have the name, the link is left out."""
         name = first_name(latest, state)
         if template != latest and name_pattern(template, state.run_name).fullmatch(name):
             raise ConfigError(
@@ -190,7 +190,7 @@ class RunFolder:
             )
 
     def _check_names_are_its_own(self, state: SavedState, others: Iterable[RunFolder]) -> None:
-        """Refuse names whose files, or whose link, another manager of this run would replace."""
+        """Refuse names if another manager of this run would replace the files or the link."""
         own = self._places(state)
         for other in others:
             for argument, place in other._places(state).items():
@@ -202,7 +202,7 @@ class RunFolder:
                     )
 
     def _places(self, state: SavedState) -> dict[str, Path]:
-        """Paths of its files and its link at the current time, by the argument that names them."""
+        """Return the paths of a checkpoint and link with the current time in the names, by argument name."""
         root = self._started_in / format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
         names = {"filename": self.filename, "latest_filename": self.latest_filename}
         return {
@@ -212,7 +212,7 @@ class RunFolder:
         }
 
     def check_remote_name(self) -> None:
-        """See that what has several names here has not one in the bucket; ConfigError."""
+        """Raise ConfigError if names vary in the folder but not in the bucket, unless the run may overwrite."""
         remote = PartialFilePath(self._options.names.remote_filename)
         if self.filename.varies and not remote.varies and not self._options.overwrite:
             raise ConfigError(
@@ -222,16 +222,16 @@ class RunFolder:
             )
 
     def key(self, buckets: Sequence[Bucket]) -> str:
-        """Key of the folder, or of the bucket that it stages for, unlike that of others and of earlier ones. On rank 0.
+        """Return a unique key of the folder, or of the bucket if the folder stages uploads. Call on rank 0.
 
-        ``buckets``: that are published to.
+        An earlier folder at the same path had another key. ``buckets``: targets of uploads.
         """
         number = None if self._options.names.bucket is None else mark_of_bucket(buckets[0])
         return folder_key(self.root, " ".join(bucket.uri() for bucket in buckets), number)
 
     def share_key(self) -> None:
-        """Write the random number in the key to this folder on each node that has none: one of them may be lost."""
-        if self._options.names.bucket is not None:  # which has it
+        """Copy the key's random number to the folder of each node without a number: a node may be lost."""
+        if self._options.names.bucket is not None:  # the bucket has the number
             return
         group, folder = dist.get_group(), self.root
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
@@ -242,18 +242,18 @@ class RunFolder:
                 write_mark(folder, marks[0])
 
     def keep_in_memory(self, state: SavedState, key: str) -> None:
-        """Name the folder after ``key``, that of the other folder of the run, and make it for this user alone."""
+        """Add ``key``, the key of the run's other folder, to the name. Make the folder, private to this user."""
         self.folder = f"{self.folder}-{key}"
         with dist.get_group().all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
                 make_private(self.root, levels=len(Path(state.run_name).parts) + 1)
 
     def prepare(self, state: SavedState) -> None:
-        """Make the folder, and finish or remove what a killed run left in it; on rank 0.
+        """Make the folder, check writes and the name of the link, and note the target bucket. Call on rank 0.
 
         Raises:
-            ConfigError: it cannot be made or written to, has checkpoints of this run for another bucket, or something
-                else than a link that is called as the link to the newest.
+            ConfigError: the folder cannot be made or written to, has checkpoints of this run for another bucket, or has
+                a file or directory with the name of the link to the newest checkpoint.
         """
         try:
             make_folder(self.root)
@@ -269,7 +269,7 @@ class RunFolder:
     def _sweep(self) -> list[str]:
         """Remove the temporary files of killed processes, and return the data files of killed saves.
 
-        On one rank for each disk.
+        Call on a single rank for each disk.
         """
         place = self.own_catalog.place
         place.sweep(timedelta())
@@ -277,10 +277,10 @@ class RunFolder:
         return garbage(place, place.files(), names)
 
     def _stage_for(self, bucket: str, run_name: str) -> None:
-        """Note in the folder which bucket the checkpoints of ``run_name`` in it are for: another run may have the name.
+        """Write a note with the target bucket of ``run_name`` to the folder: another run may have the same name.
 
         Raises:
-            ConfigError: those that are there are for another bucket.
+            ConfigError: the folder has checkpoints of ``run_name`` for another bucket.
         """
         note = self._note = self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
@@ -296,10 +296,10 @@ class RunFolder:
                 file.write(bucket.encode())
 
     def find_disks(self, form: Form) -> None:
-        """Find out which ranks see the same folder, and prepare those that rank 0 does not see.
+        """Find the ranks with the same folder, make missing folders, and remove files of killed processes.
 
         Raises:
-            ConfigError: there are ranks that write together and do not see one folder with any rank of their node.
+            ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
         """
         if form.is_shared:
             self.disks = form.disks(self.catalog.folder)
@@ -317,13 +317,13 @@ class RunFolder:
             self.own_catalog.place.delete(unnamed, folders=True)
 
     def _delete_partial(self, own: Sequence[Manifest], unnamed: Sequence[str]) -> None:
-        """Delete the checkpoints that a killed process has left on some disks, and not on all.
+        """Delete the checkpoints that a killed process left on some disks, and not on all.
 
-        A disk with data files of a save and without its record shows that the save, or a deletion, did not end.
+        If a disk has data files of a save without the record, a kill interrupted the save or a deletion.
 
         Args:
-            own: the checkpoints of the run on this disk; empty on ranks that do not lead one.
-            unnamed: data files on this disk that no record names. They stay until this returns on all ranks.
+            own: records of the run on this disk; empty unless this rank is the leader of a folder.
+            unnamed: data files on this disk without a record. Keep the files until all ranks return.
         """
         group = dist.get_group()
         first = group.broadcast({one.id for one in own})
@@ -336,7 +336,7 @@ class RunFolder:
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
     def catch_up(self, newest: Manifest, state: SavedState) -> None:
-        """Point ``latest`` to ``newest`` if a kill came between its commit and that, of the first one too."""
+        """Point ``latest`` to ``newest`` if a kill came between the commit and the link. Also makes a missing link."""
         if self.latest_filename is None:
             return
         name = first_name(self.latest_filename.filename, state)
@@ -345,12 +345,12 @@ class RunFolder:
         if link.is_symlink():
             target = self.own_catalog.place.target_of(name)
             own = {m.name: m.order for m in self.catalog.readable() if m.run_name == newest.run_name}
-            order = own.get(target)  # another run's link is left alone; this one may have had another save_filename
+            order = own.get(target)  # keep links of other runs; this run may have had another save_filename
             behind = order is not None and order < newest.order
         if not behind:
             return
         set_link(self.catalog.place, name, newest.name)
-        if newest.kind == "deepspeed":  # each rank has a file, and a link to it
+        if newest.kind == "deepspeed":  # each rank has a file and a link
             links = names_of_ranks(self.latest_filename.filename, state, len(newest.files))
             for its_link, file in zip(links, newest.files, strict=True):
                 set_link(self.catalog.place, its_link, file.path)
@@ -359,9 +359,9 @@ class RunFolder:
         """Repair ``latest`` and complete deletions on the disk of a node other than the first.
 
         Args:
-            saved: the paths of the checkpoints of the run, oldest first.
-            state: of the run.
-            deletes: some are given up when there are newer ones.
+            saved: paths of the run's checkpoints, oldest first.
+            state: state of the run.
+            deletes: true if retention deletes checkpoints.
         """
         for manifest in self.manifests(state) if saved else ():
             path = self.path(manifest.name)
@@ -372,14 +372,14 @@ class RunFolder:
 
     # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
     def refuse_conflicts(self, state: SavedState, buckets: Iterable[tuple[Catalog, str]]) -> None:
-        """Refuse names of which files are in the folder, or in one of ``buckets``, that this run would overwrite.
+        """Refuse to start if this run would later overwrite files in the folder or in ``buckets``.
 
         Args:
-            state: of the run.
-            buckets: with the template of the names there.
+            state: state of the run.
+            buckets: catalogs of the buckets, each with the template of the names.
 
         Raises:
-            CheckpointExistsError: there are.
+            CheckpointExistsError: the run would overwrite a file.
         """
         places: list[tuple[Catalog, str, str]] = [(self.catalog, self.filename.filename, self.folder)]
         places += [(remote, template, remote.place.uri()) for remote, template in buckets]
@@ -394,22 +394,22 @@ class RunFolder:
             )
 
     def may_replace(self, state: SavedState, name: str) -> bool:
-        """Check that ``name`` is that of a checkpoint which autoresume skipped and left where it was."""
+        """Return true if autoresume skipped the checkpoint ``name``, and left the checkpoint in the folder."""
         return _may_replace(state, self.catalog, name)
 
     def take_leases(self, run_name: str, bucket_leases: Mapping[str, Lease], timeout: float) -> None:
         """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
 
-        The leases are held until :meth:`release`. Two launches of one run use the same names, and so do two runs whose
-        files would replace each other.
+        The leases are held until :meth:`release`. Two launches of a run use the same names. So do two runs with files
+        that would replace each other.
 
         Args:
-            run_name: of the run.
+            run_name: name of the run.
             bucket_leases: leases of names in buckets, by URI.
             timeout: seconds to wait for the end of another process.
 
         Raises:
-            RunInUseError: another process writes files of these names, or took a lease over from this process.
+            RunInUseError: another process writes files of the same names, or took over a lease of this process.
         """
         if self._leases:
             self.check_leases()
@@ -451,7 +451,7 @@ class RunFolder:
         """Raise if the folder was removed or replaced. Call before a save.
 
         Raises:
-            SaveError: it was. Another process may have the folder by now.
+            SaveError: the folder was removed or replaced. Another process may have the folder by now.
         """
         for lease in self._leases:
             if isinstance(lease, FileLease) and lease.is_gone:
@@ -462,7 +462,7 @@ class RunFolder:
                 )
 
     def release(self) -> None:
-        """Release the leases of the run. Where no checkpoints stay, no note stays either."""
+        """Release the leases of the run. If retention keeps no checkpoints here and none is left, delete the note."""
         if self._note is not None and self._options.keep.none_here and not self.own_catalog.manifests():
             with contextlib.suppress(OSError):
                 self._note.unlink(missing_ok=True)
@@ -478,13 +478,13 @@ def begin_attempt(
     *,
     origin: str | Path | None = None,
 ) -> Lineage:
-    """Begin an attempt of ``run_name`` that does not resume from its newest checkpoint. The same on every rank.
+    """Begin an attempt of ``run_name`` that does not resume from the newest checkpoint. The same on every rank.
 
     Args:
-        folders: of its savers. buckets: theirs, each with the name of its link to the latest.
-        run_name: of the run.
-        origin: the checkpoint that training resumes from; of an older one of the same run, in one of these places,
-            what was saved until then belongs to the new attempt, too.
+        folders: folders of the savers. buckets: buckets of the savers, each with the name of the link to the latest.
+        run_name: name of the run.
+        origin: the checkpoint to resume from. If the same run saved the checkpoint, and ``folders`` or ``buckets``
+            have the record, the checkpoints up to ``origin`` belong to the new attempt, too.
     """
 
     def begun() -> Lineage:
@@ -493,7 +493,7 @@ def begin_attempt(
         for place, link in links:
             latest = None if link is None else place.latest(link, run_name)
             manifests, faults = place.manifests_and_faults() if latest is None else ([latest], {})
-            for fault in faults.values():  # its number must not be given again
+            for fault in faults.values():  # the attempt number in the record must not be reused
                 is_newer = isinstance(fault, NewerManifestError) and fault.may_be_of(run_name)
                 if isinstance(fault, OSError) or is_newer:
                     raise fault
@@ -508,7 +508,7 @@ def begin_attempt(
 def _manifest_at(
     origin: str, folders: Sequence[Catalog], buckets: Sequence[tuple[Catalog, str | None]]
 ) -> Manifest | None:
-    """The record of the checkpoint ``origin``, if it is in one of the folders or buckets and can be read."""
+    """Return the record of the checkpoint ``origin``; ``None``: not in the folders or buckets, or damaged."""
     try:
         for bucket, _ in buckets:
             root = bucket.place.uri().rstrip("/") + "/"
@@ -525,7 +525,7 @@ def _manifest_at(
 
 
 def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
-    """Check that the checkpoint ``name`` is one that autoresume skipped, and that the run will save again."""
+    """Return true if autoresume skipped the checkpoint ``name``: the run will save this checkpoint again."""
     if not any(ancestor.passed_over for ancestor in state.lineage.ancestors):
         return False
     try:
@@ -536,8 +536,8 @@ def _may_replace(state: SavedState, place: Catalog, name: str) -> bool:
         if place.place.path_of(name) is None:
             raise
         return True
-    except CheckpointError:  # of a newer version
+    except CheckpointError:  # a newer version wrote the record
         return False
-    if manifest is None:  # cut off by a kill; in a folder such a file was renamed
+    if manifest is None:  # incomplete after a kill; in a folder such a file was renamed
         return place.place.path_of(name) is None
     return may_be_replaced(state.lineage, manifest)

@@ -1,8 +1,10 @@
-"""One save, from the call to the end.
+"""One save, from the call to the deletion of older checkpoints.
 
-On the training thread: plan the save (:func:`begin_save`) and copy the state (:meth:`SaveTask.stage`). In a
-background thread (:meth:`SaveTask.run`): write, vote, commit, point ``latest``, publish, delete older checkpoints.
-A ``RankWriter`` knows the files of this rank: a trainer, the functions and ``Checkpointer`` have different writers.
+The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.stage`). A background
+thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, points ``latest`` to the new
+checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
+and raise. A ``RankWriter`` writes the files of this rank. The Trainer, the functions and ``Checkpointer`` have
+different writers.
 """
 
 from __future__ import annotations
@@ -45,33 +47,34 @@ log = logging.getLogger(__name__)
 _in_background: dict[int, SaveTask] = {}
 T = TypeVar("T")
 LONGEST_WORK = timedelta(hours=1)
-"""A rank that writes for longer than that does not count as alive any more: its disk hangs."""
+"""Time limit for the writes of a rank. A rank that writes longer counts as lost: the disk hangs."""
 PREVIOUS_SECONDS = 3600.0
-"""How long a save waits for the one before it. A disk that takes longer hangs."""
+"""Time limit for waiting for the previous save. A disk that takes longer hangs."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """Outcome of a save, and its cost.
+    """Outcome and duration of a save.
 
     Attributes:
-        path: the checkpoint.
-        batch: optimizer steps at the save. moment: (calls of ``fit``, batch), by which checkpoints are sorted.
+        path: path of the checkpoint.
+        batch: number of optimizer steps at the save.
+        moment: (calls of ``fit``, batch), the sort key of checkpoints.
         size_bytes: size of the data.
-        seconds: durations by name, those of rank 0 except ``stall``.
-            ``stall``: training waited on this rank. ``longest_stall``: training waited on any rank.
+        seconds: durations by name, measured on rank 0 except ``stall``.
+            ``stall``: training waited on this rank. ``longest_stall``: longest wait of training on any rank.
             ``snapshot``: copying the state, in part in the background.
-            ``waiting``: for the previous save.
-            ``hash``, ``write``, ``flush``: of the threads that write.
-            ``straggler``: of the slowest writing rank, less the median of the others.
+            ``waiting``: training waited for the previous save.
+            ``hash``, ``write``, ``flush``: activities of the writing threads.
+            ``straggler``: time of the slowest writing rank, less the median of the other writing ranks.
             ``commit``: from durable data to an existing checkpoint.
             ``total``: from the call to an existing checkpoint.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
         weights_crc: CRC-32 of each storage of the model, if rank 0 has the whole model.
         deleted: names of the older checkpoints to delete by retention.
-        deletion_error: why this rank could not delete one of these.
-        not_finite: what was NaN or infinite, see :class:`Manifest`.
+        deletion_error: error of this rank while deleting older checkpoints.
+        not_finite: names of NaN or infinite values, see :class:`Manifest`.
     """
 
     path: Path
@@ -89,39 +92,39 @@ class SaveReport:
 def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 0.0) -> SaveTask:
     """Save a checkpoint; training may continue when this returns. Every rank calls this, one save after the other.
 
-    After an exception or a kill at any point there is either the whole checkpoint or none of it, and ``latest``
-    points to the newest whole one.
+    After an exception or a kill at any point, either the complete checkpoint exists or no part of it, and ``latest``
+    points to the newest complete checkpoint.
 
     Args:
-        request: what to save, and where.
-        staging: memory for the copy. Without enough memory training waits while the state itself is written.
-        waited: seconds that training has waited for the previous save. They count as seconds of this save.
+        request: state to save, names and options.
+        staging: memory for the copy. Without enough memory, training waits while the state itself is written.
+        waited: seconds that training has waited for the previous save. This save counts the seconds as its own.
 
     Returns:
-        The save, which may still be in progress; :meth:`SaveTask.wait` returns its report.
+        The save, still in progress or finished. :meth:`SaveTask.wait` returns the report. :meth:`SaveTask.wait` also
+        raises every error in the background and every error after the snapshot.
 
     Raises:
-        CheckpointExistsError: there is one of that name, and ``request.overwrite`` is false.
-        SaveError: its contents cannot be pickled.
-        OSError: no space, no permission, and the like. What goes wrong in the background, and all that goes wrong
-            after the snapshot, comes out of :meth:`SaveTask.wait`.
+        CheckpointExistsError: a checkpoint of the name exists, and ``request.overwrite`` is false.
+        SaveError: the contents cannot be pickled.
+        OSError: no space, no permission, and the like.
     """
     started = (time.perf_counter() if request.started is None else request.started) - waited
-    # 1. Names, and votes: each rank counts its votes, so they come before anything that can fail.
+    # 1. Names and votes. Ranks number votes in order of creation, so create all votes before any step that can fail.
     state, disks, group = request.state, request.disks, dist.get_group()
     form = form_of(state)
     form.check(weights_only=request.weights_only, ignore_keys=request.ignore_keys)
     names = form.names(form.template(request.template), state)
     what = f"checkpoint {names[0]!r}"
     votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
-    # 2. A name that is taken is reported before the ranks meet to gather.
+    # 2. Existing checkpoints. Raise for an existing name before the ranks gather tensors.
     is_leader = group.is_first if disks is None else disks.is_folder_leader
     links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
     own_links = {link: name for link, name in links.items() if is_leader and link != name}
     with group.all_or_none(what):
         for name in names if is_leader else ():
             request.catalog.check_free(name, overwrite=request.overwrite, directory=form.kind == "sharded")
-    # 3. The record, and what this rank writes.
+    # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
     record = _record_of(request, form, names, id_, {"waiting": waited})
     with group.all_or_none(what):
@@ -137,12 +140,12 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         started=started,
         blocking=request.how == "sync",
     )
-    # 4. The copy, and the rest in the background.
+    # 4. Copy the state, then do all further work in the background.
     try:
         if not task.blocking:
             task.stage(state.optimizers if request.how == "lazy" and form.may_be_lazy else ())
         task.stall_seconds = time.perf_counter() - started
-        if task.snapshot is not None:  # it counts its own, later ones too
+        if task.snapshot is not None:  # has a counter of its own, which grows until the next step
             task.stall_seconds -= task.snapshot.stall_seconds
         task.start(task.run)
     except BaseException:
@@ -169,7 +172,7 @@ def _record_of(
             },
             fit_calls=len(state.fit_starts),
             world_size=dist.get_world_size(),
-            lineage=getattr(state, "lineage", Lineage()),  # a loop of the user's own may have none
+            lineage=getattr(state, "lineage", Lineage()),  # the state of a custom loop may have no lineage
             metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
             not_finite=tuple(getattr(state, "not_finite", ())),
         ),
@@ -184,7 +187,7 @@ def _record_of(
 
 
 class _RankPart(NamedTuple):
-    """Result of a rank: what its writer wrote, the seconds until that was durable, and the seconds of its stall."""
+    """Result of a rank: result of the writer, seconds until the files were durable, and seconds of the stall."""
 
     written: Any
     seconds: float
@@ -196,10 +199,10 @@ class FollowUp(NamedTuple):
     """Work of a run after the commit of a checkpoint.
 
     Attributes:
-        wanted: by the run.
+        wanted: publication and retention for the run.
         catalog: the checkpoints in the folder.
-        links: links that this rank points to the checkpoint, each with its target.
-        is_leader: this rank moves links and deletes checkpoints on its disk. One rank for each disk does.
+        links: targets of the links that this rank points to the checkpoint, by name of the link.
+        is_leader: this rank moves links and deletes checkpoints on the disk. Each disk has one such rank.
     """
 
     wanted: AfterCommit
@@ -216,16 +219,16 @@ class SaveTask:
     Attributes:
         manifest: record of the checkpoint, without its files.
         path: path or URI of the checkpoint.
-        writer: writes the files of this rank.
-        votes: of all ranks. They vote once, when each has written; if nodes have disks of their own, a second time,
-            when each disk has the file that makes the checkpoint valid there.
-        follow_up: for the checkpoint of a run.
+        writer: writer of the files of this rank.
+        votes: one or two votes of all ranks. The ranks vote after every rank has written. If nodes have separate
+            disks, the ranks vote again after every disk has the deciding file, which makes the checkpoint valid there.
+        follow_up: work after the commit; ``None``: the checkpoint belongs to no run.
         staging: memory for the copy.
         started: time of the call.
         blocking: training waits until the end.
         stall_seconds: how long training waited, without ``snapshot.stall_seconds``, which grows until the next step.
-        snapshot: copy of the state; ``None``: the tensors themselves are written.
-        failure: error of this rank while training waited: this rank votes against the checkpoint.
+        snapshot: copy of the state; ``None``: the writer reads the tensors themselves.
+        failure: error of this rank in :meth:`stage`. With an error, this rank votes against the checkpoint.
         future: result of :meth:`start`; cancelled if the caller was interrupted before the thread began.
     """
 
@@ -246,12 +249,13 @@ class SaveTask:
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def stage(self, lazy: Sequence[Optimizer] = ()) -> None:
-        """Copy the state, or write the state itself now if no memory is ready for a copy.
+        """Copy the state. If no memory is ready for a copy, write the state itself while training waits.
 
-        With several ranks an error is kept for the vote.
+        A single rank raises an error at once. With several ranks, this rank stores the error in ``failure`` until the
+        vote, because the other ranks wait for the vote.
 
         Args:
-            lazy: optimizers. What only they change may be copied from accelerators until one of them steps.
+            lazy: optimizers. Tensors that only optimizers change may be copied from accelerators until the next step.
         """
         staging, writer = self.staging, self.writer
         assert staging is not None
@@ -266,7 +270,7 @@ class SaveTask:
                 self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
                 writer.staged_in(memory)
                 return
-            if memory is not None:  # rank 0 has none, so that all ranks write directly
+            if memory is not None:  # rank 0 has no memory, so all ranks write directly
                 staging.give_back(memory)
             log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
             self._write()
@@ -289,10 +293,11 @@ class SaveTask:
         self._written = True
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Do ``work``, which calls :meth:`run`, in a thread; at once if blocking. The interpreter waits for it at exit.
+        """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
 
-        Its result, or its error, is the future's. Ctrl-C before the thread has begun cancels the save. Later the save
-        continues, and whoever waits for it gets its result.
+        A blocking save calls ``work`` in the calling thread; so does a save for which the system starts no thread. The
+        interpreter waits for the save at exit. Ctrl-C cancels the save if the thread has not begun. Otherwise the save
+        continues, and :meth:`wait` returns the result.
         """
 
         def run() -> None:
@@ -300,7 +305,7 @@ class SaveTask:
                 return
             try:
                 result = work()
-            except BaseException as e:  # noqa: BLE001 - it is the future's
+            except BaseException as e:  # noqa: BLE001 - the future raises the error
                 self._failed(e)
                 self.future.set_exception(e)
             else:
@@ -322,12 +327,14 @@ class SaveTask:
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
-        """Write, vote, commit, point ``latest``, publish, delete older checkpoints, together with the other ranks.
+        """Write, vote, commit, point ``latest``, publish, and delete older checkpoints, together with the other ranks.
+
+        After an error this rank removes its files, unless the checkpoint is committed or the outcome is unknown.
 
         Raises:
-            SaveError: the snapshot changed while it was taken.
-            OSError: no space, no permission, and the like. Nothing is left behind.
-            RankError: the same where there are several ranks; its cause is what one of them raised.
+            SaveError: a tensor changed while the snapshot was taken.
+            OSError: no space, no permission, and the like.
+            RankError: with several ranks, any of these errors. The cause is the error of the failed rank.
         """
         try:
             if len(self.votes) == 1:
@@ -338,7 +345,7 @@ class SaveTask:
             self._close(may_be_committed=self.votes[0].may_be_committed)
         error = self._delete_old(report.deleted)
         stall = report.seconds["total"] if self.blocking else self._stall_seconds()
-        seconds = {**report.seconds, "stall": stall}  # all others are those of rank 0
+        seconds = {**report.seconds, "stall": stall}  # all other durations are from rank 0
         return dataclasses.replace(report, path=Path(self.path), seconds=seconds, deletion_error=error)
 
     def _close(self, *, may_be_committed: bool) -> None:
@@ -348,7 +355,7 @@ class SaveTask:
             staging.take_back(snapshot)
 
     def _finish(self) -> _RankPart:
-        """Do this rank's part, until it is durable."""
+        """Write the files of this rank, and wait until the files are durable. Raise the error of :meth:`stage`."""
         if self.failure is not None:
             raise self.failure
         if self.snapshot is not None:
@@ -360,12 +367,12 @@ class SaveTask:
         return _RankPart(written, seconds, self._stall_seconds())
 
     def _own_seconds(self) -> dict[str, float]:
-        """Seconds that this rank's training thread waited, and those of the snapshot."""
+        """Return the seconds that training waited on this rank, and the seconds of the snapshot."""
         snapshot = 0.0 if self.snapshot is None else self.snapshot.seconds
         return {"waiting": 0.0, **self.manifest.timings, "stall": self._stall_seconds(), "snapshot": snapshot}
 
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
-        """Commit on rank 0, when all ranks have written."""
+        """Commit on rank 0, after all ranks have written."""
         timings, slowest = self._compare_ranks(parts)
         before_commit = time.perf_counter()
         manifest = dataclasses.replace(self.manifest, timings=timings)
@@ -374,15 +381,16 @@ class SaveTask:
         return self._after_commit(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
-        """Point this rank's links at the end of the block, which commits. A full disk fails before the block."""
+        """Prepare this rank's links, run the block (the commit), move the links. A full disk fails before the block."""
         if (after := self.follow_up) is None:
             return contextlib.nullcontext()
         return after.catalog.place.pointing(after.links)
 
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
-        """Commit on nodes with disks of their own: the checkpoint exists if every disk has the file that decides.
+        """Commit on nodes with separate disks. The checkpoint exists if every disk has the deciding file.
 
-        Nothing is deleted, and no link is moved, before all disks have that file.
+        The first vote confirms the data files, the second vote the deciding files. The ranks delete no checkpoint and
+        move no link before the second vote.
         """
 
         all_wrote, all_committed = self.votes
@@ -399,7 +407,7 @@ class SaveTask:
 
         def conclude(_: object) -> SaveReport:
             assert writer.committed is not None
-            stack.close()  # now the links are moved
+            stack.close()  # moves the links of rank 0 before publishing
             return self._after_commit(writer.committed, before_commit, slowest)
 
         with contextlib.ExitStack() as stack:
@@ -407,7 +415,7 @@ class SaveTask:
             before_commit = time.perf_counter()
             report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
         if not self.group.is_first and self.follow_up is not None and self.follow_up.wanted.publish is not None:
-            self.follow_up.wanted.publish()  # the files on the disk of this node
+            self.follow_up.wanted.publish()  # publishes the files on the disk of this node
         return report
 
     def _after_commit(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
@@ -444,9 +452,9 @@ class SaveTask:
         )
 
     def _delete_old(self, names: Sequence[str]) -> Exception | None:
-        """Delete the checkpoints ``names`` from the disk that this rank leads. An error is for the report.
+        """Delete the checkpoints ``names`` if this rank leads a disk. Return an error instead of raising.
 
-        The newest checkpoint exists whether or not this succeeds.
+        An error does not affect the new checkpoint, which exists.
         """
         if self.follow_up is None or not self.follow_up.is_leader or not names:
             return None
@@ -454,7 +462,7 @@ class SaveTask:
         try:
             for manifest in catalog.readable(names):
                 delete_checkpoint(catalog.place, manifest)
-        except Exception as e:  # noqa: BLE001 - the saver raises or counts it
+        except Exception as e:  # noqa: BLE001 - stored in deletion_error; the saver raises or counts the error
             return e
         return None
 
@@ -462,7 +470,7 @@ class SaveTask:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
     def _compare_ranks(self, parts: Sequence[_RankPart]) -> tuple[dict[str, float], int | None]:
-        """Return, on rank 0, the seconds of each phase until the data were durable, and the slowest rank."""
+        """Return the seconds of each phase until the data were durable, and the slowest rank. Called on rank 0."""
         compared: dict[str, float] = {}
         slowest_rank: int | None = None
         writers = {rank: part.seconds for rank, part in enumerate(parts) if part.written}
@@ -474,19 +482,19 @@ class SaveTask:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
         return {**self._own_seconds(), **compared, **self.writer.seconds}, slowest_rank
 
-    # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
     def _failed(self, error: BaseException) -> None:
-        """See that ``error`` is in the log where nobody asks for it, at the latest when the program ends."""
+        """Log ``error`` on rank 0: of a run at exit, unless :meth:`wait` raises the error; without a run, now."""
         what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
         if self.follow_up is not None and self.group.is_first and not self.blocking:
             wait_at_exit(self, lambda: [what], 0.0)
             return
         wait_no_more(self)
-        if self.follow_up is None and self.group.is_first:  # the caller may never look at the future
+        if self.follow_up is None and self.group.is_first:  # the caller may never read the future
             log.error("could not save %s", what)
 
     def cancel(self) -> None:
-        """Cancel the save if its work has not begun, and leave nothing behind; else wait for the thread to end."""
+        """Cancel the save and remove all files if the work has not begun. Otherwise wait for the thread."""
         if self.future.cancel():
             wait_no_more(self)
             _in_background.pop(id(self), None)
@@ -496,20 +504,20 @@ class SaveTask:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint to come, below its folder."""
+        """Name of the checkpoint, relative to the folder."""
         return self.manifest.name
 
     @property
     def done(self) -> bool:
-        """True once the save has ended, successfully or not."""
+        """True after the save has succeeded, failed or been cancelled."""
         return self.future.done()
 
     def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
-        """Wait until the checkpoint is committed, at most ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds until the checkpoint is committed, and return the report.
 
         Raises:
-            TimeoutError: it is not.
-            SaveError: its contents could not be written.
+            TimeoutError: the save did not end in time.
+            SaveError: the contents could not be written.
             OSError: no space, no permission, and the like.
         """
         if not self.join(timeout):
@@ -521,20 +529,20 @@ class SaveTask:
             raise
 
     def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
-        """Wait until it has ended, well or not; whether it has."""
+        """Wait at most ``timeout`` seconds for the end of the save. Return true if the save has ended."""
         try:
             self.future.exception(timeout)
         except TimeoutError:
             return self.future.done()
-        except CancelledError:  # whoever saved was interrupted
+        except CancelledError:  # the caller of begin_save was interrupted
             pass
         return True
 
 
 def _fail_in_forked_process() -> None:
-    """End the saves of the parent: the forked process has no thread for them."""
+    """Fail the saves that a forked process inherits: the threads for the saves run in the parent process."""
     for pending in _in_background.values():
-        pending.future.__init__()  # the thread may hold its lock
+        pending.future.__init__()  # a thread of the parent may have held the lock
         pending.future.set_exception(
             SaveError(
                 f"checkpoint {str(pending.path)!r}: the process that this one was forked from saves it. Wait for the "
@@ -548,7 +556,7 @@ os.register_at_fork(after_in_child=_fail_in_forked_process)
 
 
 def save(request: SaveRequest) -> Path:
-    """Save a checkpoint and return its path when it is committed. Raises as :func:`begin_save`."""
+    """Save a checkpoint, wait for the commit, and return the path. Raises as :func:`begin_save`."""
     return begin_save(dataclasses.replace(request, how="sync"), StagingMemory()).wait().path
 
 
@@ -559,16 +567,16 @@ def save_checkpoint(
     weights_only: bool = False,
     ignore_keys: IgnoreKeys = None,
 ) -> str:
-    """Save a checkpoint of ``state`` to ``filename``, replacing what is there, and return its path.
+    """Save a checkpoint of ``state`` to ``filename``, replace an existing checkpoint there, and return the path.
 
     When this returns, the checkpoint is durable and committed. ``filename`` may contain the format variables
-    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :func:`begin_save` for what is guaranteed and raised.
+    ``{run_name} {rank} {epoch} {batch}`` … and folders. See :func:`begin_save` for guarantees and errors.
 
     Args:
         state: state of the run.
         filename: path, with format variables.
-        weights_only: save the model's weights only.
-        ignore_keys: globs of keys to leave out, or a function that removes them.
+        weights_only: save only the weights of the model.
+        ignore_keys: globs of keys to leave out, or a function that removes keys.
 
     Returns:
         Path of the checkpoint.
