@@ -92,7 +92,7 @@ def test_the_gpt_is_sharded_over_two_ranks(on_two_ranks: list[str], tmp_path: Pa
     assert "run gpt: until 4ba, on cpu, 2 ranks\n" in said
     assert "run gpt ended at epoch 0, batch 4: " in said
     saved = Catalog(tmp_path).manifests()[-1]
-    assert (saved.name, saved.world_size) == ("ep0-ba4", 2)
+    assert (saved.name, saved.run.world_size) == ("ep0-ba4", 2)
     assert len(list((tmp_path / "ep0-ba4").glob("*.distcp"))) == 2
 
 
