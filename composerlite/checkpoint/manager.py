@@ -99,7 +99,7 @@ class CheckpointManager:
         **parts: Part,
     ) -> None:
         given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep}
-        if twice := sorted(given.keys() & (options or {}).keys()):
+        if parts and (twice := sorted(given.keys() & (options or {}).keys())):
             raise ConfigError(
                 f"options={options}: give {', '.join(twice)} as folder, filename and keep of the manager."
             )
