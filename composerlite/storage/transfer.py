@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -19,8 +20,15 @@ from typing import IO, final
 import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk.files import FileDigest, StagedFile, check_free, write_all
-from composerlite.storage.disk.memory import address_of, memory_at
+from composerlite.storage.disk.files import (
+    BLOCK_BYTES,
+    FileDigest,
+    StagedFile,
+    check_free,
+    reserve,
+    write_file,
+)
+from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at
 from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
@@ -31,6 +39,7 @@ _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to this size an object is sent by one request
 _LEAST_PART_BYTES, _MOST_PART_BYTES, _USUAL_PARTS = 8 * _MiB, 16 * _MiB, 128
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
+_WINDOW_BYTES = 8 * _MiB  # of a download to a file, for each thread
 _GAP_BYTES = 512 << 10  # one more request takes about as long as the bytes of such a gap
 _CLOSE_SECONDS = 5.0
 _DRAIN_SECONDS = 60.0
@@ -472,7 +481,7 @@ class Transfer:
         check_free(target, overwrite)
         with StagedFile(target) as staged:
             if self.store.reads_ranges:
-                self._download_ranges(staged.file.fileno(), name, size_bytes, callback)
+                self._download_ranges(staged, name, size_bytes, callback)
             else:
                 get = partial(self.store.download_object, name, staged.temporary, overwrite=True, callback=callback)
                 self._retry.run(get, f"download of {name!r}")
@@ -481,19 +490,46 @@ class Transfer:
             staged.flush()
             staged.publish(overwrite=overwrite)
 
-    def _download_ranges(self, descriptor: int, name: str, size_bytes: int | None, callback: Progress | None) -> None:
+    def _download_ranges(
+        self, staged: StagedFile, name: str, size_bytes: int | None, callback: Progress | None
+    ) -> None:
+        """Write an object to a file past the page cache: new pages of the cache cost more than the network."""
         size = self.size(name) if size_bytes is None else size_bytes
-        same = SameVersion(name, size)
-        ranges = list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
-        jobs = (partial(self._save_range, descriptor, name, start, end, same) for start, end in ranges)
+        reserve(staged.file.fileno(), size, staged.path)
+        step = min(self._range_bytes(size), _WINDOW_BYTES)
+        step += -step % BLOCK_BYTES
+        memory = borrow_memory(self._threads * step)
+        windows: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for number in range(self._threads):
+            windows.put(memory.view(number * step, step))
+        same, save = SameVersion(name, size), partial(self._save_range, staged.temporary, name, windows)
+        jobs = (partial(save, start, end, same) for start, end in list(cut(0, size, step)) or [(0, 0)])
         _Batch().run(self._pool, jobs, self._threads, _summed(callback, size))
+        give_memory_back(memory)
+        os.ftruncate(staged.file.fileno(), size)  # the last block was written whole
         if callback is not None and not size:
             callback(0, 0)
 
-    def _save_range(self, descriptor: int, name: str, start: int, end: int, same: SameVersion, batch: _Batch) -> int:
-        self._stream(name, start, end, partial(write_all, descriptor), same, batch)
-        # The kernel starts to write the bytes to the disk: the flush at the end has less to wait for.
-        os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
+    def _save_range(
+        self,
+        path: Path,
+        name: str,
+        windows: queue.SimpleQueue[memoryview],
+        start: int,
+        end: int,
+        same: SameVersion,
+        batch: _Batch,
+    ) -> int:
+        window = windows.get_nowait()  # one for each thread
+
+        def put(piece: memoryview, at: int) -> None:
+            window[at - start : at - start + len(piece)] = piece
+
+        try:
+            self._stream(name, start, end, put, same, batch)
+            write_file(path, window, start, end - start)
+        finally:
+            windows.put(window)
         return 0
 
     def read_into(

@@ -24,6 +24,7 @@ TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """On a file system without locks, a temporary without a change for so long is abandoned."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
 
@@ -66,6 +67,39 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
+
+
+def write_file(path: Path, memory: memoryview, position: int, size: int, *, past_cache: bool = True) -> None:
+    """Write to an existing file.
+
+    Args:
+        path: of the file.
+        memory: begins with the bytes, at an address in whole blocks. The block of the last byte may be written whole.
+        position: of the bytes in the file, in whole blocks.
+        size: number of bytes.
+        past_cache: write with O_DIRECT, unless the file system refuses O_DIRECT: new pages of the cache cost more than
+            the disk. False: write through the page cache.
+    """
+    if past_cache and (direct := open_direct(path, os.O_WRONLY)) is not None:
+        with os.fdopen(direct, "wb", buffering=0):
+            try:
+                write_all(direct, memory[: size + -size % BLOCK_BYTES], position)
+                return
+            except OSError as e:
+                if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to write
+                    raise
+    with path.open("r+b", buffering=0) as file:
+        write_all(file.fileno(), memory[:size], position)
+
+
+def reserve(descriptor: int, size_bytes: int, path: Path) -> None:
+    """Reserve space for a file, so that a full disk is found before the first byte is written."""
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as e:
+        if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            return  # the file system cannot reserve: writing finds a full disk
+        raise OSError(e.errno, f"cannot reserve {size_bytes} bytes: {os.strerror(e.errno or 0)}", str(path)) from e
 
 
 def fsync_folder(folder: Path) -> None:

@@ -19,12 +19,11 @@ from typing import NamedTuple, final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.disk.files import FileDigest, open_direct
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, open_direct
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move, move_small
 from composerlite.threads import start_threads
 from composerlite.types import Piece
 
-_BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
 _PIECE_BYTES = 1 << 20  # read into place, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
 _SMALL_BYTES = 16 << 10  # smaller parts are read together and then moved
@@ -279,7 +278,7 @@ class ParallelReader:
         cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= _CACHED_SHARE
         direct = None if cached else self._direct
         count = min(len(units), self._threads + (0 if cached else _DIRECT_THREADS))
-        room = UNIT_BYTES + 2 * _BLOCK_BYTES
+        room = UNIT_BYTES + 2 * BLOCK_BYTES
         memory = borrow_memory(count * room)
         blocks = [memory.view(number * room, room) for number in range(count)]
         left = iter(units)  # the iterator of a list gives each unit to a single thread
@@ -355,11 +354,11 @@ class ParallelReader:
 
     def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
         """Read a part of the file past the page cache into ``block``; return the view of the part."""
-        before = start % _BLOCK_BYTES
+        before = start % BLOCK_BYTES
         size = before + end - start
         count = 0
         try:
-            count = os.preadv(direct, [block[: size + -size % _BLOCK_BYTES]], start - before)
+            count = os.preadv(direct, [block[: size + -size % BLOCK_BYTES]], start - before)
         except OSError as e:
             if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to read
                 raise

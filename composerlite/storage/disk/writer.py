@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import os
 import queue
 import threading
@@ -17,7 +16,13 @@ from typing import NamedTuple, Protocol, final
 import xxhash
 from isal import isal_zlib
 
-from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, open_direct, write_all
+from composerlite.storage.disk.files import (
+    FileDigest,
+    chunk_bytes_for,
+    reserve,
+    write_all,
+    write_file,
+)
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.threads import start_threads
 
@@ -30,7 +35,6 @@ _LARGE_WINDOW_BYTES = 32 << 20
 """Window of memory that is written without a copy. Training waits for the interpreter at each call: calls are few."""
 _SMALL_FILE_BYTES = 8 << 20
 _FEW_CORES = 2  # training has a core; the other core either hashes or writes
-_BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
 """Makes the tail of a file from the digest of the stored bytes, and of the bytes before compression, if any."""
@@ -169,6 +173,8 @@ class StreamWriter:
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: expected at least as many")
+        self._path = path
+        self._is_large = size_bytes > _SMALL_FILE_BYTES
         self.size_bytes = 0
         self.piece_bytes = _PIECE_BYTES if memory is None else _LARGE_WINDOW_BYTES
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
@@ -181,13 +187,11 @@ class StreamWriter:
         self._queued: queue.SimpleQueue[tuple[_Window, int, int] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         with contextlib.ExitStack() as stack:
-            # The first is written through the page cache, a second past the page cache.
-            self._files = [stack.enter_context(path.open("r+b", buffering=0))]
-            writers = _WRITERS if size_bytes > _SMALL_FILE_BYTES else 0
-            if writers:
-                _reserve(self._files[0].fileno(), size_bytes, path)
-                if (direct := open_direct(path, os.O_RDWR)) is not None:
-                    self._files.append(stack.enter_context(os.fdopen(direct, "r+b", buffering=0)))
+            writers = 0
+            if self._is_large:
+                writers = _WRITERS
+                with path.open("r+b") as file:
+                    reserve(file.fileno(), size_bytes, path)
             if memory is None:
                 memory, size, window_bytes = borrow_memory(_RING_BYTES), _RING_BYTES, _WINDOW_BYTES
                 stack.callback(give_memory_back, memory)
@@ -249,13 +253,13 @@ class StreamWriter:
         digest = self._digester.finish()
         tail = b"" if seal is None else seal(digest, None)
         started = time.perf_counter()
-        file = self._files[0]
         try:
-            write_all(file.fileno(), memoryview(tail), self.size_bytes)
-            os.ftruncate(file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
-            os.fsync(file.fileno())
+            with self._path.open("r+b", buffering=0) as file:
+                write_all(file.fileno(), memoryview(tail), self.size_bytes)
+                os.ftruncate(file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
+                os.fsync(file.fileno())
         except OSError as e:
-            e.filename = str(file.name)  # the system names no file
+            e.filename = str(self._path)  # the system names no file
             raise
         self.seconds["flush"] = time.perf_counter() - started
         self._cleanup.close()
@@ -314,25 +318,15 @@ class StreamWriter:
         started = time.perf_counter()
         try:
             if self._error is None:
-                self._write_blocks(window.view, position, size)
+                write_file(self._path, window.view, position, size, past_cache=self._is_large)
         except BaseException as e:  # noqa: BLE001 - raised by write, copy or finish
             if isinstance(e, OSError):
-                e.filename = str(self._files[0].name)  # the system names no file
+                e.filename = str(self._path)  # the system names no file
             self._error = e
         finally:
             with self._lock:
                 self.seconds["write"] += time.perf_counter() - started
             self._free.put(window)  # even after an error: the caller may wait for a window
-
-    def _write_blocks(self, view: memoryview, position: int, size: int) -> None:
-        if len(self._files) > 1:
-            try:
-                write_all(self._files[1].fileno(), view[: size + -size % _BLOCK_BYTES], position)
-                return
-            except OSError as e:
-                if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to write
-                    raise
-        write_all(self._files[0].fileno(), view[:size], position)
 
     def _join_threads(self) -> None:
         """Wait until the queued windows are written. May be called twice."""
@@ -342,13 +336,3 @@ class StreamWriter:
             thread.join()
         self._threads = []
         self._free = queue.SimpleQueue()  # no view of the memory is left
-
-
-def _reserve(descriptor: int, size_bytes: int, path: Path) -> None:
-    """Reserve space for a file, so that a full disk is found before the first byte is written."""
-    try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
-    except OSError as e:
-        if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            return  # the file system cannot reserve: writing finds a full disk
-        raise OSError(e.errno, f"cannot reserve {size_bytes} bytes: {os.strerror(e.errno or 0)}", str(path)) from e
