@@ -41,20 +41,21 @@ class Uneven(Classifier):
 
 
 class Lookback(torch.optim.Adam):
-    """Goes back a little to where it was one and two steps ago, which it keeps in a tuple and a list."""
+    """Goes back a little to where it was one and two steps ago, which it keeps in a dict and a list."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for parameter in self.param_groups[0]["params"]:
-            last, (before,) = self.state[parameter].get("past", (parameter, [parameter]))
+            past = self.state[parameter].get("past", {"last": parameter, "before": [parameter]})
+            last, (before,) = past["last"], past["before"]
             parameter.add_(last - 2 * parameter + before, alpha=0.1)
-            self.state[parameter]["past"] = (parameter.detach().clone(), [last.detach().clone()])
+            self.state[parameter]["past"] = {"last": parameter.detach().clone(), "before": [last.detach().clone()]}
         return loss
 
 
 class Keeps(Callback):
-    """Keeps the first weight, as it was at each batch's end, in all kinds of containers."""
+    """Keeps the first weights, as they were at each batch's end, in dicts and lists; and plain tensors in a tuple."""
 
     def __init__(self) -> None:
         self.kept: Any = None
@@ -62,18 +63,18 @@ class Keeps(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         weights = [parameter.detach().clone() for parameter in state.model.parameters()]
-        self.kept = (
+        self.kept = [
             int(state.timestamp.batch),
-            ({3: weights[0], "w": [(weights[1],)]}, collections.deque([weights[2]], maxlen=2)),
-            collections.OrderedDict(plain=torch.arange(3.0), weight=weights[-1]),
-        )
+            {"first": weights[0], "w": [[weights[1]], {"third": weights[2]}]},
+            {"plain": (torch.arange(3.0), collections.deque([torch.ones(2)], maxlen=2)), "weight": weights[-1]},
+        ]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": self.kept, 7: "seven"}
+        return {"kept": self.kept, "numbers": {7: "seven"}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loaded = self.kept = state_dict["kept"]
-        assert state_dict[7] == "seven"
+        assert state_dict["numbers"] == {7: "seven"}
 
 
 def whole(value: Any) -> Any:
@@ -177,31 +178,31 @@ def distributed(rows: int, seed: int) -> torch.Tensor:
 
 
 def nested_state(seed: int) -> dict[str, Any]:
-    """Distributed tensors in all containers, and below keys of all types."""
+    """Distributed tensors in dicts and lists, and below keys of all types."""
     return {
-        "tuple": (distributed(7, seed), [distributed(1, seed), (distributed(2, seed), f"text {seed}")]),
+        "list": [distributed(7, seed), [distributed(1, seed), {"a": distributed(2, seed), "text": f"text {seed}"}]],
         "keys": {
             3: {"w": distributed(5, seed)},
-            True: (distributed(3, seed),),
+            True: [distributed(3, seed)],
             "3.5": seed,
             (1, 2): torch.ones(2) * seed,
         },
-        "deque": collections.deque([distributed(7, seed)], maxlen=3),
-        "pair": Pair(distributed(7, seed), {"n": seed}),
-        "plain": (torch.arange(4.0) + seed, None),
+        "plain": (torch.arange(4.0) + seed, None, collections.deque([torch.ones(2) * seed], maxlen=3)),
+        "pair": Pair(torch.ones(7) * seed, {"n": seed}),
     }
 
 
 def save_nested(folder: Path) -> Any:
-    """What was saved, whole, and what is in an object that is refused, with what is said of it."""
+    """What was saved, whole, and what is said of distributed tensors that are refused."""
     state = nested_state(1)
     with torch.serialization.safe_globals([Pair]):
         save_state_dict(folder / "state", state)
         loaded = nested_state(5)
         load_state_dict(folder / "state", loaded)
-    assert isinstance(loaded["tuple"][0], DTensor)
+    assert isinstance(loaded["list"][0], DTensor)
     refused: list[str] = []
-    for value in ({distributed(7, 0)}, Hidden(distributed(7, 0))):
+    hidden = distributed(7, 0)
+    for value in ((hidden,), [(hidden, 1)], Pair(hidden, 1), collections.deque([hidden]), {hidden}, Hidden(hidden)):
         try:
             save_state_dict(folder / "refused", {"value": value})
         except SaveError as e:

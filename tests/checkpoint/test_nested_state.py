@@ -37,8 +37,8 @@ def assert_same(one: Any, other: Any, path: str = "") -> None:
 
 @pytest.mark.parametrize("spread", ["fsdp", "tp", "full"])
 def test_averages_of_a_spread_model_are_resumed_bit_for_bit(tmp_path: Path, spread: str) -> None:
-    """EMA, SWA, and a callback with weights in tuples, deques and below numbers: a resumed run on two ranks ends as one
-    that was not interrupted, dimensions that do not divide included."""
+    """EMA, SWA, a callback and an optimizer with weights deep in dicts and lists: a resumed run on two ranks ends as a
+    run that was not interrupted, also with dimensions that do not divide."""
     trained = run_ranks(nested_ranks.train, 2, tmp_path, spread, timeout=240)
     for before, after in zip(trained, run_ranks(nested_ranks.resume, 2, tmp_path, spread, timeout=240), strict=True):
         assert_same(after["loaded"], before["saved"])
@@ -57,14 +57,14 @@ def test_averages_are_loaded_on_another_number_of_ranks(tmp_path: Path, before: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_distributed_tensors_in_any_container_are_saved_by_functions(tmp_path: Path) -> None:
-    """Tuples, named tuples, deques, keys that are no text: every rank's part is there, for other numbers of ranks, and
-    for plain torch; what is hidden in an object is refused when it is saved."""
+def test_distributed_tensors_in_dicts_and_lists_are_saved_by_functions(tmp_path: Path) -> None:
+    """Lists, keys that are no text: every rank's part is there, for other numbers of ranks, and for plain torch. In a
+    tuple, a deque, a set or an object, a distributed tensor is refused when it is saved."""
     told = run_ranks(nested_ranks.save_nested, 2, tmp_path)
     for saved, loaded, refused in told:
         assert_same(loaded, saved)
-        assert len(refused) == 2
-        assert all("distributed over ranks" in one and "(7, 3)" in one for one in refused)
+        assert len(refused) == 6
+        assert all("distributed over ranks" in one and "(7, 3)" in one and "in a list" in one for one in refused)
     for loaded in run_ranks(nested_ranks.load_nested, 3, tmp_path):
         assert_same(loaded, told[0][0])
     with torch.serialization.safe_globals([nested_ranks.Pair]):
@@ -72,7 +72,7 @@ def test_distributed_tensors_in_any_container_are_saved_by_functions(tmp_path: P
     assert_same(read, told[0][0])
     dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
     foreign = torch.load(tmp_path / "state.pt", weights_only=False)
-    assert torch.equal(foreign["tuple.*"]["0"], told[0][0]["tuple"][0])
+    assert torch.equal(foreign["list"][0], told[0][0]["list"][0])
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -81,10 +81,10 @@ def test_plain_torch_reads_averages_of_a_spread_model(tmp_path: Path) -> None:
     ends = run_ranks(nested_ranks.train, 2, tmp_path, "fsdp", timeout=240)[0]
     (path,) = (tmp_path / "straight").glob("ep2*")
     expected = ends["straight"]["algorithms"][0]["tensors"]
-    tensors = {f"state.algorithms.*.0.1.state.tensors.{name}": torch.empty_like(t) for name, t in expected.items()}
+    tensors = {f"state.algorithms.0.1.state.tensors.{name}": torch.empty_like(t) for name, t in expected.items()}
     dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
     for name, tensor in expected.items():
-        assert torch.equal(tensors[f"state.algorithms.*.0.1.state.tensors.{name}"], tensor)
+        assert torch.equal(tensors[f"state.algorithms.0.1.state.tensors.{name}"], tensor)
     dcp_to_torch_save(path, tmp_path / "run.pt")
     assert torch.load(tmp_path / "run.pt", weights_only=False)["state"]["run_name"] == "run"
     (state,) = load_keys(path, ["state"])

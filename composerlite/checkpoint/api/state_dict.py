@@ -31,7 +31,7 @@ from composerlite.checkpoint.api.state_fit import (
     match_settings_of_schedulers,
     near,
 )
-from composerlite.checkpoint.format.sharded_index import leaves_of, nested, with_inner
+from composerlite.checkpoint.format.sharded_index import leaves_of, nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.optimizers import (
     flattened,
@@ -517,8 +517,7 @@ def load_keys(
 
     def each() -> Generator[Any]:
         for key in wanted:
-            whole = with_inner(metadata, leaves[key], values)
-            yield whole[key] if key in whole else nested(metadata, key, leaves[key], values)
+            yield values[key] if key in values else nested(metadata, key, leaves[key], values)
 
     return each()
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from composerlite.checkpoint.format.sharded_index import owner_of
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS
 from composerlite.dist import is_dense
@@ -63,9 +62,7 @@ def check_fit(
             if value.dtype is not there.properties.dtype:
                 dtypes.append(f"{key}: {there.properties.dtype} in the checkpoint, {value.dtype} here")
     prefixes = tuple(f"{name}." for name in owned)
-    metadata = reader.read_metadata()
     unexpected = [key for key in stored if key not in wanted and key.startswith(prefixes)] if owned else []
-    unexpected = [key for key in unexpected if owner_of(metadata, key) not in wanted]
     found = {"of another shape": shapes}
     if strict:
         found = {"missing in the checkpoint": missing, "unexpected": unexpected, **found, "of another type": dtypes}

@@ -5,9 +5,9 @@ An index is read without running code in the file, and is checked.
 
 from __future__ import annotations
 
-import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, final
 
@@ -22,35 +22,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.format.torch_file import FileInMemory, Pickled, TorchImage
+from composerlite.checkpoint.format.torch_file import Pickled, TorchImage
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
-from composerlite.dist import is_dense
 from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
-from composerlite.types import StateDict, items_of, with_items
+from composerlite.types import StateDict, items_of
 
 __all__ = [
     "KEYS",
     "Leaves",
     "Path",
     "StorageInfo",
-    "filled",
     "image_of",
-    "inner_tensors",
     "key_path",
     "leaves",
     "leaves_of",
     "nested",
-    "owner_of",
     "read_index",
-    "tensor_at",
     "untrusted",
-    "value_bytes",
-    "with_inner",
 ]
 
 StorageInfo = dcp_storage_info_class()
@@ -99,12 +91,10 @@ def _check_index(found: Any) -> None:
     if type(found) is not Metadata or type(found.state_dict_metadata) is not dict:
         raise ValueError(f"it holds {type(found).__name__}")
     for key, stored in found.state_dict_metadata.items():
-        if type(key) is not str:
-            raise ValueError("a key that is no text")
-        if type(stored) is TensorStorageMetadata:
-            _check_tensor(key, stored)
-        elif type(stored) is not BytesStorageMetadata:
+        if type(key) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
             raise ValueError(f"{key!r} is {type(stored).__name__}")
+        if isinstance(stored, TensorStorageMetadata):
+            _check_tensor(key, stored)
     if type(found.storage_data) is not dict:
         raise ValueError("it does not say where its data are")
     for index, place in found.storage_data.items():
@@ -118,20 +108,11 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"data in {name!r}, which is not in its directory")
         if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
             raise ValueError(f"data of {name!r} at {numbers}")
-    if found.planner_data is not None and (
-        type(found.planner_data) is not dict or not all(_is_path(*item) for item in found.planner_data.items())
-    ):
-        raise ValueError("paths of keys that are none")
-
-
-def _is_path(key: Any, path: Any) -> bool:
-    """Return true for a path to a leaf, and for the keys of a dict: see ``KEYS``."""
-    if type(key) is not str or type(path) is not tuple:
-        return False
-    if key.startswith(KEYS):
-        hash(path)  # else a TypeError: keys of no dict
-        return True
-    return bool(path) and all(type(step) in (str, int) for step in path)
+    for key, path in ({} if found.planner_data is None else found.planner_data).items():
+        is_path = type(key) is str and type(path) is tuple and bool(path)
+        hash(path)  # else a TypeError
+        if not is_path or not (key.startswith(KEYS) or all(type(step) in (str, int) for step in path)):
+            raise ValueError(f"the path {path!r} of the key {key!r}")
 
 
 def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
@@ -165,7 +146,6 @@ def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointE
 
 # ── a nested state in leaves ─────────────────────────────────────────────────────────────────────────────────────────
 Path = tuple[str | int, ...]
-_INSIDE = ".*"
 KEYS = "\0"
 """Before the key of a dict, in the paths of the index: all keys of the dict other than text."""
 
@@ -185,50 +165,45 @@ class Leaves(NamedTuple):
     places: dict[str, tuple[Any, ...]]
 
 
-def leaves(state: StateDict, *, as_dcp: bool = False, to_save: bool = True) -> Leaves:
+def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     """Return the tensors and values of ``state`` by their keys in an index.
 
-    A value without tensors stays whole, since empty dicts would be lost in pieces. Tuples, deques and other containers
-    stay whole as in DCP, with all containers above up to a dict or a list with a tensor of its own. Dicts with keys
-    other than text stay whole, too.
+    Tuples, deques and other containers stay whole as in DCP, with all containers above up to a dict or a list with a
+    tensor of its own. A distributed tensor in a whole value cannot be saved.
 
-    If a whole value has distributed tensors, all tensors of the value get keys of their own, and tensors without
-    numbers (``meta``) take their places in the value. The path of such a tensor begins with the key of the value and
-    ``.*``. :func:`filled` puts the tensors back.
+    In the state of a run, a value without tensors stays whole, since empty dicts would be lost in pieces. Dicts with
+    keys other than text stay whole, too. The pairs of names and states of algorithms are taken apart.
 
     Args:
         state: nested dicts.
-        as_dcp: take all dicts apart, also dicts without tensors, and lists with dicts, as DCP does.
-        to_save: take distributed tensors out of whole values.
+        as_dcp: take all dicts apart, also dicts without tensors, and lists with dicts, as DCP does. If false, ``state``
+            is the state of a run.
 
     Raises:
         SaveError: two parts of the state have the same key, or two keys of a dict are the same as text.
     """
     found = Leaves({}, {}, {})
-
-    def add(name: str, value: Any, path: Path, place: tuple[Any, ...]) -> None:
-        if name in found.values:
-            raise SaveError(f"two parts of the state have the key {name!r} in a sharded checkpoint: rename one.")
-        found.values[name], found.paths[name], found.places[name] = value, path, place
+    run = {} if as_dcp else state.get("state", {})
+    if "algorithms" in run:
+        state = {**state, "state": {**run, "algorithms": list(map(list, run["algorithms"]))}}
 
     def visit(value: Any, path: Path, place: tuple[Any, ...]) -> None:
-        if isinstance(value, Mapping) and (as_dcp or not path or _is_split(cast("Mapping[Any, Any]", value))):
-            if other := _keys_without_text(cast("Mapping[Any, Any]", value), path):
-                found.paths[KEYS + ".".join(map(str, path))] = other
-            for key, inner in cast("Mapping[Any, Any]", value).items():
-                visit(inner, (*path, str(key)), (*place, key))
-            return
-        if type(value) is list and (_is_split_by_dcp(value) if as_dcp else _holds(value, Tensor)):
+        if isinstance(value, Mapping):
+            items = cast("Mapping[Any, Any]", value)
+            if as_dcp or not path or (_has_tensor(items) and all(type(key) is str for key in items)):
+                if other := _keys_without_text(items, path):
+                    found.paths[KEYS + ".".join(map(str, path))] = other
+                for key, inner in items.items():
+                    visit(inner, (*path, str(key)), (*place, key))
+                return
+        if type(value) is list and (_is_split_by_dcp(value) if as_dcp else _has_tensor(value)):
             for number, inner in enumerate(cast("list[Any]", value)):
                 visit(inner, (*path, number), (*place, number))
             return
         name = ".".join(map(str, path))
-        if to_save and not isinstance(value, Tensor) and _holds_deep(value, DTensor):
-            value, tensors = _emptied(value, path)
-            for steps, tensor in tensors.items():
-                inner = (name + _INSIDE, *steps)
-                add(".".join(inner), tensor, inner, ())
-        add(name, value, path, place)
+        if name in found.values:
+            raise SaveError(f"two parts of the state have the key {name!r} in a sharded checkpoint: rename one.")
+        found.values[name], found.paths[name], found.places[name] = value, path, place
 
     try:
         visit(state, (), ())
@@ -244,14 +219,12 @@ def _keys_without_text(value: Mapping[Any, Any], path: Path) -> tuple[Any, ...]:
         SaveError: two keys are the same as text.
     """
     other = [key for key in value if type(key) is not str]
-    if other and len({str(key) for key in value}) < len(value):
-        texts = sorted(str(key) for key in value)
-        twice = next(one for one, next_one in itertools.pairwise(texts) if one == next_one)
+    if other and (twice := [text for text, times in Counter(map(str, value)).items() if times > 1]):
         raise SaveError(
-            f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice!r}, and a sharded "
-            "checkpoint cannot tell them apart. Rename one."
+            f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice[0]!r}, and a "
+            "sharded checkpoint cannot tell them apart. Rename one."
         )
-    return tuple(key for key in other if _is_plain_key(key))
+    return tuple(filter(_is_plain_key, other))
 
 
 def _is_plain_key(key: Any) -> bool:
@@ -260,22 +233,13 @@ def _is_plain_key(key: Any) -> bool:
     return type(key) in (str, int, bool, float, type(None), bytes)
 
 
-def _is_split(value: Mapping[Any, Any]) -> bool:
-    return _holds(value, Tensor) and all(type(key) is str for key in value)
-
-
-def _holds(value: Any, kind: type) -> bool:
-    """Return true if ``value`` is of ``kind``, or has such a value in dicts and lists."""
+def _has_tensor(value: Any) -> bool:
+    """Return true if ``value`` is a tensor, or has a tensor in dicts and lists."""
     if isinstance(value, Mapping):
-        return any(_holds(inner, kind) for inner in cast("Mapping[Any, Any]", value).values())
+        return any(map(_has_tensor, cast("Mapping[Any, Any]", value).values()))
     if type(value) is list:
-        return any(_holds(inner, kind) for inner in cast("Sequence[Any]", value))
-    return isinstance(value, kind)
-
-
-def _holds_deep(value: Any, kind: type) -> bool:
-    """Return true if ``value`` is of ``kind``, or has such a value in any container."""
-    return isinstance(value, kind) or any(_holds_deep(inner, kind) for _, inner in items_of(value))
+        return any(map(_has_tensor, cast("list[Any]", value)))
+    return isinstance(value, Tensor)
 
 
 def _is_split_by_dcp(value: Any) -> bool:
@@ -285,58 +249,7 @@ def _is_split_by_dcp(value: Any) -> bool:
     return any(map(_is_split_by_dcp, cast("list[Any]", value)))
 
 
-# ── tensors in a value that stays whole ──────────────────────────────────────────────────────────────────────────────
-def _emptied(value: Any, path: Path) -> tuple[Any, dict[tuple[str, ...], Tensor]]:
-    """Return ``value`` with tensors without numbers, and the tensors by their keys in ``value``, as text."""
-    found: dict[tuple[str, ...], Tensor] = {}
-
-    def visit(node: Any, steps: tuple[str, ...]) -> Any:
-        if isinstance(node, DTensor) or (isinstance(node, Tensor) and is_dense(node)):
-            found[steps] = node
-            return torch.empty(node.shape, dtype=node.dtype, device="meta")
-        if isinstance(node, dict):
-            _keys_without_text(cast("dict[Any, Any]", node), (*path, *steps))
-        return with_items(node, lambda key, inner: visit(inner, (*steps, str(key))))
-
-    return visit(value, ()), found
-
-
-def owner_of(metadata: Metadata, key: str) -> str | None:
-    """Return the key of the value around the tensor ``key``, if there is a value."""
-    path: Any = (metadata.planner_data or {}).get(key, ())
-    if len(path) < 2 or not str(path[0]).endswith(_INSIDE):
-        return None
-    owner = str(path[0]).removesuffix(_INSIDE)
-    return owner if isinstance(metadata.state_dict_metadata.get(owner), BytesStorageMetadata) else None
-
-
-def inner_tensors(metadata: Metadata, keys: Sequence[str]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield each tensor of the values ``keys``: key of the value, key of the tensor, keys in the value, as text."""
-    wanted = set(keys)
-    for key in metadata.state_dict_metadata:
-        owner = owner_of(metadata, key)
-        if owner is not None and owner in wanted:
-            yield owner, key, tuple(map(str, (metadata.planner_data or {})[key][1:]))
-
-
-def filled(value: Any, tensors: Mapping[tuple[str, ...], Any]) -> Any:
-    """Return ``value`` with ``tensors`` put in, by their keys in ``value``, as text."""
-
-    def visit(node: Any, steps: tuple[str, ...]) -> Any:
-        if steps in tensors:
-            return tensors[steps]
-        return with_items(node, lambda key, inner: visit(inner, (*steps, str(key))))
-
-    return visit(value, ())
-
-
-def tensor_at(value: Any, steps: Sequence[str]) -> Tensor | None:
-    """Return the tensor in ``value`` at the keys ``steps``, as text."""
-    for step in steps:
-        value = next((inner for key, inner in items_of(value) if str(key) == step), None)
-    return value if isinstance(value, Tensor) else None
-
-
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 _UNPICKLED = (SaveError, pickle.PickleError, AttributeError, TypeError, ValueError, RecursionError)
 """Errors of values that cannot be pickled, or cannot be loaded."""
 _DEEPEST = 8
@@ -357,13 +270,6 @@ def image_of(value: Any, name: str, *, must_load: bool = True) -> TorchImage:
         raise SaveError(f"{path!r}{said}: {error}") from error
 
 
-def value_bytes(value: Any, name: str, *, must_load: bool = False) -> bytes:
-    """Return the bytes of the ``.pt`` file of a small ``value``. Raises as :func:`image_of`."""
-    sink = FileInMemory()
-    image_of(value, name, must_load=must_load).write(sink)
-    return sink.file.getvalue()
-
-
 def _failing(value: Any, path: str, error: Exception, must_load: bool, depth: int = 0) -> tuple[str, Exception]:
     """Return the innermost place in ``value`` with the error, at most ``_DEEPEST`` containers deep."""
     for key, inner in items_of(value) if depth < _DEEPEST else ():
@@ -378,19 +284,17 @@ def _failing(value: Any, path: str, error: Exception, must_load: bool, depth: in
 def leaves_of(metadata: Metadata, key: str) -> list[str]:
     """Return the keys of the index for ``key``: the key itself, or all keys below."""
     if key in metadata.state_dict_metadata:
-        return [key, *(inner for _, inner, _ in inner_tensors(metadata, [key]))]
+        return [key]
     return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
 
 
 def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
     """Return the dict, or list, below ``prefix`` with the ``values`` of the keys ``leaves``."""
-    values = with_inner(metadata, leaves, values)
     items: list[tuple[Path, Any]] = []
     for leaf in leaves:
-        if owner_of(metadata, leaf) not in values:
-            path = key_path(metadata, leaf)
-            depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
-            items.append((path[depth:], values[leaf]))
+        path = key_path(metadata, leaf)
+        depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
+        items.append((path[depth:], values[leaf]))
     return _built(metadata, prefix, items)
 
 
@@ -408,12 +312,3 @@ def _built(metadata: Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -
     if made and all(type(step) is int for step in children) and sorted(made) == list(range(len(made))):
         return [made[number] for number in range(len(made))]
     return made
-
-
-def with_inner(metadata: Metadata, leaves: Sequence[str], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``values`` with tensors of other keys put into the values around the tensors."""
-    inner: dict[str, dict[tuple[str, ...], Any]] = {}
-    for owner, key, steps in inner_tensors(metadata, leaves):
-        if key in values:
-            inner.setdefault(owner, {})[steps] = values[key]
-    return {**values, **{owner: filled(values[owner], tensors) for owner, tensors in inner.items()}}

@@ -453,8 +453,9 @@ def check_savable(tensor: Tensor) -> None:
     kind = type(tensor)
     if is_distributed_tensor(tensor) and is_dense(tensor):
         raise SaveError(
-            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, or in a "
-            "set. Keep it in a dict, a list, a tuple or a deque of the state, where each rank writes its own part."
+            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, a "
+            "tuple, a set or another container. Keep it in a dict with text as keys, or in a list, of the state, where "
+            "each rank writes its own part."
         )
     if is_distributed_tensor(tensor):
         local = type(local_part(tensor))

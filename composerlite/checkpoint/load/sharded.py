@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
-from composerlite.checkpoint.format.sharded_index import inner_tensors, key_path, leaves, nested, tensor_at, with_inner
+from composerlite.checkpoint.format.sharded_index import key_path, leaves, nested
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
@@ -138,6 +138,9 @@ def as_in_a_file(contents: StateDict) -> StateDict:
         for optimizer in cast("StateDict", state).get("optimizers", {}).values():
             if isinstance(optimizer, dict):
                 cast("StateDict", optimizer).setdefault("state", {})
+        if isinstance(algorithms := cast("StateDict", state).get("algorithms"), list):
+            pairs = cast("list[Any]", algorithms)
+            state["algorithms"] = [tuple(cast("Any", pair)) if isinstance(pair, list) else pair for pair in pairs]
         if isinstance(state.get("dataset_state"), dict):  # pyright: ignore[reportUnknownMemberType]
             state["dataset_state"] = {"train": None, "eval": {}, **state["dataset_state"]}
     return contents
@@ -206,14 +209,11 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     Raises:
         IncompatibleCheckpointError: the checkpoint has different numbers for two names of a tensor, on any rank.
     """
-    found = leaves(state, as_dcp=True, to_save=False)
-    metadata = reader.read_metadata()
+    found = leaves(state, as_dcp=True)
     for value in found.values.values():
         if isinstance(value, Tensor):
             dist.make_fillable(value)
     wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
-    for owner, key, steps in inner_tensors(metadata, list(found.values)):
-        wanted[key] = _target(metadata.state_dict_metadata[key], tensor_at(found.values[owner], steps))
     tied = dist.tied_names(wanted)
     for key in (key for _, *others in tied for key in others):  # read apart, to compare the numbers
         wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
@@ -221,9 +221,8 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     load_leaves(reader, wanted, group=group)
     group.agree("comparing names of the same tensor", lambda: _check_tied(wanted, tied, reader.uri))
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
-    loaded = with_inner(metadata, list(found.values), wanted)
     for key, place in found.places.items():
-        value = loaded[key]
+        value = wanted[key]
         if isinstance(found.values[key], Tensor) and value is not found.values[key]:
             _check_kind(key, found.values[key], value, reader.uri)
             dist.make_fillable(found.values[key], value)
@@ -255,14 +254,6 @@ def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
     if not isinstance(loaded, Tensor) or kind(own) != kind(loaded):
         has = kind(loaded) if isinstance(loaded, Tensor) else type(loaded).__name__
         raise IncompatibleCheckpointError(f"checkpoint {uri!r} has {has} for {key!r}, and here is {kind(own)}.")
-
-
-def _target(stored: Any, live: Tensor | None) -> Tensor:
-    """Choose the tensor to fill with the ``stored`` tensor, to replace ``live`` in the state."""
-    dtype = stored.properties.dtype
-    if live is None or live.shape != stored.size:
-        return torch.empty(stored.size, dtype=dtype)
-    return live if live.dtype is dtype else empty_shard_like(live, dtype)
 
 
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
@@ -311,7 +302,7 @@ def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
 
 def flat(state: StateDict) -> dict[str, Any]:
     """Return ``state`` as a flat dict with the keys of an index."""
-    return leaves(state, as_dcp=True, to_save=False).values
+    return leaves(state, as_dcp=True).values
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import local_part
-from composerlite.checkpoint.format.sharded_index import KEYS, Path, leaves, value_bytes
+from composerlite.checkpoint.format.sharded_index import KEYS, Path, image_of, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, StatePiece, balanced, split_of
+from composerlite.checkpoint.format.torch_file import FileInMemory
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.dist import Group, is_dense, shard_box
 from composerlite.types import StateDict
@@ -111,7 +112,9 @@ class RankState:
                 self.data[piece.metadata_index] = local.resolve_conj().resolve_neg()
             else:
                 piece = StatePiece(key)
-                self.data[piece.metadata_index] = value_bytes(value, key, must_load=not of_run)
+                bytes_of_value = FileInMemory()
+                image_of(value, key, must_load=not of_run).write(bytes_of_value)
+                self.data[piece.metadata_index] = bytes_of_value.file.getvalue()
             self.pieces.append(piece)
         kept = {**self.tensors, **{piece.key: None for piece in self.pieces}}
         is_whole = group.is_first or not of_run
