@@ -189,10 +189,8 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
             checkpoints.save()
 
 
-def test_one_save_at_a_time_and_unchanged_weights_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The next save waits, and its report counts the seconds. Equal weights are a warning that names both."""
+def test_one_save_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next save waits, and its report counts the seconds."""
     caplog.set_level(logging.DEBUG)
     model = nn.Linear(1 << 12, 1 << 11)
     with CheckpointManager(tmp_path, keep=2, model=model) as checkpoints:
@@ -205,7 +203,6 @@ def test_one_save_at_a_time_and_unchanged_weights_are_reported(
     report = checkpoints.outcomes.reports[-1]
     assert re.search(rf"waited .* for the save of step{step - 1}.pt to end", caplog.text)
     assert 0 < report.seconds["waiting"] <= report.seconds["stall"] <= report.seconds["total"]
-    assert "step2.pt holds exactly the weights of step1.pt, 1 steps before it: is the model trained?" in caplog.text
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -452,7 +452,6 @@ class _StepWriter:
     ) -> None:
         self.gathers = False
         self.seconds: dict[str, float] = {}
-        self.weights_crc: Sequence[int] = ()
         self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
         self.size_bytes = self._start + train.size_bytes
         self._folder = folder

@@ -15,7 +15,7 @@ import pickle
 import sys
 import types
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -32,18 +32,17 @@ from composerlite._torch_compat import (
     typed_storage_class,
     untyped_storage,
 )
-from composerlite.checkpoint.format.zip_file import Layout, data_layout, trailer
+from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, data_layout, trailer
 from composerlite.checkpoint.trust.trusted import RefusedError, check_shape, is_loadable
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
-from composerlite.storage import FileDigest, HostMemory, Seal, Sink
+from composerlite.storage import HostMemory, Sink
 from composerlite.types import StateDict
 
 __all__ = [
     "FileInMemory",
-    "FiniteCheck",
     "Pickled",
     "StorageCopy",
     "TorchImage",
@@ -95,7 +94,9 @@ class TorchImage:
         self._layout = Layout([(name, len(value)) for name, value in self._rest], after=data)
         self._memory: HostMemory | None = None
         self._start = 0
-        self._finite = FiniteCheck()
+        # By storage: name, type of numbers, and place of each watched tensor.
+        self._watched: dict[int, list[tuple[str, torch.dtype, tuple[Any, ...]]]] = {}
+        self.not_finite: str | None = None
         self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.ring = shared_ring
         self.comment_bytes = 0
@@ -106,81 +107,85 @@ class TorchImage:
         assert self._storages is not None, "the image was staged already"
         return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
 
-    def numbers_of(self, tensors: Iterable[Any]) -> list[int]:
-        """Return the positions of the storages of ``tensors`` in the result of :meth:`write`."""
-        found = {self._index.get(storage_id(t.untyped_storage())) for t in tensors if type(t) is Tensor and is_dense(t)}
-        return sorted(number for number in found if number is not None)
-
     def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Let :meth:`write` look for NaN and infinite values in named, strided tensors of the file.
 
         :attr:`not_finite` is then the name of the first such tensor.
         """
         for name, tensor in tensors:
-            if (number := self._index.get(storage_id(tensor.untyped_storage()))) is not None:
-                self._finite.add(number, name, tensor)
-
-    @property
-    def not_finite(self) -> str | None:
-        return self._finite.found
+            number = self._index.get(storage_id(tensor.untyped_storage()))
+            if number is not None and tensor.dtype in _EXPONENTS:
+                place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+                self._watched.setdefault(number, []).append((name, tensor.dtype, place))
 
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
         """Write from a copy in ``memory``: each storage is at its offset in the file, plus ``start``."""
         self._memory, self._start = memory, start
         self._storages = None
 
-    def write(self, sink: Sink) -> list[int]:
-        """Write the file to ``sink``, and return the CRC-32 of each storage."""
+    def write(self, sink: Sink | FileInMemory) -> None:
+        """Write the file to ``sink``."""
         crcs: list[int] = []
         count = len(self._layout.records) - len(self._rest)
         for number, record in enumerate(self._layout.records):
             sink.write(record.header)
-            if number >= count:
-                data = torch.frombuffer(bytearray(self._rest[number - count][1]), dtype=torch.uint8)
-                crc = sink.copy(data.data_ptr(), record.size)
-            elif self._memory is not None:
-                crc = self._finite.copy(number, sink, self._memory.address + self._start + record.offset, record.size)
+            if number < count:
+                crc = self._copy(number, record, sink)
             else:
-                assert self._storages is not None
-                storage = self._storages[number]
-                if self.stand_in is not None:
-                    storage = self.stand_in(storage)
-                if (copier := self.ring.copier_of(storage)) is None:
-                    crc = self._finite.copy(number, sink, storage.data_ptr(), record.size)
-                else:
-                    crc = self._finite.copy_pieces(number, sink, self.ring.read(copier, storage), storage)
+                data = (ctypes.c_char * record.size).from_buffer_copy(self._rest[number - count][1])
+                crc = sink.copy(ctypes.addressof(data), record.size)
             sink.write(record.descriptor(crc))
             crcs.append(crc)
         sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
-        return crcs[:count]
+
+    def _copy(self, number: int, record: ZipRecord, sink: Sink | FileInMemory) -> int:
+        """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
+
+        The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
+        piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
+        """
+        storage, copier = None, None
+        if self._memory is not None:
+            address = self._memory.address + self._start + record.offset
+        else:
+            assert self._storages is not None
+            storage = self._storages[number]
+            if self.stand_in is not None:
+                storage = self.stand_in(storage)
+            copier, address = self.ring.copier_of(storage), storage.data_ptr()
+        if storage is not None and copier is not None:
+            pieces = self.ring.read(copier, storage)
+        else:
+            starts = range(0, record.size, sink.piece_bytes)
+            pieces = ((address + start, min(sink.piece_bytes, record.size - start)) for start in starts)
+        watched, crc = self._watched.get(number), 0
+        for start, size in pieces:
+            if watched and self.not_finite is None and not _are_finite(start, size, watched[0][1]):
+                if storage is None:
+                    memory = (ctypes.c_char * record.size).from_address(address)
+                    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+                found = (name for name, dtype, place in watched if not _is_finite(storage, dtype, place))
+                self.not_finite = next(found, None)
+                watched = None  # the value may be beside the tensors: check the tensors once
+            crc = sink.copy(start, size, crc)
+        return crc
 
 
 @final
 class FileInMemory:
-    """A file in memory."""
+    """A file in memory, for :meth:`TorchImage.write`."""
+
+    piece_bytes = 1 << 20
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
-        self.size_bytes = 0
-        self.piece_bytes = 1 << 20
-        self.seconds: dict[str, float] = {}
+        self.write = self.file.write
 
-    def write(self, data: bytes) -> None:
-        self.size_bytes += self.file.write(data)
-
-    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
+    def copy(self, address: int, size: int, crc: int = 0) -> int:
+        """Append ``size`` bytes of memory at ``address``, and return the CRC-32, continued from ``crc``."""
         data = ctypes.string_at(address, size)
         self.write(data)
-        return zlib.crc32(data, crc or 0)
-
-    def finish(self, seal: Seal | None = None) -> FileDigest:
-        raise NotImplementedError("it is never durable")
-
-    def __enter__(self) -> FileInMemory:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
+        return zlib.crc32(data, crc)
 
 
 # ── NaN and infinite values ─────────────────────────────────────────────────────────────────────────────────────
@@ -195,69 +200,6 @@ _EXPONENTS = {
 """Size in bytes of a number, and the bits of positive infinity, by type. NaN has larger bits."""
 
 
-class _Watched(NamedTuple):
-    """Name, type and place of a tensor in a storage."""
-
-    name: str
-    dtype: torch.dtype
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: int
-
-
-@final
-class FiniteCheck:
-    """Looks for NaN and infinite values in tensors of an image while the storages are written.
-
-    The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
-    piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
-
-    Attributes:
-        found: name of a written tensor with a NaN or infinite value.
-    """
-
-    def __init__(self) -> None:
-        self.found: str | None = None
-        self._watched: dict[int, list[_Watched]] = {}
-
-    def add(self, number: int, name: str, tensor: Tensor) -> None:
-        """Watch ``tensor`` in the storage ``number``."""
-        if tensor.dtype in _EXPONENTS:
-            place = _Watched(name, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            self._watched.setdefault(number, []).append(place)
-
-    def copy(self, number: int, sink: Sink, address: int, size: int) -> int:
-        """Copy the storage ``number`` from ``address`` to ``sink``, check the values, and return the CRC-32."""
-        pieces = [(address + start, min(sink.piece_bytes, size - start)) for start in range(0, size, sink.piece_bytes)]
-        return self.copy_pieces(number, sink, pieces, None)
-
-    def copy_pieces(
-        self, number: int, sink: Sink, pieces: Iterable[tuple[int, int]], storage: torch.UntypedStorage | None
-    ) -> int:
-        """Copy the storage ``number`` from ``pieces`` of memory to ``sink``, and check the values.
-
-        Args:
-            number: position of the storage in the file.
-            sink: takes the bytes.
-            pieces: address and size of each piece, in order; a whole number of numbers.
-            storage: the storage on a device. ``None``: the pieces are a list of adjacent pieces.
-
-        Returns:
-            CRC-32 of all bytes.
-        """
-        watched, crc = self._watched.get(number), 0
-        for address, size in pieces:
-            if watched and self.found is None and not _are_finite(address, size, watched[0].dtype):
-                if storage is None:
-                    first, total = next(iter(pieces))[0], sum(size for _, size in pieces)
-                    memory = (ctypes.c_char * total).from_address(first)
-                    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-                self.found = next((place.name for place in watched if not _is_finite(place, storage)), None)
-                watched = []  # the value may be beside the tensors: check the tensors once
-            crc = sink.copy(address, size, crc)
-        return crc
-
-
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
     """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``."""
     item_bytes, exponent = _EXPONENTS[dtype]
@@ -270,9 +212,9 @@ def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
     return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
 
 
-def _is_finite(place: _Watched, storage: torch.UntypedStorage) -> bool:
-    empty: Any = torch.empty(0, dtype=place.dtype, device=storage.device)
-    return bool(empty.set_(storage, place.offset, place.size, place.stride).isfinite().all())
+def _is_finite(storage: torch.UntypedStorage, dtype: torch.dtype, place: tuple[Any, ...]) -> bool:
+    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+    return bool(empty.set_(storage, *place).isfinite().all())
 
 
 # ── the pickle ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,13 +62,9 @@ class RankWriter(Protocol):
         gathers: :meth:`staged_in` and :meth:`write` are collective.
         size_bytes: size of the memory for a copy.
         seconds: time by activity of the threads that write, complete after :meth:`finish`.
-        weights_crc: CRC-32 of each storage of the model, after :meth:`write`.
     """
 
     size_bytes: int
-
-    @property
-    def weights_crc(self) -> Sequence[int]: ...
 
     @property
     def gathers(self) -> bool: ...
@@ -179,7 +175,6 @@ class NullWriter:
         self.gathers = gathering is not None
         self.size_bytes = 0
         self.seconds: Mapping[str, float] = {}
-        self.weights_crc: Sequence[int] = ()
         self._gathering = gathering
 
     def storages(self) -> list[StorageCopy]:
@@ -243,7 +238,6 @@ class FileWriter(NullWriter):
         overwrite: replace a checkpoint of the same name.
         record: the record of the checkpoint, without files. A checkpoint of one file, and the archive of each other
             rank, contain the record when they are flushed. The archive of rank 0 gets the record of all at the commit.
-        weights: tensors of the first image for :attr:`weights_crc`.
         gathering: the distributed tensors of the image.
     """
 
@@ -256,7 +250,6 @@ class FileWriter(NullWriter):
         template: str,
         overwrite: bool,
         record: Manifest,
-        weights: Iterable[Any] = (),
         gathering: Gathering | None = None,
     ) -> None:
         super().__init__(gathering)
@@ -271,7 +264,6 @@ class FileWriter(NullWriter):
         if record.form == "file" and not self._format.archive:
             (image,) = self._images.values()
             self._room = image.comment_bytes = tail_room(record, self.size_bytes)
-        self._weights = next(iter(self._images.values())).numbers_of(weights)
         self._catalog = catalog
         self._name = name
         self._overwrite = overwrite
@@ -315,8 +307,8 @@ class FileWriter(NullWriter):
             sink = self._format.open_sink(self._data.temporary, self.size_bytes, memory=memory, members=members)
             self._sink = stack.enter_context(sink)
             self.seconds = sink.seconds
-            crcs = [image.write(sink) for image in self._images.values()]
-            self.weights_crc = [crcs[0][number] for number in self._weights]
+            for image in self._images.values():
+                image.write(sink)
             self._stack = stack.pop_all()
 
     def finish(self, manifest: Manifest) -> _Written:
@@ -576,7 +568,6 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
         template=record.template,
         overwrite=request.overwrite,
         record=record,
-        weights=weights.values(),
         gathering=gathering,
     )
 

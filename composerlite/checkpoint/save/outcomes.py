@@ -68,7 +68,6 @@ class Outcomes:
         """The last save succeeded, and older checkpoints were deleted by retention."""
         self.last_is_unconfirmed = False
         self._failures["saved"] = 0
-        self._warn_if_untrained(report)
         self.reports.append(report)
         self.blocked_seconds += report.seconds["stall"]
         at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
@@ -178,17 +177,3 @@ class Outcomes:
                 metric,
             )
         self._warned_of_metric = True
-
-    def _warn_if_untrained(self, report: SaveReport) -> None:
-        """Warn on rank 0 if the weights are those of the checkpoint before."""
-        before = self.reports[-1] if self.reports else None
-        if before is None or report.batch <= before.batch or not len(report.weights_crc) or report.not_finite:
-            return
-        if list(before.weights_crc) == list(report.weights_crc) and dist.get_global_rank() == 0:
-            log.warning(
-                "checkpoint %s holds exactly the weights of %s, %d steps before it: is the model trained? Look at the "
-                "learning rate, at requires_grad, and whether the optimizer has the model's parameters.",
-                report.path,
-                before.path.name,
-                report.batch - before.batch,
-            )

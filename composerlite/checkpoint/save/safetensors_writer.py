@@ -158,7 +158,6 @@ class SafetensorsWriter:
         self.gathers = True
         self.size_bytes = 0
         self.seconds: Mapping[str, float] = {}
-        self.weights_crc: Sequence[int] = ()
         self._folder = folder
         self._group = dist.group_of()
         self._rank = self._group.rank

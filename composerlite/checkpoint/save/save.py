@@ -71,7 +71,6 @@ class SaveReport:
             ``commit``: from durable data to an existing checkpoint.
             ``total``: from the call to an existing checkpoint.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
-        weights_crc: CRC-32 of each storage of the model, if rank 0 has the whole model.
         deleted: names of the older checkpoints to delete by retention.
         deletion_error: error of this rank while deleting older checkpoints.
         not_finite: names of NaN or infinite values, see :class:`Manifest`.
@@ -83,7 +82,6 @@ class SaveReport:
     size_bytes: int
     seconds: Mapping[str, float]
     slowest_rank: int | None = None
-    weights_crc: Sequence[int] = ()
     deleted: Sequence[str] = ()
     not_finite: Sequence[str] = ()
     deletion_error: Exception | None = None
@@ -446,7 +444,6 @@ class SaveTask:
             size_bytes=manifest.size_bytes,
             seconds=seconds,
             slowest_rank=slowest_rank,
-            weights_crc=self.writer.weights_crc,
             deleted=deleted,
             not_finite=manifest.not_finite,
         )

@@ -431,7 +431,6 @@ class ShardWriter:
     ) -> None:
         self.gathers = False
         self.seconds: Mapping[str, float] = {}
-        self.weights_crc: Sequence[int] = ()
         self.committed: Manifest | None = None
         self._folder = folder
         self._disks = disks
