@@ -29,7 +29,6 @@ from composerlite.checkpoint.format.packing import format_of, unpacked
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
-from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, StagedFile
 
 PACKED_ARCHIVES = ARCHIVES[1:]
@@ -105,7 +104,7 @@ def test_the_record_of_a_compressed_file_is_read_before_and_after_decompression(
     assert copied is not None
     assert copied.files[0].digest.xxh3_128 == xxhash.xxh3_128_hexdigest(inside[: -image.comment_bytes])
     with unpacked(path) as file:
-        assert file.read() == inside
+        assert file.read(0, file.size_bytes) == inside
 
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
@@ -169,9 +168,9 @@ def test_modules_of_python_read_both_frames(tmp_path: Path, suffix: str, size_by
     tool_output(TOOLS[suffix], "-t", path)
     assert decompressed(path) == data + tail
     with unpacked(path, size_bytes=len(data) + len(tail)) as file:
-        assert file.read() == data + tail
+        assert file.read(0, file.size_bytes) == data + tail
     with unpacked(path, keep_archive=True) as file:
-        assert file.read() == data + tail
+        assert file.read(0, file.size_bytes) == data + tail
     assert last_frame(end_of(path)) == (len(end_of(path)) - digest.tail_bytes, tail)
     written = path.read_bytes()
     if suffix == ".pt.zst":
@@ -198,18 +197,9 @@ def test_programs_ignore_the_tail_of_an_archive(tmp_path: Path, suffix: str) -> 
         assert member is not None
         assert member.read() == data
     with unpacked(path, size_bytes=len(data)) as file:
-        assert file.read() == data
+        assert file.read(0, file.size_bytes) == data
     inside = path.read_bytes() if suffix == ".tar" else decompressed(path)
     assert inside.endswith(bytes(1024) + TAIL)
-
-
-@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
-@pytest.mark.parametrize("tail", [b"something", bytes(512) + b"x", tail_of()[1:]])
-def test_an_archive_with_other_bytes_behind_it_is_refused(tmp_path: Path, suffix: str, tail: bytes) -> None:
-    """Only a record may follow the end of an archive."""
-    pack(path := tmp_path / f"a{suffix}", make_torch_bytes(megabytes=0.02), partial(constant_seal, tail=tail))
-    with pytest.raises(CorruptCheckpointError, match="something behind its end"), unpacked(path):
-        pass
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -251,7 +241,7 @@ def test_a_frame_that_is_cut_off_extended_or_of_another_encoder_is_none(compress
         assert last_frame(frame[:size]) is None
         assert last_frame(frame[size:]) == ((0, TAIL) if size == 0 else None)
     assert last_frame(frame + b"\0") is None
-    if known.extension != "bz2":
+    if known.extension not in ("bz2", "xz"):
         assert last_frame(known.library().encode(memoryview(TAIL))) is None
     assert last_frame(known.frame(b"no record in these bytes\n")) is None
     with pytest.raises(ValueError, match="70000 bytes for a last frame"):
@@ -266,7 +256,7 @@ def test_programs_read_a_last_frame_of_every_size(compressor: object, size: int)
     data = random.Random(size).randbytes(size)
     frame = known.frame(data)
     assert tool_output(TOOLS[f".pt.{known.extension}"], "-d", "-c", stdin=frame * 2) == data * 2
-    assert b"".join(known.decoded([frame, frame])) == data * 2
+    assert b"".join(known.decoded(io.BytesIO(frame * 2))) == data * 2
 
 
 def test_two_last_frames_give_the_second(tmp_path: Path) -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import tarfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, next_member, stand_ins
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
+from composerlite.checkpoint.format.byte_sources import ByteSource, Window
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import ByteSource, TorchFile, UnverifiedFile, Window
+from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
 from composerlite.checkpoint.load.resolve import engine_folder, fetched, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
@@ -78,7 +78,7 @@ class RankFiles:
         lack = "it is no archive"
         if size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
             lack = f"it has no {DEEPSPEED!r} in it"
-            members = _members(source, size_bytes)
+            members = members_of(source, size_bytes)
             self._files = {match[1]: members[name] for name in members if (match := _FILE.fullmatch(name)) is not None}
             self.names = sorted(self._files)
             if STATES in members:
@@ -142,32 +142,6 @@ class RankFiles:
         return file.contents
 
 
-def _members(source: ByteSource, size_bytes: int) -> dict[str, Window]:
-    """Return the files in an archive by their names, without folders."""
-    position = 0
-
-    def read(size: int) -> bytes:
-        nonlocal position
-        size = max(0, min(size, size_bytes - position))
-        data = source.read(position, size) if size else b""
-        position += size
-        return data
-
-    found: dict[str, Window] = {}
-    while (member := next_member(read)) is not None:
-        if member.isdir():
-            continue
-        name = member.name.removeprefix("./")
-        if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or name in found:
-            what = "twice" if name in found else "as a link, a device or a sparse file"
-            raise CorruptCheckpointError(f"it is an archive that holds {member.name!r} {what}")
-        if position + member.size > size_bytes:
-            raise CorruptCheckpointError("it is an archive that is cut off")
-        found[name] = Window(source, position, member.size)
-        position += member.size + -member.size % tarfile.BLOCKSIZE
-    return found
-
-
 @contextlib.contextmanager
 def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_bytes: int = 0) -> Generator[RankFiles]:
     """Open the archive ``path``, compressed or not.
@@ -190,8 +164,8 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
         return
     if digest is not None:
         verify_file(path, digest)
-    with unpacked(path, keep_archive=True, most_bytes=unpacked_bytes) as file:
-        yield RankFiles(UnverifiedFile(file), file.seek(0, 2), path, check_sums=digest is None)
+    with unpacked(path, keep_archive=True, most_bytes=unpacked_bytes) as archive:
+        yield RankFiles(archive, archive.size_bytes, path, check_sums=digest is None)
 
 
 def holds_deepspeed(path: Path) -> bool:

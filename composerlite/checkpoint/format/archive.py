@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import Any, cast, final
 
-from composerlite.checkpoint.format import MOST_TAIL_BYTES, TAIL_START
-from composerlite.checkpoint.format.compression import PackedSink, PiecesReader
+from composerlite.checkpoint.format.byte_sources import ByteSource, Window
+from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter
 
@@ -19,10 +18,10 @@ __all__ = [
     "STATES",
     "TarSink",
     "is_tar_header",
-    "next_member",
+    "members_of",
     "stand_ins",
+    "states_in",
     "tar_bytes",
-    "tar_member",
 ]
 
 STATES = "composer_states.pt"
@@ -37,8 +36,6 @@ DEEPSPEED_TYPES = (
 )
 """The classes of DeepSpeed with objects in these files."""
 _BLOCK = tarfile.BLOCKSIZE
-_MOST_HEADER_BYTES = 64 << 10
-_PIECE_BYTES = 1 << 20
 _PLAIN_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
@@ -123,107 +120,73 @@ def is_tar_header(block: bytes) -> bool:
     return True
 
 
-def tar_member(source: io.BufferedReader[PiecesReader]) -> Iterator[bytes]:
-    """Yield the bytes of ``composer_states.pt`` in the archive ``source``, in pieces of at most 1 MiB.
+@final
+class _AsFile:
+    """The part of the interface of a file that :mod:`tarfile` needs, for the bytes of ``source``."""
 
-    The archive may contain this file and its folder, and nothing else. The record of the checkpoint may follow the
-    archive. Nothing is extracted to a path. Memory use does not depend on sizes in headers.
+    def __init__(self, source: ByteSource, size_bytes: int) -> None:
+        self._source = source
+        self._size_bytes = size_bytes
+        self._position = 0
 
-    Raises:
-        CorruptCheckpointError: the archive is damaged, cut off, or contains something else.
-        IncompatibleCheckpointError: the archive contains DeepSpeed's files.
-    """
-    found = False
-    while (member := next_member(source.read)) is not None:
-        if member.isdir() and member.name.rstrip("/") in ("", "."):
-            continue
-        if member.name.removeprefix("./").split("/")[0] == DEEPSPEED:
-            raise IncompatibleCheckpointError(
-                "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of its "
-                "weights with composerlite.checkpoint.unshard_zero"
-            )
-        plain = member.type in _PLAIN_FILES
-        if not plain or member.name not in (STATES, f"./{STATES}"):
-            kind = "file" if plain else "folder" if member.isdir() else "link, device or sparse file"
-            raise CorruptCheckpointError(
-                f"it is an archive that holds the {kind} {member.name!r}; expected {STATES!r} alone"
-            )
-        if found:
-            raise CorruptCheckpointError(f"it is an archive that holds {STATES!r} twice")
-        found = True
-        left = member.size
-        while left:
-            if not (piece := source.read1(min(left, _PIECE_BYTES))):
-                raise _cut_off()
-            yield piece
-            left -= len(piece)
-        _exactly(source.read, -member.size % _BLOCK)
-    end = b""
-    while len(end) <= MOST_TAIL_BYTES and (piece := source.read1(_PIECE_BYTES)):
-        end = (end + piece).lstrip(b"\0")
-    if end and (not end.startswith(TAIL_START) or len(end) > MOST_TAIL_BYTES):
-        raise CorruptCheckpointError("it is an archive with something behind its end")
-    if not found:
-        raise CorruptCheckpointError(f"it is an archive that holds no {STATES!r}")
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int) -> bytes:
+        size = max(0, min(size, self._size_bytes - self._position))
+        data = self._source.read(self._position, size) if size else b""
+        self._position += size
+        return data
 
 
-def next_member(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
-    """Return the next header, with the name and size of extended headers; ``None`` at the end of the archive.
+def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
+    """Return the files in an archive by name. Nothing is extracted. Folders are left out.
 
     Args:
-        read: returns the requested number of bytes, or fewer at the end.
+        source: bytes of the archive. The record of the checkpoint may follow the archive.
+        size_bytes: size of the archive.
 
     Raises:
-        CorruptCheckpointError: the header is damaged or cut off, or belongs to a sparse file.
+        CorruptCheckpointError: the archive is damaged or cut off, or contains a link, a device or a sparse file, or two
+            files of the same name.
     """
-    name, size = None, None
-    while (block := _exactly(read, _BLOCK)).strip(b"\0"):
-        try:
-            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as e:
-            raise CorruptCheckpointError(f"it is an archive with a damaged header: {e}") from e
-        if member.size < 0:
-            raise CorruptCheckpointError("it is an archive with a member of less than 0 bytes")
-        is_pax = member.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
-        if not is_pax and member.type not in (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
-            member.name = member.name if name is None else name
-            member.size = member.size if size is None else size
-            return member
-        if member.size > _MOST_HEADER_BYTES:
-            raise CorruptCheckpointError(f"it is an archive with an extended header of {member.size} bytes")
-        data = _exactly(read, member.size + -member.size % _BLOCK)[: member.size]
-        if is_pax:
-            records = _pax_records(data)
-            name = records.get("path", name)
-            size = int(records["size"]) if "size" in records else size
-        elif member.type == tarfile.GNUTYPE_LONGNAME:
-            name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-    return None
+    found: dict[str, Window] = {}
+    try:
+        with tarfile.open(fileobj=cast("Any", _AsFile(source, size_bytes)), mode="r:") as archive:
+            for member in archive:
+                if member.size < 0 or member.offset_data + member.size > size_bytes:
+                    raise CorruptCheckpointError(f"it is an archive that is cut off, or no {member.name!r} is in it")
+                if member.isdir():
+                    continue
+                name = member.name.removeprefix("./")
+                if member.type not in _PLAIN_FILES or member.sparse is not None or name in found:
+                    kind = "twice" if name in found else "as a link, a device or a sparse file"
+                    raise CorruptCheckpointError(f"it is an archive that holds {member.name!r} {kind}")
+                found[name] = Window(source, member.offset_data, member.size)
+            if source.read(archive.offset, _BLOCK).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise CorruptCheckpointError(f"it is an archive with a damaged header at {archive.offset}")
+    except (tarfile.TarError, ValueError, IndexError, OverflowError) as e:
+        raise CorruptCheckpointError(f"it is an archive that is damaged or cut off: {e}") from e
+    return found
 
 
-def _pax_records(data: bytes) -> dict[str, str]:
-    """Return the records of an extended header, such as ``"30 mtime=1700000000.1234567\\n"``."""
-    records = dict[str, str]()
-    while data:
-        length, _, _ = data.partition(b" ")
-        if not length.isdigit() or not len(length) < int(length[:9]) <= len(data):
-            raise CorruptCheckpointError("it is an archive with a damaged extended header")
-        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        records[key.decode(errors="replace")] = value.decode(errors="replace")
-        data = data[int(length) :]
-    if any(key.startswith("GNU.sparse") for key in records):
-        raise CorruptCheckpointError("it is an archive with a sparse file; pack it without that option of tar")
-    if not (size := records.get("size", "0")).isdecimal() or len(size) > 18:
-        raise CorruptCheckpointError(f"it is an archive with a member of {size[:40]!r} bytes")
-    return records
+def states_in(archive: Window) -> Window:
+    """Return ``composer_states.pt`` in an archive of Composer or of composerlite.
 
-
-def _exactly(read: Callable[[int], bytes], size: int) -> bytes:
-    data = read(size)
-    if len(data) != size:
-        raise _cut_off()
-    return data
-
-
-def _cut_off() -> CorruptCheckpointError:
-    return CorruptCheckpointError("it is an archive that is cut off")
+    Raises:
+        CorruptCheckpointError: the archive is damaged, or contains something else.
+        IncompatibleCheckpointError: the archive contains the files of DeepSpeed.
+    """
+    found = members_of(archive, archive.size_bytes)
+    if any(name.startswith(f"{DEEPSPEED}/") for name in found):
+        raise IncompatibleCheckpointError(
+            "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of its weights "
+            "with composerlite.checkpoint.unshard_zero"
+        )
+    if list(found) != [STATES]:
+        names = ", ".join(map(repr, list(found)[:8])) or "nothing"
+        raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
+    return found[STATES]

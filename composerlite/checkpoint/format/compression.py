@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bz2
 import ctypes
-import io
 import lzma
 import os
 import shutil
@@ -20,9 +19,9 @@ import tempfile
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,6 @@ __all__ = [
     "KNOWN_COMPRESSORS",
     "Compressor",
     "PackedSink",
-    "PiecesReader",
     "codec_of",
     "get_compressor",
     "is_compressed_pt",
@@ -103,31 +101,12 @@ def _zstandard_library() -> Library:
 # ── last frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
 # A frame with a stored block contains its data uncompressed, so a reader needs no library to find the record. The same
 # data always give the same bytes. So a reader encodes the data again and detects every flipped bit, also in bits
-# without a checksum. bzip2 has no stored blocks. All versions of libbz2 give the same bytes.
+# without a checksum. For bzip2 and xz, Python has the library. All versions of libbz2 give the same bytes, and the
+# checksums of xz cover all bits.
 def _gzip_frame(data: bytes) -> bytes:
     """Return ``data`` as a gzip member with a stored block (RFC 1951 and 1952)."""
     head = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + struct.pack("<BHH", 1, len(data), len(data) ^ 0xFFFF)
     return head + data + struct.pack("<II", zlib.crc32(data), len(data))
-
-
-def _xz_frame(data: bytes) -> bytes:
-    """Return ``data`` as an xz stream with a stored block (the .xz file format, version 1.2)."""
-
-    def with_crc(part: bytes) -> bytes:
-        return part + struct.pack("<I", zlib.crc32(part))
-
-    def number(value: int) -> bytes:  # in groups of 7 bits
-        groups = [value >> shift & 0x7F for shift in range(0, value.bit_length() or 1, 7)]
-        return bytes([group | 0x80 for group in groups[:-1]] + groups[-1:])
-
-    check_kind, filters = b"\0\1", b"\x02\0\x21\1\x08\0\0\0"  # CRC-32; LZMA2 with a dictionary of 64 KiB
-    head = b"\xfd7zXZ\0" + with_crc(check_kind) + with_crc(filters)
-    block = b"\1" + struct.pack(">H", len(data) - 1) + data + b"\0"
-    index = b"\0\1" + number(len(filters) + 4 + len(block) + 4) + number(len(data))
-    index = with_crc(index + bytes(-len(index) % 4))
-    footer = struct.pack("<I", len(index) // 4 - 1) + check_kind
-    check = struct.pack("<I", zlib.crc32(data))
-    return head + block + bytes(-len(block) % 4) + check + index + with_crc(footer)[-4:] + footer + b"YZ"
 
 
 def _lz4_frame(data: bytes) -> bytes:
@@ -198,14 +177,8 @@ class Compressor:
             raise ValueError(f"{len(data)} bytes for a last frame, which has at most {_MOST_FRAME_DATA_BYTES}")
         return self.encode_last(data)
 
-    def decoded(self, pieces: Iterable[bytes]) -> Generator[bytes]:
-        """Decode a file.
-
-        Args:
-            pieces: the bytes of the file, in order.
-
-        Returns:
-            The decoded bytes, in pieces of at most 1 MiB.
+    def decoded(self, file: IO[bytes]) -> Generator[bytes]:
+        """Yield the decoded bytes of ``file``, in pieces of at most 1 MiB.
 
         Raises:
             CorruptCheckpointError: the file is damaged or cut off.
@@ -214,8 +187,7 @@ class Compressor:
         self.check_exists()
         library = self.library()
         decoder, within = library.decoder(), True  # within a frame. Between frames, zeros may fill the block of a tape
-        for piece in pieces:
-            data = piece
+        while data := file.read(_PIECE_BYTES):
             while data or (within and not decoder.needs_input):
                 if not within:
                     if not (data := data.lstrip(b"\0")):
@@ -245,16 +217,15 @@ class Compressor:
 
     @contextmanager
     def decompress(self, filename: str | Path) -> Generator[IO[bytes]]:
-        """Open the decompressed contents of the file ``filename``, for reading from front to back.
+        """Open the decompressed contents of the file ``filename`` for reading.
 
         Raises:
-            CorruptCheckpointError: while reading, if the file is damaged or cut off.
+            CorruptCheckpointError: the file is damaged or cut off.
         """
-        with (
-            Path(filename).open("rb", buffering=0) as source,
-            closing(self.decoded(iter(lambda: source.read(_PIECE_BYTES), b""))) as pieces,
-        ):
-            yield io.BufferedReader(PiecesReader(pieces))
+        with Path(filename).open("rb", buffering=0) as source, tempfile.TemporaryFile() as file:
+            file.writelines(self.decoded(source))
+            file.seek(0)
+            yield file
 
 
 _BZIP2 = Library(bz2.compress, bz2.BZ2Decompressor, (OSError, ValueError))
@@ -262,7 +233,7 @@ KNOWN_COMPRESSORS = (
     Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress, block_bytes=4 * 900_000),  # bzip2 has blocks of 900 kB
     Compressor("gz", b"\x1f\x8b", _gzip_library, _gzip_frame),
     Compressor("lz4", b"\x04\x22\x4d\x18", _lz4_library, _lz4_frame, "lz4"),
-    Compressor("xz", b"\xfd7zXZ\0", _xz_library, _xz_frame),
+    Compressor("xz", b"\xfd7zXZ\0", _xz_library, lzma.compress),
     Compressor("zst", b"\x28\xb5\x2f\xfd", _zstandard_library, _zstandard_frame, "backports.zstd"),
 )
 """Every codec, by extension."""
@@ -304,47 +275,23 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
         Offset of the frame in ``end``, and the data in the frame; ``None`` if the file does not end with such a frame,
         or if a bit of the frame was flipped.
     """
+    for magic, decoder in ((b"BZh91AY&SY", bz2.BZ2Decompressor()), (b"\xfd7zXZ\0", _xz_library().decoder())):
+        start = max(0, end.rfind(magic))
+        with suppress(OSError, ValueError, lzma.LZMAError):
+            data = decoder.decompress(end[start:], _MOST_FRAME_DATA_BYTES)
+            is_whole = decoder.eof and not decoder.unused_data and _FOOTER_MARK in data[-_FOOTER_BYTES:]
+            if is_whole and (magic[:1] != b"B" or end[start:] == bz2.compress(data)):
+                return start, data
     place = end.rfind(_FOOTER_MARK)
-    if place >= 0:
-        try:
-            start = place - int(end[place + len(_FOOTER_MARK) :][:8], 16)
-        except ValueError:
-            return None
-        data = end[max(0, start) : place + _FOOTER_BYTES]
-        candidates = KNOWN_COMPRESSORS[1:] if start >= 0 else ()
-    else:  # bzip2 has no stored blocks
-        try:
-            data = bz2.BZ2Decompressor().decompress(end[end.rfind(b"BZh91AY&SY") :], _MOST_FRAME_DATA_BYTES)
-        except (OSError, ValueError):
-            return None
-        candidates = KNOWN_COMPRESSORS[:1] if _FOOTER_MARK in data[-_FOOTER_BYTES:] else ()
-    if len(data) > _MOST_FRAME_DATA_BYTES:
+    try:
+        start = place - int(end[place + len(_FOOTER_MARK) :][:8], 16)
+    except ValueError:
         return None
-    frames = (known.frame(data) for known in candidates)
+    data = end[max(0, start) : place + _FOOTER_BYTES]
+    if start < 0 or len(data) > _MOST_FRAME_DATA_BYTES:
+        return None
+    frames = (encode(data) for encode in (_gzip_frame, _lz4_frame, _zstandard_frame))
     return next(((len(end) - len(frame), data) for frame in frames if end.endswith(frame)), None)
-
-
-@final
-class PiecesReader(io.RawIOBase):
-    """A readable file with the contents ``pieces``."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while not self._left:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._left = memoryview(piece)
-        size = min(len(buffer), len(self._left))
-        buffer[:size] = self._left[:size]
-        self._left = self._left[size:]
-        return size
 
 
 _HASHED_BYTES = 1 << 20  # small enough for the processor's cache

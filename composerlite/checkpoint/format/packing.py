@@ -10,20 +10,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
-import itertools
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, tar_bytes, tar_member
-from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, PiecesReader, codec_of
+from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, states_in, tar_bytes
+from composerlite.checkpoint.format.byte_sources import UnverifiedFile, Window
+from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import HostMemory, Sink, StreamWriter
 
@@ -126,13 +123,9 @@ def format_of(name: str | Path) -> Format:
 
 
 # ── reading files ────────────────────────────────────────────────────────────────────────────────────────────────────
-_TORCH_FILES = (b"PK", b"\x80")  # a zip archive; before torch 1.6, a pickle
-_PIECE_BYTES = 64 << 10
 _HEADER_BYTES = 512
-_MOST_BYTES = 1 << 20
 _ALWAYS_BYTES = 1 << 30
 _RATIO = 100
-_SHARE_OF_DISK = 0.95
 _ARCHIVE_BYTES = 1 << 20  # upper limit of headers and padding
 
 
@@ -156,8 +149,6 @@ def is_packed(path: Path) -> bool:
 
 def is_packed_beginning(beginning: bytes) -> bool:
     """Check whether a file is compressed or an archive. ``beginning``: the first 512 bytes, or the whole file."""
-    if beginning.startswith(_TORCH_FILES):
-        return False
     return codec_of(beginning) is not None or is_tar_header(beginning)
 
 
@@ -168,13 +159,12 @@ def unpacked(
     size_bytes: int | None = None,
     most_bytes: int = 0,
     keep_archive: bool = False,
-    progress: Callable[[int], object] = int,
-) -> Generator[IO[bytes]]:
+) -> Generator[Window]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    Compressed files and archives are unpacked into a file without a name. The system removes this file when the block
-    or the process ends. Its folder is ``TMPDIR``, else the folder of ``path``, else the system's temporary folder.
-    Other files are opened directly. Memory use does not depend on the contents.
+    Compressed files are unpacked into a file without a name. The system removes this file when the block or the process
+    ends. Its folder is ``TMPDIR``, else the folder of ``path``, else the system's temporary folder. Other files, and
+    the files in archives, are read in place. Memory use does not depend on the contents.
 
     Args:
         path: the checkpoint.
@@ -182,7 +172,6 @@ def unpacked(
             ``path`` if that is more.
         most_bytes: a higher limit for an unknown size.
         keep_archive: only decompress. An archive stays an archive.
-        progress: is called with each number of bytes read.
 
     Raises:
         CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
@@ -190,65 +179,43 @@ def unpacked(
         ConfigError: the library of the codec is not installed.
         OSError: the file cannot be read, or there is no space to unpack it.
     """
-    with path.open("rb", buffering=0) as packed:
-        if not is_packed(path):
-            yield packed
-            return
-        # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
-        beside = path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
-        folder = Path(os.environ.get("TMPDIR") or beside)
-        most = max(_ALWAYS_BYTES, _RATIO * path.stat().st_size, most_bytes)
-        most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
-        with tempfile.TemporaryFile(dir=folder, prefix=f".{path.name}.") as target:
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(path.open("rb", buffering=0))
+        found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
+        if is_packed(path):
             try:
-                pieces = _limited(_decoded(packed, progress), most, folder, path)
-                for piece in pieces if keep_archive else _without_archive(pieces):
-                    target.write(piece)
-                target.flush()
-                if size_bytes is not None and target.tell() != size_bytes:
-                    raise CorruptCheckpointError(f"it unpacks to {target.tell()} bytes and not to {size_bytes}")
+                if (codec := codec_of(found.read(0, min(_HEADER_BYTES, found.size_bytes)))) is not None:
+                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes, most_bytes)
+                    most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
+                    file = stack.enter_context(_decompressed(path, codec, most))
+                    found = Window(UnverifiedFile(file), 0, file.tell())
+                is_archive = is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes)))
+                found = states_in(found) if is_archive and not keep_archive else found
+                if size_bytes not in (None, found.size_bytes):
+                    raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
             except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
                 raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
-            target.seek(0)
-            yield target
+        yield found
 
 
-def _decoded(packed: IO[bytes], progress: Callable[[int], object]) -> Generator[bytes]:
-    """Yield the decompressed contents of a file."""
-    codec = codec_of(packed.read(_HEADER_BYTES))
-    packed.seek(0)
-
-    def pieces() -> Generator[bytes]:
-        while piece := packed.read(_PIECE_BYTES):
-            progress(len(piece))
-            yield piece
-
-    yield from pieces() if codec is None else codec.decoded(pieces())
-
-
-def _limited(pieces: Iterable[bytes], most_bytes: int, folder: Path, path: Path) -> Generator[bytes]:
-    """Yield ``pieces``. Raises an error after ``most_bytes``, or more bytes than there is space in ``folder``."""
-    room = int(_SHARE_OF_DISK * shutil.disk_usage(folder).free)
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > most_bytes:
-            raise CorruptCheckpointError(
-                f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
-                "trust it, unpack it with the tool of its format and load the .pt file."
-            )
-        if size > room:
-            message = f"No space left on device to unpack {str(path)!r}; TMPDIR=… names another"
-            raise OSError(errno.ENOSPC, message, str(folder))
-        yield piece
-
-
-def _without_archive(pieces: Generator[bytes]) -> Iterable[bytes]:
-    """Return the contents of the ``.pt`` file in ``pieces``: the contents of an archive, or a ``.pt`` file."""
-    beginning = b""
-    while len(beginning) < _HEADER_BYTES and (piece := next(pieces, None)) is not None:
-        beginning += piece
-    whole = itertools.chain([beginning], pieces)
-    if beginning.startswith(_TORCH_FILES) or not is_tar_header(beginning):
-        return whole
-    return tar_member(io.BufferedReader(PiecesReader(whole)))
+@contextlib.contextmanager
+def _decompressed(path: Path, codec: Compressor, most_bytes: int) -> Generator[IO[bytes]]:
+    """Open a temporary file with the decompressed contents of ``path``."""
+    # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
+    beside = path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
+    folder = Path(os.environ.get("TMPDIR") or beside)
+    with path.open("rb", buffering=0) as packed, tempfile.TemporaryFile(buffering=0, dir=folder) as target:
+        for piece in codec.decoded(packed):
+            left = memoryview(piece)
+            try:
+                while left:
+                    left = left[target.write(left) :]
+            except OSError as e:
+                message = f"{e.strerror} to unpack {str(path)!r}; TMPDIR=… names another"
+                raise OSError(e.errno, message, str(folder)) from e
+            if target.tell() > most_bytes:
+                raise CorruptCheckpointError(
+                    f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
+                    "trust it, unpack it with the tool of its format and load the .pt file."
+                )
+        yield target

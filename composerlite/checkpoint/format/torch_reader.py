@@ -12,12 +12,12 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from isal import isal_zlib
 
+from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import ZipRecord, entries, records_root
 from composerlite.checkpoint.trust.trusted import storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
@@ -26,12 +26,9 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
 __all__ = [
-    "ByteSource",
     "MapLocation",
     "Sieve",
     "TorchFile",
-    "UnverifiedFile",
-    "Window",
     "item_contents",
 ]
 
@@ -43,77 +40,6 @@ _SIEVED_BYTES = 32 << 20
 """Bytes to read at a time of records for sieves."""
 _SLOTS = 3  # one slot is filled from the file while the others are copied to a device
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-
-
-class ByteSource(Protocol):
-    """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes."""
-        ...
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = ...) -> None:
-        """Fill memory. ``progress`` is called with each number of bytes."""
-        ...
-
-
-@final
-class UnverifiedFile:
-    """An open file. Its bytes are not verified."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes; :class:`CorruptCheckpointError` where the file ends before."""
-        self._file.seek(offset)
-        data = self._file.read(size)
-        if len(data) != size:
-            raise CorruptCheckpointError(f"it ends at {offset + len(data)} and not at {offset + size}")
-        return data
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory piece by piece."""
-        for offset, address, size in targets:
-            self._file.seek(offset)
-            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-            while view:
-                count = self._file.readinto(view)  # type: ignore[attr-defined]
-                if not count:
-                    raise CorruptCheckpointError(f"it ends before {offset + size}")
-                progress(count)
-                view = view[count:]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A file within another file.
-
-    Attributes:
-        source: the other file.
-        start: offset of this file in ``source``.
-        size_bytes: size of this file.
-    """
-
-    source: ByteSource
-    start: int
-    size_bytes: int
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes."""
-        self._check(offset, size)
-        return self.source.read(self.start + offset, size)
-
-    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory."""
-        for offset, _, size in targets:
-            self._check(offset, size)
-        self.source.read_into([(self.start + offset, address, size) for offset, address, size in targets], progress)
-
-    def _check(self, offset: int, size: int) -> None:
-        if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CorruptCheckpointError(f"it has no bytes {offset} to {offset + size}")
 
 
 class Sieve(Protocol):

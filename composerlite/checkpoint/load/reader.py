@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from composerlite import dist
+from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import ByteSource, MapLocation, TorchFile, UnverifiedFile
+from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
@@ -136,9 +137,8 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
                 catalog.verify(manifest)
                 verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-            file = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            beside, size_bytes = UnverifiedFile(file), file.seek(0, os.SEEK_END)
-            raw = RawFile(beside, size_bytes, beside.read, manifest is None, verified=verified)
+            inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
+            raw = RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified=verified)
         else:
             beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
             source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Generator
 from dataclasses import replace
@@ -367,8 +366,9 @@ def download_checkpoint(
         target = folder / _PLAIN_NAME if extracted is None else extracted / _ARCHIVED_NAME
         target.parent.mkdir(exist_ok=True)
         if is_packed(source):
-            with unpacked(source) as file, StagedFile(target) as staged:
-                shutil.copyfileobj(file, staged.file, 1 << 20)
+            with unpacked(source) as inner, StagedFile(target) as staged:
+                for start in range(0, inner.size_bytes, 1 << 20):
+                    staged.file.write(inner.read(start, min(1 << 20, inner.size_bytes - start)))
                 staged.flush()
                 staged.publish()
         elif object_store is None and not is_uri(str(path)):

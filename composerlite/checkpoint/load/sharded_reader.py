@@ -32,10 +32,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from composerlite.checkpoint.format.byte_sources import ByteSource
 from composerlite.checkpoint.format.folder_index import index_of, is_folder_index
 from composerlite.checkpoint.format.sharded_index import untrusted
 from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
-from composerlite.checkpoint.format.torch_reader import ByteSource, item_contents
+from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder

@@ -1,0 +1,75 @@
+"""The bytes of a file, or of a file within another file, in any order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import IO, NamedTuple, Protocol, final
+
+from composerlite.errors import CorruptCheckpointError
+from composerlite.types import Piece
+
+__all__ = ["ByteSource", "UnverifiedFile", "Window"]
+
+
+class ByteSource(Protocol):
+    """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read exactly ``size`` bytes."""
+        ...
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = ...) -> None:
+        """Fill memory. ``progress`` is called with each number of bytes."""
+        ...
+
+
+@final
+class UnverifiedFile:
+    """An open file. Its bytes are not verified."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read exactly ``size`` bytes; :class:`CorruptCheckpointError` where the file ends before."""
+        self._file.seek(offset)
+        data = self._file.read(size)
+        if len(data) != size:
+            raise CorruptCheckpointError(f"it ends at {offset + len(data)} and not at {offset + size}")
+        return data
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        """Fill memory piece by piece."""
+        for offset, address, size in targets:
+            self._file.seek(offset)
+            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            while view:
+                count = self._file.readinto(view)  # type: ignore[attr-defined]
+                if not count:
+                    raise CorruptCheckpointError(f"it ends before {offset + size}")
+                progress(count)
+                view = view[count:]
+
+
+@final
+class Window(NamedTuple):
+    """A file within another file, or a whole file. The caller reads no bytes beyond ``size_bytes``.
+
+    Attributes:
+        source: the other file.
+        start: offset of this file in ``source``.
+        size_bytes: size of this file.
+    """
+
+    source: ByteSource
+    start: int
+    size_bytes: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read exactly ``size`` bytes."""
+        return self.source.read(self.start + offset, size)
+
+    def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        """Fill memory."""
+        self.source.read_into([(self.start + offset, address, size) for offset, address, size in targets], progress)
