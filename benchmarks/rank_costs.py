@@ -335,7 +335,7 @@ def vote(stores: list[Any], number: int) -> dict[str, float]:
     votes: list[Any] = []
     for rank, store in enumerate(stores):
         counted: Any = Counted(dist.PrefixStore(f"{ranks}/{number}", store), asked[rank])
-        votes.append(Round(counted, rank, ranks, "save", limit, timedelta()))
+        votes.append(Round(counted, rank, ranks, "save", limit))
     ready = threading.Barrier(ranks)
     arrived, told = [0.0] * ranks, [0.0] * ranks
 

@@ -561,9 +561,7 @@ def _voted_in_turn(
     asked.clear()
     limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
     stores = [cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", one), asked)) for one in clients]
-    rounds = [
-        Round(stores[rank % CONNECTIONS], rank, count, "save", limit, datetime.timedelta()) for rank in range(count)
-    ]
+    rounds = [Round(stores[rank % CONNECTIONS], rank, count, "save", limit) for rank in range(count)]
     server.send("seconds")
     before = _received(server, count)
     for one in rounds:
@@ -618,7 +616,6 @@ def _voted_at_once(number: int, clients: Sequence[Any], ranks: Sequence[int], co
             count,
             "save",
             datetime.timedelta(seconds=VOTING_SECONDS),
-            datetime.timedelta(),
         )
         for rank, client in zip(ranks, clients, strict=True)
     ]

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         group_of,
         initialize_dist,
     )
-    from composerlite.dist.group import Group, PiggybackCounter, SingleProcess, Vote
+    from composerlite.dist.group import Group, PiggybackCounter, SingleProcess
+    from composerlite.dist.rounds import Vote
     from composerlite.dist.shards import (
         distributed_like,
         empty_shard_like,

@@ -140,9 +140,15 @@ def initialize_dist(
     store = _new_keys(default_store() if has_group else _connect(rank, world_size, limit), "composerlite", rank)
     control = Control(PrefixStore("control", store), rank, world_size, limit)
     ranks = RankGroup(control)
-    if has_group:
-        env.set_hosts(_find_hosts(control, ranks))
     with ranks.all_or_none("connecting the ranks"):
+        host = socket.gethostname()
+        first = store.compare_set("host", "", host).decode()  # of the rank that comes first
+        if host != first and not env.environment_counts():
+            raise ConfigError(
+                f"the ranks of the process group are on several machines, such as {first} and {host}, and the "
+                "environment does not say which rank is on which machine. Set RANK, WORLD_SIZE, LOCAL_RANK and "
+                "LOCAL_WORLD_SIZE as torchrun does."
+            )
         chosen = env.get_device(device)
         env.claim_device(chosen)
     with ranks.all_or_none("making process groups"):
@@ -176,7 +182,6 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
     if _control is None:
         return
     control, _control = _control, None
-    env.set_hosts(None)
     try:
         control.meet_to_end(timeout)
     except RankError as e:
@@ -217,18 +222,6 @@ def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"/worker/attempt_{attempt}", store)
     return store
-
-
-def _find_hosts(control: Control, ranks: RankGroup) -> list[bytes] | None:
-    """Return the host names of all ranks; ``None`` if the environment of every rank matches the process group."""
-    store = PrefixStore("nodes", control.store)
-    with ranks.all_or_none("exchanging host names"):
-        store.set(str(control.rank), socket.gethostname())
-        if not env.environment_matches_group():
-            store.set("without environment", "")
-    if not store.check(["without environment"]):
-        return None
-    return store.multi_get([str(rank) for rank in range(control.world_size)])
 
 
 def training_group_arguments(device: torch.device, timeout: timedelta) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Control:
                 raise lost_error(rank)
 
         store = PrefixStore(f"votes/{next(self._votes)}", self.store)
-        return Round(store, self.rank, self.world_size, operation, self.timeout, longest_work, check)
+        return Round(store, self.rank, self.world_size, operation, self.timeout + longest_work, check)
 
     # ── failed and lost ranks ───────────────────────────────────────────────────────────────────────────
     def leave(self, error: BaseException) -> None:

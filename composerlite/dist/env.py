@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -28,19 +27,6 @@ def is_available() -> bool:
 def is_initialized() -> bool:
     """Return true if this process has a process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class NodeLayout(NamedTuple):
-    """Place of this process among the nodes of the run."""
-
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-
-
-_layout: NodeLayout | None = None
 
 
 def env_int(*names: str, default: int) -> int:
@@ -74,49 +60,25 @@ def get_local_rank() -> int:
     """Return the number of this process on its node, from 0.
 
     Read from the environment if the environment matches the process group, as with torchrun. For other process groups,
-    such as those of ``mp.spawn``, processes with the same host name are a node. :func:`initialize_dist` compares host
-    names. Before the call, all processes count as one node.
+    such as those of ``mp.spawn``, all processes are on one node: :func:`initialize_dist` checks this.
     """
-    layout = _layout_of_group()
-    return env_int("LOCAL_RANK", default=0) if layout is None else layout.local_rank
+    return env_int("LOCAL_RANK", default=0) if environment_counts() else get_global_rank()
 
 
 def get_local_world_size() -> int:
     """Return the number of processes on this node; see :func:`get_local_rank`."""
-    layout = _layout_of_group()
-    return env_int("LOCAL_WORLD_SIZE", default=1) if layout is None else layout.local_world_size
+    return env_int("LOCAL_WORLD_SIZE", default=1) if environment_counts() else get_world_size()
 
 
 def get_node_rank() -> int:
     """Return the number of this node, from 0; see :func:`get_local_rank`."""
-    layout = _layout_of_group()
-    return env_int("NODE_RANK", "GROUP_RANK", default=0) if layout is None else layout.node_rank
+    return env_int("NODE_RANK", "GROUP_RANK", default=0) if environment_counts() else 0
 
 
-def set_hosts(hosts: Sequence[bytes] | None) -> None:
-    """Set the layout of nodes.
-
-    Args:
-        hosts: host name of each rank; ``None``: the environment has the layout.
-    """
-    global _layout
-    _layout = None
-    if hosts is not None:
-        rank = get_global_rank()
-        local_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        nodes = list(dict.fromkeys(hosts))
-        _layout = NodeLayout(local_ranks.index(rank), len(local_ranks), nodes.index(hosts[rank]))
-
-
-def _layout_of_group() -> NodeLayout | None:
-    """Return the layout of a process group that does not match the environment; ``None`` if there is no such group."""
-    if _layout is not None or not is_initialized() or environment_matches_group():
-        return _layout
-    return NodeLayout(get_global_rank(), get_world_size(), 0)
-
-
-def environment_matches_group() -> bool:
-    """Return true if a launcher has set all variables of ranks, and they match the process group."""
+def environment_counts() -> bool:
+    """Return true if there is no process group, or a launcher has set all variables of ranks as in the group."""
+    if not is_initialized():
+        return True
     texts = [os.environ.get(name, "") for name in _NEEDED[:4]]
     if not all(text.isdecimal() for text in texts):
         return False
@@ -139,16 +101,11 @@ def check_environment() -> None:
             f"the environment sets {present}, but not {', '.join(missing)}. Start the script with "
             "torchrun, which sets all; or set all yourself; or, for one process, none."
         )
-    for names, rank, size in (
-        ("RANK, WORLD_SIZE", get_global_rank(), get_world_size()),
-        ("LOCAL_RANK, LOCAL_WORLD_SIZE", get_local_rank(), get_local_world_size()),
-    ):
-        if not 0 <= rank < size:
-            raise ConfigError(f"{names} are {rank}, {size}: expected a rank from 0 to {size - 1}, as torchrun sets it.")
-    if get_local_world_size() > get_world_size():
+    rank, size, local_size = get_global_rank(), get_world_size(), get_local_world_size()
+    if not (rank < size and get_local_rank() < local_size <= size):
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={get_local_world_size()} is more than WORLD_SIZE={get_world_size()}: "
-            "the processes of a node are part of the run's."
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()} and LOCAL_WORLD_SIZE={local_size} contradict "
+            "each other: a rank is less than the number of ranks. Start the script with torchrun."
         )
 
 

@@ -10,12 +10,13 @@ import math
 import pickle
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed
 
 from composerlite.dist.env import get_world_size
+from composerlite.dist.rounds import Failure, Vote
 from composerlite.errors import CheckpointError, RankError
 from composerlite.on_demand import uncollected
 
@@ -27,40 +28,6 @@ N = TypeVar("N", int, float)
 R = TypeVar("R")
 
 _SEEN_BY = "Seen by rank"
-
-
-class Vote(Protocol):
-    """A vote on a commit. Used once, in any thread.
-
-    Attributes:
-        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must stay.
-    """
-
-    may_be_committed: bool
-
-    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        """Write on every rank, then commit on rank 0.
-
-        Args:
-            write: called on every rank.
-            commit: called on rank 0 with the results of ``write`` in the order of ranks.
-
-        Returns:
-            Result of ``commit``, on every rank.
-
-        Raises:
-            RankError: a rank failed, was lost or is late. Nothing is committed unless ``may_be_committed``.
-            Exception: in a group of one process: the exception itself.
-        """
-        ...
-
-    def pass_by(self) -> None:
-        """Vote for the commit, in place of :meth:`run`, on a rank other than 0 without need for the result.
-
-        Raises:
-            RankError: the store does not answer.
-        """
-        ...
 
 
 class Group:
@@ -176,12 +143,12 @@ class Group:
 
         Args:
             operation: name of the operation, for errors.
-            longest_work: for how long a rank at work in the vote counts as alive.
+            longest_work: time for the work of a rank in the vote. The ranks wait for so long and the usual timeout.
 
         Returns:
             The vote, to be run in any thread.
         """
-        return _VoteOfOne()
+        return Vote()
 
     def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
         """Wait until ``wait`` returns true on every rank. In a long wait the ranks notice if a rank is lost.
@@ -203,20 +170,6 @@ class Group:
 @final
 class SingleProcess(Group):
     """Group of one process. Does not communicate; errors are raised unchanged."""
-
-
-@final
-class _VoteOfOne:
-    """A vote of one process."""
-
-    may_be_committed = False
-
-    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        result = commit([write()])
-        self.may_be_committed = True
-        return result
-
-    def pass_by(self) -> None: ...
 
 
 class RankGroup(Group):
@@ -277,8 +230,6 @@ class RankGroup(Group):
     def _through_first(
         self, operation: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> Any:
-        from composerlite.dist.rounds import Failure
-
         own: BaseException | None = None
         pickled = b""
         try:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
-import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -22,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from composerlite.errors import LateRankError, RankError
-from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -38,8 +35,6 @@ _MOST_BYTES = 4 << 20
 """Largest request, in bytes. TCPStore closes the connection after a request above 8 MiB."""
 _PIECE = struct.Struct("<II")
 """Header of each piece of a vote: the rank, and the number of bytes."""
-_GAVE_UP = 0xFFFFFFFF
-"""Entry of ``voters``: a rank has stopped waiting, so rank 0 ends the round without a commit."""
 
 
 # ── errors of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,9 +119,13 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
 
 
 def late_error(operation: str, timeout: timedelta, late: Sequence[int]) -> LateRankError:
-    """Return the error of a wait without the ranks ``late``."""
+    """Return the error of a wait without the ranks ``late``; without an answer of rank 0 if no rank is late."""
+    seconds = f"in {timeout.total_seconds():g} s"
+    if not late:
+        text = f"rank 0 has come, but has not answered {seconds}. Whether rank 0 has committed is not known here."
+        return LateRankError(f"{operation}: {text}", [0])
     verb = "has" if len(late) == 1 else "have"
-    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come in {timeout.total_seconds():g} s.", late)
+    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come {seconds}.", late)
 
 
 def lost_error(rank: int) -> LateRankError:
@@ -177,13 +176,48 @@ def wait_until(
     return True
 
 
+class Vote:
+    """A vote on a commit. Used once, in any thread. This is the vote of one process; see :class:`Round` for several.
+
+    Attributes:
+        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must stay.
+    """
+
+    may_be_committed: bool = False
+
+    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        """Write on every rank, then commit on rank 0.
+
+        Args:
+            write: called on every rank.
+            commit: called on rank 0 with the results of ``write`` in the order of ranks.
+
+        Returns:
+            Result of ``commit``, on every rank.
+
+        Raises:
+            RankError: a rank failed, was lost or is late.
+            Exception: in one process: the exception itself.
+        """
+        result = commit([write()])
+        self.may_be_committed = True
+        return result
+
+    def pass_by(self) -> None:
+        """Vote for the commit, in place of :meth:`run`, on a rank other than 0 without need for the result.
+
+        Raises:
+            RankError: the store does not answer.
+        """
+
+
 @final
-class Round:
+class Round(Vote):
     """A round of all ranks, used once, in one thread.
 
     :meth:`run` is the whole round; the other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`.
     Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`. The other ranks call :meth:`wait`. Only rank 0
-    ends a round: a rank tells rank 0 before it stops waiting.
+    ends a round.
 
     All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
     requests for any number of ranks.
@@ -193,13 +227,9 @@ class Round:
         rank: of this process.
         world_size: number of ranks.
         operation: name of the operation, for errors.
-        timeout: of the wait for a rank, counted from the last sign of life.
-        longest_work: for how long a rank at work in :meth:`run` gives signs of life; zero: not at all.
+        timeout: of the wait for the votes of all ranks, and of the wait for rank 0 after that.
         check: called now and then in a wait, with a function to get the awaited ranks. Raises a ``RankError`` if the
             wait is in vain.
-
-    Attributes:
-        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must stay.
     """
 
     def __init__(
@@ -209,53 +239,39 @@ class Round:
         world_size: int,
         operation: str,
         timeout: timedelta,
-        longest_work: timedelta = timedelta(),
         check: Callable[[Callable[[], Sequence[int]]], object] = lambda _: None,
     ) -> None:
-        self.may_be_committed = False
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._operation = operation
         self._timeout = timeout
-        self._longest_work = longest_work
         self._check = check
         self._own_error: BaseException | None = None
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        """Write on every rank, then commit on rank 0. Returns the result of ``commit`` on every rank.
-
-        Args:
-            write: called on every rank.
-            commit: called on rank 0 with the results of ``write`` in the order of ranks.
-
-        Raises:
-            RankError: a rank failed, was lost or is late. Nothing is committed unless ``may_be_committed``.
-        """
         value: Any = None
         error: BaseException | None = None
-        done = threading.Event()
-        beating = start_threads(lambda: self._beat(done), 1, name="commit-vote") if self._longest_work else []
         try:
-            try:
-                value = write()
-            except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
-                error = e
-            self.arrive(value, error=error)
-            if self._rank != 0:
-                return self.wait()
-            values = self.decide()
-            try:
-                result = commit(values)
-            except BaseException as e:
-                self.release(error=e)
-                raise rank_error(self._operation, [Failure.of(e, self._rank)], e) from e
-            self.release(result)
-            return result
-        finally:
-            done.set()
-            for thread in beating:
-                thread.join()
+            value = write()
+        except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
+            error = e
+        self.arrive(value, error=error)
+        if self._rank != 0:
+            return self.wait()
+        values = self.decide()
+        try:
+            result = commit(values)
+        except BaseException as e:
+            self.release(error=e)
+            raise rank_error(self._operation, [Failure.of(e, self._rank)], e) from e
+        self.release(result)
+        return result
+
+    def pass_by(self) -> None:
+        self.arrive()
+        with reaching_the_store(self._operation):
+            self._leave()
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Vote once: for the commit, with a ``value`` for rank 0, or against the commit because of ``error``."""
@@ -266,25 +282,19 @@ class Round:
                 piece = vote[at : at + _MOST_BYTES]
                 # torch declares append for some stores only, and with text
                 self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)  # pyright: ignore
-            self._append("voters", self._rank)
-
-    def pass_by(self) -> None:
-        """Vote for the commit, in place of :meth:`run`, without waiting for the end. Not on rank 0."""
-        self.arrive()
-        with reaching_the_store(self._operation):
-            self._leave()
+            self._store.append("voters", self._rank.to_bytes(4, sys.byteorder))  # pyright: ignore
 
     def decide(self) -> list[Any]:
         """Wait for every vote, on rank 0. Returns the values in the order of ranks.
 
         Raises:
             RankError: a rank voted against the commit, or was lost before voting.
-            LateRankError: not every rank voted in time, or another rank stopped waiting.
+            LateRankError: not every rank voted in time.
         """
         with reaching_the_store(self._operation):
             try:
-                if not self._wait(self._has_ended, self._late) or _GAVE_UP in self._ranks("voters"):
-                    raise late_error(self._operation, self._timeout, self._late() or [0])
+                if not self._wait(lambda: len(self._voters()) >= self._world_size, self._late):
+                    raise late_error(self._operation, self._timeout, self._late())
             except RankError as e:
                 failures = [Failure.of(e, self._rank)]
             else:
@@ -307,65 +317,35 @@ class Round:
 
         Raises:
             RankError: a rank failed, or rank 0 failed to commit.
-            LateRankError: rank 0 is late or was lost. See ``may_be_committed``.
+            LateRankError: a rank is late, or rank 0 was lost. See ``may_be_committed``.
         """
         self.may_be_committed = self._own_error is None  # as long as rank 0 has not said otherwise
         with reaching_the_store(self._operation):
             try:
-                if not self._wait(self._is_released, lambda: [0]):
-                    self._append("voters", _GAVE_UP)
-                    if 0 in (late := self._late()):  # rank 0 will read _GAVE_UP before it can commit
-                        self._leave()
-                        raise late_error(self._operation, self._timeout, late)
-                    if not self._wait(self._is_released, lambda: [0]):
-                        raise LateRankError(
-                            f"{self._operation}: rank 0 has come, but has not answered in "
-                            f"{self._timeout.total_seconds():g} s. Whether rank 0 has committed is not known here.",
-                            [0],
-                        )
-            except RankError:
+                is_released = self._wait_for_rank_0() or (not self._late() and self._wait_for_rank_0())
+            except RankError:  # rank 0 was lost, perhaps before the vote of rank 0
                 self.may_be_committed = self.may_be_committed and 0 not in self._late()
                 raise
-            value, failures = pickle.loads(self._store.get("released"))
+            late = () if is_released else self._late()
+            value, failures = pickle.loads(self._store.get("released")) if is_released else (None, ())
             self._leave()
+        if not is_released:
+            raise late_error(self._operation, self._timeout, late)
         self.may_be_committed = not failures
         if failures:
             raise rank_error(self._operation, failures, self._own_error)
         return value
 
-    def _beat(self, done: threading.Event) -> None:
-        until = time.monotonic() + self._longest_work.total_seconds()
-        with suppress(DistError):  # the store is gone: the next request of this round raises the error
-            while not done.wait(self._timeout.total_seconds() / 5) and time.monotonic() < until:
-                self._append("beats", self._rank)
+    def _wait_for_rank_0(self) -> bool:
+        return self._wait(lambda: self._store.check(["released"]), lambda: [0])
 
     def _wait(self, happened: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> bool:
-        """Wait until ``happened``. False if an awaited rank has given no sign of life for the timeout."""
-        started = time.monotonic()
-        heard: dict[int, tuple[int, float]] = {}
         many = self._world_size if self._rank else 1
-        while not wait_until(happened, self._timeout / 4, many, lambda: self._check(awaited)):
-            now = time.monotonic()
-            beats = Counter(self._ranks("beats"))
-            for rank in awaited():
-                count, since = heard.get(rank, (0, started))
-                if beats[rank] != count:
-                    heard[rank] = beats[rank], now
-                elif now - since >= self._timeout.total_seconds():
-                    return False
-        return True
-
-    def _has_ended(self) -> bool:
-        """Return true if every rank has voted or a rank gave up."""
-        voters = self._ranks("voters")
-        return len(voters) >= self._world_size or _GAVE_UP in voters
-
-    def _is_released(self) -> bool:
-        return self._store.check(["released"])
+        return wait_until(happened, self._timeout, many, lambda: self._check(awaited))
 
     def _late(self) -> list[int]:
         """Return the ranks that have not voted."""
-        return sorted(set(range(self._world_size)).difference(self._ranks("voters")))
+        return sorted(set(range(self._world_size)).difference(self._voters()))
 
     def _votes(self) -> list[tuple[Any, Failure | None]]:
         """Return the value and the failure of every rank, in the order of ranks."""
@@ -377,12 +357,8 @@ class Round:
             votes[rank] += data[at - size : at]
         return [pickle.loads(vote) for vote in votes]
 
-    def _ranks(self, key: str) -> Sequence[int]:
-        """Return the ranks that were appended to ``key``."""
-        return memoryview(self._store.get(key)).cast("I") if self._store.check([key]) else ()
-
-    def _append(self, key: str, rank: int) -> None:
-        self._store.append(key, rank.to_bytes(4, sys.byteorder))  # pyright: ignore
+    def _voters(self) -> Sequence[int]:
+        return memoryview(self._store.get("voters")).cast("I") if self._store.check(["voters"]) else ()
 
     def _publish(self, value: object, failures: list[Failure]) -> None:
         """Answer all ranks. Every rank reads all failures, so only the first has its traceback."""
@@ -393,5 +369,5 @@ class Round:
     def _leave(self) -> None:
         """Remove the keys of this round on the last rank to leave: no other rank reads them any more."""
         if self._store.add("gone", 1) == self._world_size:
-            for key in ("beats", "votes", "voters", "released", "gone"):
+            for key in ("votes", "voters", "released", "gone"):
                 self._store.delete_key(key)

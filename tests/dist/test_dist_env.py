@@ -153,21 +153,14 @@ def test_a_rank_without_a_world_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         dist.initialize_dist("cpu", 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("RANK", "2", "RANK, WORLD_SIZE are 2, 2: expected a rank from 0 to 1"),
-        ("LOCAL_RANK", "2", "LOCAL_RANK, LOCAL_WORLD_SIZE are 2, 2: expected a rank from 0 to 1"),
-        ("LOCAL_WORLD_SIZE", "4", "LOCAL_WORLD_SIZE=4 is more than WORLD_SIZE=2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [("RANK", "2"), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "4")])
 def test_an_environment_that_contradicts_itself_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
-    """The message names both variables."""
+    """The message has all variables."""
     for key, value in {**LAUNCHER, name: text}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"{name}={text}.* contradict each other: a rank is less than"):
         dist.initialize_dist("cpu", 5)
 
 

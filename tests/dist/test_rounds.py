@@ -153,7 +153,7 @@ def test_a_commit_that_fails_is_told_to_all(ranks: Ranks) -> None:
         assert "may_be_committed=False" in error.__notes__
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", [1, 2])
 def test_a_rank_that_is_late_is_named_by_all(late: int) -> None:
     """Nothing is committed; when the late one comes it is told the same."""
     ranks, wrote = Ranks(3), threading.Event()
@@ -170,21 +170,6 @@ def test_a_rank_that_is_late_is_named_by_all(late: int) -> None:
     ranks.close()
 
 
-def test_the_first_whose_time_is_up_ends_the_wait_of_all() -> None:
-    """Also of rank 0, that would have waited longer."""
-    ranks, wrote = Ranks(3), threading.Event()
-    start = time.monotonic()
-    saves = ranks.save(
-        lambda rank: wrote.wait() if rank == 2 else None, timeout=lambda rank: SHORT if rank == 1 else LONG
-    )
-    _errors(saves[:2])
-    assert time.monotonic() - start < 15
-    wrote.set()
-    _errors(saves[2:])
-    assert ranks.committed == []
-    ranks.close()
-
-
 def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
     """What it voted on must stay: rank 0 may have committed it."""
     ranks, committed = Ranks(2), threading.Event()
@@ -197,17 +182,15 @@ def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
     ranks.close()
 
 
-def test_a_rank_that_gives_up_before_rank_0_votes_prevents_the_commit() -> None:
-    """The rank removes its files now, so rank 0 must not commit them."""
+def test_a_rank_that_gives_up_before_rank_0_votes_keeps_its_files() -> None:
+    """Rank 0 may come after all, and commit them."""
     store = HashStore()
     zero, one = (Round(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     one.arrive()
     with pytest.raises(LateRankError, match="rank 0 has not come"):
         one.wait()
-    assert not one.may_be_committed
-    with pytest.raises(LateRankError, match="rank 0 has not come"):
-        zero.run(lambda: None, lambda _: pytest.fail("committed"))
-    assert not zero.may_be_committed
+    assert one.may_be_committed
+    assert zero.run(lambda: None, len) == 2
     assert store.num_keys() == 0
 
 
