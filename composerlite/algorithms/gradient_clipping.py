@@ -41,7 +41,7 @@ def apply_gradient_clipping(
         return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     if clipping_type == "norm" and any(map(dist.is_distributed_tensor, gradients)):
-        norm = dist.total_norm(gradients)
+        norm = dist.shards.total_norm(gradients)
         for gradient in gradients:
             gradient.mul_(torch.clamp(clipping_threshold / (norm + _EPSILON), max=1.0).to(gradient.device))
     elif clipping_type == "norm":

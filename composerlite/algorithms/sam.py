@@ -75,7 +75,7 @@ def _uphill(model: nn.Module, rho: float, epsilon: float) -> Generator[None]:
     gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     own = {parameter: parameter.detach().clone() for parameter in gradients}
     if gradients:
-        scale = rho / (dist.total_norm(list(gradients.values())) + epsilon)
+        scale = rho / (dist.shards.total_norm(list(gradients.values())) + epsilon)
         with torch.no_grad():
             for parameter, gradient in gradients.items():
                 parameter.add_(gradient * scale.to(gradient.device))

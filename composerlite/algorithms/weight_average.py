@@ -176,7 +176,7 @@ class WeightAverage:
             if tensor.device != own[name].device:  # loaded from a checkpoint
                 tensor = self._tensors[name] = tensor.to(own[name].device)
             if dist.is_distributed_tensor(own[name]) and not dist.is_distributed_tensor(tensor):
-                tensor = self._tensors[name] = dist.distributed_like(tensor, own[name])
+                tensor = self._tensors[name] = dist.shards.distributed_like(tensor, own[name])
             yield name, tensor, own[name]
 
 

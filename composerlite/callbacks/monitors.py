@@ -78,7 +78,7 @@ class OptimizerMonitor(Callback):
                 if isinstance(first := kept.get(key), torch.Tensor):
                     self._norms[f"l2_norm/moment/{name}"] = _norm(first)
             if isinstance(second := kept.get("exp_avg_sq"), torch.Tensor):
-                self._norms[f"l2_norm/second_moment_sqrt/{name}"] = dist.full_tensor(
+                self._norms[f"l2_norm/second_moment_sqrt/{name}"] = dist.shards.full_tensor(
                     second.detach().sum(dtype=torch.float32)
                 ).sqrt()
 
@@ -87,7 +87,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    return dist.full_tensor(torch.linalg.vector_norm(tensor, dtype=torch.float32))
+    return dist.shards.full_tensor(torch.linalg.vector_norm(tensor, dtype=torch.float32))
 
 
 def _stack(norms: Mapping[str, torch.Tensor]) -> torch.Tensor:

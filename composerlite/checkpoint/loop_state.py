@@ -206,4 +206,4 @@ def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, An
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if live or not any(map(dist.is_distributed_tensor, parameters)):
         return live
-    return dist.shards_like(saved, {i: dict.fromkeys(saved.get(i, ()), one) for i, one in enumerate(parameters)})
+    return dist.shards.shards_like(saved, {i: dict.fromkeys(saved.get(i, ()), one) for i, one in enumerate(parameters)})

@@ -202,7 +202,7 @@ def poll(is_done: Callable[[], bool], timeout: float, late: str) -> None:
         if waited > timeout:
             raise TimeoutError(f"{late} within {timeout:g} s")
         if waited > next_check:
-            dist.check_nobody_left(late)
+            dist.connect.check_nobody_left(late)
             next_check = waited + _RANK_CHECK_SECONDS
         time.sleep(min(max(waited / 8, _POLL_SECONDS), _MOST_POLL_SECONDS))
 

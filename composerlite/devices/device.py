@@ -72,7 +72,7 @@ class Device(str):
         made = str.__new__(_CLASSES.get(device.type, Device), str(device))
         made.type, made.index = device.type, device.index
         if not made.name:  # of a class of its own
-            made.name, made.dist_backend = device.type, dist.backend_of(device)
+            made.name, made.dist_backend = device.type, dist.env.backend_of(device)
         return made
 
     def __eq__(self, other: object) -> bool:

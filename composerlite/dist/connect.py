@@ -163,7 +163,9 @@ def initialize_dist(
         group = torch.distributed.new_group(backend="gloo", timeout=limit)
         assert isinstance(group, torch.distributed.ProcessGroup)  # has this rank
         control.group = group
-    _watch = PeerWatch(control) if world_size > 1 else None
+    if world_size > 1:
+        with ranks.all_or_none("watching the next rank"):
+            _watch = PeerWatch(control)
     _control = control
     # Processes with open groups abort now and then at exit, so the groups are destroyed at exit, without a long wait.
     atexit.unregister(finalize_dist)

@@ -104,7 +104,7 @@ def check_environment() -> None:
     rank, size, local_size = get_global_rank(), get_world_size(), get_local_world_size()
     if not (rank < size and get_local_rank() < local_size <= size):
         raise ConfigError(
-            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()} and LOCAL_WORLD_SIZE={local_size} contradict "
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()}, LOCAL_WORLD_SIZE={local_size} contradict "
             "each other: a rank is less than the number of ranks. Start the script with torchrun."
         )
 

@@ -6,21 +6,18 @@ other in a ring: each rank has two connections, for any number of ranks.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import threading
 import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
-from composerlite.dist.rounds import wait_until
+from composerlite.dist.rounds import late_error, wait_until
+from composerlite.errors import RankError
 from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
     from composerlite.dist.control import Control
-
-_log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
 _GOODBYE = b"."
@@ -38,67 +35,64 @@ class PeerWatch:
     A rank accepts the connection of the previous rank only in :meth:`stop`: until then the kernel holds the
     connection, and ends the connection when the process ends.
 
-    If ranks cannot connect, a warning is logged. Then a lost rank is found when a wait times out.
+    Raises:
+        RankError: this rank cannot connect to the next rank, or has no more threads.
     """
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._next = (control.rank + 1) % control.world_size
         self._is_stopped = False
-        self._server: socket.socket | None = None
-        self._ahead: socket.socket | None = None
-        self._thread: threading.Thread | None = None
-        _watches.add(self)
-        next_key, where = f"peer/{self._next}", ""
+        what, next_key, where = "watching the next rank", f"peer/{self._next}", ""
+        self._server = socket.create_server((_own_address(), 0), backlog=128)
         try:
-            self._server = socket.create_server((_own_address(), 0), backlog=128)
             host, port = self._server.getsockname()
             control.store.set(f"peer/{control.rank}", f"{host} {port}")
-            wait_until(
+            if not wait_until(
                 lambda: control.store.check([next_key]),
                 control.timeout,
                 control.world_size,
-                lambda: control.check_nobody_left("connecting to the next rank"),
-            )
+                lambda: control.check_nobody_left(what),
+            ):
+                raise late_error(what, control.timeout, [self._next])
             host, port = control.store.get(next_key).decode().split()
             where = f" at {host}:{port}"
             self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-            _keep_alive(self._ahead)
-            self._thread = next(iter(start_threads(self._watch, 1, name="peer-watch")), None)
         except OSError as e:
-            _log.warning("rank %d cannot connect to rank %d%s: %s", control.rank, self._next, where, e)
-        if self._thread is None:
-            _log.warning(
-                "rank %d does not watch rank %d: if that rank is lost, the others wait until dist_timeout",
-                control.rank,
-                self._next,
-            )
+            self._server.close()
+            raise RankError(
+                f"{what}: rank {control.rank} cannot connect to rank {self._next}{where}: {e}. Ranks must reach each "
+                "other at the addresses of the route to MASTER_ADDR.",
+                [self._next],
+            ) from e
+        _watches.add(self)
+        _keep_alive(self._ahead)
+        threads = start_threads(self._watch, 1, name="peer-watch")
+        if not threads:
+            self.close()
+            raise RankError(f"{what}: rank {control.rank} cannot start a thread.", [control.rank])
+        self._thread = threads[0]
 
     def stop(self) -> None:
         """End the watch, and tell the previous rank that this process ends on purpose."""
         self._is_stopped = True
-        if self._server is not None:
-            with suppress(OSError):  # no more connections
-                self._server.setblocking(False)
-                while True:
-                    connection, _ = self._server.accept()
-                    with connection, suppress(OSError):  # the other process has ended already
-                        connection.sendall(_GOODBYE)
-        if self._ahead is not None:
-            with suppress(OSError):
-                self._ahead.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        if self._thread is not None:
-            self._thread.join(_CONNECT_SECONDS)
+        with suppress(OSError):  # no more connections
+            self._server.setblocking(False)
+            while True:
+                connection, _ = self._server.accept()
+                with connection, suppress(OSError):  # the other process has ended already
+                    connection.sendall(_GOODBYE)
+        with suppress(OSError):
+            self._ahead.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(_CONNECT_SECONDS)
         self.close()
 
     def close(self) -> None:
         """Close the descriptors of this process. In a forked process: the parent continues to watch."""
-        for end in (self._ahead, self._server):
-            if end is not None:
-                end.close()
+        self._ahead.close()
+        self._server.close()
 
     def _watch(self) -> None:
-        assert self._ahead is not None
         try:
             last = self._ahead.recv(1)
         except OSError:  # the process was killed, or its node does not answer

@@ -120,12 +120,12 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
 
 def late_error(operation: str, timeout: timedelta, late: Sequence[int]) -> LateRankError:
     """Return the error of a wait without the ranks ``late``; without an answer of rank 0 if no rank is late."""
-    seconds = f"in {timeout.total_seconds():g} s"
+    seconds = f"{timeout.total_seconds():g} s"
     if not late:
-        text = f"rank 0 has come, but has not answered {seconds}. Whether rank 0 has committed is not known here."
+        text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
         return LateRankError(f"{operation}: {text}", [0])
     verb = "has" if len(late) == 1 else "have"
-    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come {seconds}.", late)
+    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come in {seconds}.", late)
 
 
 def lost_error(rank: int) -> LateRankError:

@@ -87,7 +87,8 @@ class _Parcel:
         self._transfer = transfer
         self._is_source = rank == transfer.source
         first, *others = transfer.tensors
-        self._is_copy = bool(others) or not _is_plain(first)
+        is_plain = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+        self._is_copy = bool(others) or not is_plain
         if not self._is_copy:
             self.bytes = _bytes_of(first)
         elif self._is_source:
@@ -114,11 +115,6 @@ class _Parcel:
         parts = self.bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
         for tensor, part in zip(self._transfer.tensors, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return true if the numbers of ``tensor`` are in host memory, one after the other."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,7 @@ class Trainer:
 
         # The parts of the run.
         chosen_device = dist.get_device(device)
-        dist.claim_device(chosen_device)
+        dist.env.claim_device(chosen_device)
         chosen_precision = ensure_precision(precision, chosen_device)
         model = checks.check_model(model)
         if parallelism is None or parallelism.fsdp is None:  # FSDP moves it piece by piece: it need not fit as a whole

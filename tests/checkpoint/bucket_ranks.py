@@ -33,9 +33,9 @@ def train(**arguments: Any) -> dict[str, Any]:
     """Train, and what one can see of it."""
     torch.manual_seed(dist.get_global_rank())
     with trainer(model=Classifier(WIDTH), **arguments) as run:
-        began = {name: dist.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
+        began = {name: dist.shards.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
         run.fit()
-        ended = {name: dist.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
+        ended = {name: dist.shards.full_tensor(t).clone() for name, t in run.state.model.state_dict().items()}
     return {
         "loaded": run.state.load_path,
         "began": began,
@@ -150,7 +150,7 @@ def without_settings() -> Generator[None]:
 
 def be_killed(bucket: str, name: str) -> str:
     """A run in which rank 0 is killed when it sends the object ``name``: what rank 1 raises."""
-    object.__setattr__(dist.get_control(), "timeout", timedelta(seconds=4))  # they have met: that took longer
+    object.__setattr__(dist.connect.get_control(), "timeout", timedelta(seconds=4))  # they have met: that took longer
     for method in ("upload", "put_bytes"):
         setattr(Transfer, method, _deadly(getattr(Transfer, method), name))
     try:

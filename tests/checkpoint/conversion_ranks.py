@@ -61,7 +61,7 @@ def trained(kind: str) -> State:
     for step in range(_STEPS):
         for number, parameter in enumerate(state.model.parameters()):
             grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + number))
-            parameter.grad = dist.distributed_like(grad, parameter) if isinstance(parameter, DTensor) else grad
+            parameter.grad = dist.shards.distributed_like(grad, parameter) if isinstance(parameter, DTensor) else grad
         state.optimizers[0].step()
         state.timestamp = state.timestamp.to_next_batch(4, 8, 0.5)
     for name, buffer in state.model.named_buffers():

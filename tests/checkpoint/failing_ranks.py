@@ -19,6 +19,7 @@ from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import form, save, sharded_plan
 from composerlite.checkpoint.save.form import FileWriter
+from composerlite.checkpoint.save.save import LONGEST_WORK
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
 from composerlite.dist.rounds import Round
@@ -134,7 +135,7 @@ def meet_another_run(folder: Path, kind: str) -> tuple[str, str]:
     name = run.next_name
 
     def they_are_faster(real: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        if arguments[0]._longest_work:  # a vote on a commit
+        if arguments[0]._timeout > LONGEST_WORK:  # a vote on a commit
             place = folder / name
             if run.is_sharded:
                 place.mkdir(exist_ok=True)

@@ -80,7 +80,7 @@ class Keeps(Callback):
 def whole(value: Any) -> Any:
     """``value`` with whole tensors of its own."""
     if isinstance(value, torch.Tensor):
-        return dist.full_tensor(value.detach()).clone()
+        return dist.shards.full_tensor(value.detach()).clone()
     if isinstance(value, dict):
         return type(value)((key, whole(inner)) for key, inner in value.items())
     if isinstance(value, collections.deque):

@@ -199,7 +199,9 @@ def save_and_be_killed(folder: Path, rank: int, stage: str) -> str:
     saver.fit_end(state, logger)
     step(state)
     dist.barrier()
-    object.__setattr__(dist.get_control(), "timeout", timedelta(seconds=3))  # all has been imported: that takes longer
+    object.__setattr__(
+        dist.connect.get_control(), "timeout", timedelta(seconds=3)
+    )  # all has been imported: that takes longer
     if dist.get_global_rank() == rank:
         die_in(*STAGES[stage])
     try:

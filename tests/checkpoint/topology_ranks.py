@@ -49,9 +49,9 @@ def train_all(folder: Path, world_size: int) -> dict[str, Any]:
             run.fit()
             tensors: dict[str, Any] = {}
             for key, parameter in run.state.model.named_parameters():
-                tensors[f"state.model.{key}"] = dist.full_tensor(parameter.detach()).clone()
+                tensors[f"state.model.{key}"] = dist.shards.full_tensor(parameter.detach()).clone()
                 if not case.get("save_weights_only"):
                     moment = run.state.optimizers[0].state[parameter]["exp_avg"]
-                    tensors[f"state.optimizers.Adam.state.{key}.exp_avg"] = dist.full_tensor(moment).clone()
+                    tensors[f"state.optimizers.Adam.state.{key}.exp_avg"] = dist.shards.full_tensor(moment).clone()
         told[name] = {"tensors": tensors, "saved": run.saved_checkpoints}
     return told

@@ -76,7 +76,7 @@ def register() -> Module:
 def refusal(device: str) -> str:
     """Why a device is refused."""
     try:
-        dist.claim_device(dist.get_device(device))
+        dist.env.claim_device(dist.get_device(device))
     except ConfigError as e:
         return str(e)
     return ""
@@ -118,7 +118,7 @@ def main(path: str) -> None:
     found["of the local rank"] = str(dist.get_device("sim"))
     del os.environ["LOCAL_RANK"]
     device = Device(dist.get_device("sim:1"))
-    dist.claim_device(dist.get_device("sim:1"))
+    dist.env.claim_device(dist.get_device("sim:1"))
     found["current"] = module.current_device()
     found["device"] = [str(device), device.name, device.type, device.index, device.dist_backend]
     found["generators"] = generators(module)

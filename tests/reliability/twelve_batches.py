@@ -101,7 +101,7 @@ def digest(state_dict: dict[str, Any]) -> str:
     def add(path: str, value: Any) -> None:
         digest.update(path.encode())
         if isinstance(value, torch.Tensor):
-            digest.update(dist.full_tensor(value).detach().contiguous().numpy().tobytes())
+            digest.update(dist.shards.full_tensor(value).detach().contiguous().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 add(f"{path}/{key}", value[key])

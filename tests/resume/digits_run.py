@@ -108,7 +108,7 @@ class Paced(Callback):
 def _add(digest: Any, value: Any) -> None:
     """Add every tensor and number in ``value``."""
     if isinstance(value, torch.Tensor):
-        digest.update(dist.full_tensor(value).detach().contiguous().numpy().tobytes())
+        digest.update(dist.shards.full_tensor(value).detach().contiguous().numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             digest.update(str(key).encode())

@@ -145,7 +145,7 @@ def train(
             trainer.fit()
         except Preempted as e:
             code = int(e.code or 0)
-        weights = {name: dist.full_tensor(tensor).clone() for name, tensor in model.state_dict().items()}
+        weights = {name: dist.shards.full_tensor(tensor).clone() for name, tensor in model.state_dict().items()}
         return {
             "code": code,
             "first": first,

@@ -115,9 +115,11 @@ def go(shape: Shape, leg: Leg, folder: Path) -> Outcome:
 
 
 def _whole(state: State) -> dict[str, torch.Tensor]:
-    found = {name: dist.full_tensor(tensor.detach()).clone() for name, tensor in state.model.state_dict().items()}
+    found = {
+        name: dist.shards.full_tensor(tensor.detach()).clone() for name, tensor in state.model.state_dict().items()
+    }
     (optimizer,) = state.optimizers
     for name, parameter in state.model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}/{key}"] = dist.full_tensor(value.detach()).clone()
+            found[f"{name}/{key}"] = dist.shards.full_tensor(value.detach()).clone()
     return found

@@ -95,7 +95,7 @@ def train(batch_size: int, *, algorithm: Any = None, **arguments: Any) -> dict[s
         now = trainer.state.timestamp
         return {
             "time": (int(now.epoch), int(now.batch), int(now.sample)),
-            "weights": {name: dist.full_tensor(tensor).clone() for name, tensor in model.state_dict().items()},
+            "weights": {name: dist.shards.full_tensor(tensor).clone() for name, tensor in model.state_dict().items()},
             "measured": {**trainer.state.eval_metric_values, **trainer.state.train_metric_values},
             "logged": {k: [v for _, v in values] for k, values in log.data.items() if not k.startswith("time")},
         }
@@ -142,7 +142,9 @@ def train_counting(activation_checkpointing: bool) -> dict[str, torch.Tensor]:
     config = {"fsdp": {"activation_checkpointing": activation_checkpointing}}
     with small(Counting(), parallelism_config=config) as trainer:
         trainer.fit()
-        return {name: dist.full_tensor(tensor).clone() for name, tensor in trainer.state.model.state_dict().items()}
+        return {
+            name: dist.shards.full_tensor(tensor).clone() for name, tensor in trainer.state.model.state_dict().items()
+        }
 
 
 def train_caching() -> None:

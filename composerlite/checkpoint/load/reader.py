@@ -326,7 +326,7 @@ class _SharedBytes:
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. Collective."""
-        dist.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
+        dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
 
     @property
     def _source(self) -> ByteSource:

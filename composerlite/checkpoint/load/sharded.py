@@ -161,7 +161,7 @@ def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
     """Choose the tensor to fill. No two tensors are read into the same memory, where the last would count."""
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
-    dist.make_fillable(live)
+    dist.shards.make_fillable(live)
     local = dist.local_shard(live).local
     address = local.data_ptr() if local.numel() else 0
     if live.dtype is unread.dtype and is_dense(local) and address not in taken:
@@ -212,7 +212,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     found = leaves(state, as_dcp=True)
     for value in found.values.values():
         if isinstance(value, Tensor):
-            dist.make_fillable(value)
+            dist.shards.make_fillable(value)
     wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
     tied = dist.tied_names(wanted)
     for key in (key for _, *others in tied for key in others):  # read apart, to compare the numbers
@@ -225,7 +225,7 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
         value = wanted[key]
         if isinstance(found.values[key], Tensor) and value is not found.values[key]:
             _check_kind(key, found.values[key], value, reader.uri)
-            dist.make_fillable(found.values[key], value)
+            dist.shards.make_fillable(found.values[key], value)
         if value is not found.values[key]:
             _set_element(state, place, value)
 
@@ -358,5 +358,5 @@ def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None
     """Load ``state`` into ``model``."""
     for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name in state:
-            dist.make_fillable(live)
+            dist.shards.make_fillable(live)
     set_model_state_dict(model, with_versions(state, model), options=_options(strict=strict))

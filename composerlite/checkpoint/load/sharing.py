@@ -113,7 +113,7 @@ def shared_requests(
         tensor: Any = state[request.piece.fqn]
         form = (id(tensor.device_mesh), tensor.placements) if dist.is_distributed_tensor(tensor) else None
         if form not in known:
-            known[form] = tuple(dist.ranks_with_same_part(tensor) or ())
+            known[form] = tuple(dist.shards.ranks_with_same_part(tensor) or ())
         if len(known[form]) > 1:
             piece, target = request.piece, request.target
             text = repr((place, piece.fqn, piece.offset, request.offsets, tuple(target.shape), target.dtype))

@@ -132,7 +132,7 @@ class Replication:
         """
         while self.is_busy:
             self._threads[0].join(_LOOK_SECONDS)
-            dist.check_nobody_left(f"replicating {self._name!r}")
+            dist.connect.check_nobody_left(f"replicating {self._name!r}")
 
     def empty(self, moment: tuple[int, int]) -> None:
         """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``."""

@@ -163,7 +163,7 @@ def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str)
     if cast:
         log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
     for _, value, live in both:
-        dist.make_fillable(live, value)
+        dist.shards.make_fillable(live, value)
     if not _changes_what_it_loads(model) and (problems := _problems_of_numbers(both)):
         raise IncompatibleCheckpointError(
             f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{_LEAVING_OUT}"

@@ -190,7 +190,7 @@ def _new_as(parameter: torch.Tensor, saved: Any) -> Any:
 def like_live(value: Any, live: Any) -> Any:
     """A whole tensor as a distributed one, where the ``live`` tensor that it is for is distributed; else itself."""
     whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
-    return dist.distributed_like(value, live) if whole and dist.is_distributed_tensor(live) else value
+    return dist.shards.distributed_like(value, live) if whole and dist.is_distributed_tensor(live) else value
 
 
 def _as_kept(

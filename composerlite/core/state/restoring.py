@@ -154,11 +154,11 @@ class StateLoader:
             if name in algorithms and "state" in saved:
                 with self._restoring(f"algorithms/{name}"):
                     like = {"state": algorithms[name].state_like(self.state)}
-            made["algorithms"].append((name, dist.shards_like(saved, like)))
+            made["algorithms"].append((name, dist.shards.shards_like(saved, like)))
         for name, saved in self.contents.get("callbacks", {}).items():
             if name in callbacks and saved:
                 with self._restoring(f"callbacks/{name}"):
-                    made["callbacks"][name] = dist.shards_like(saved, callbacks[name].state_dict())
+                    made["callbacks"][name] = dist.shards.shards_like(saved, callbacks[name].state_dict())
         return made
 
     def _load_optimizers(self) -> None:

@@ -167,11 +167,11 @@ def failing_together(what: str) -> Generator[None]:
     except BaseException as e:
         if dist.get_world_size() == 1:
             raise
-        cause: Any = dist.cause_elsewhere(what, e)
+        cause: Any = dist.collectives.cause_elsewhere(what, e)
         if cause is not None:
             raise cause from e
         if not (isinstance(e, RankError) and e.everywhere):
-            dist.leave_with(e)
+            dist.collectives.leave_with(e)
         raise
 
 
@@ -196,7 +196,7 @@ class Membership:
         if dist.initialize_dist(device, timeout, min_world_size=1 if alone else 2):
             Membership._members, Membership._connected_here = 0, True
         else:
-            dist.begin_run()
+            dist.collectives.begin_run()
         Membership._members += 1
         self._is_member = True
 
