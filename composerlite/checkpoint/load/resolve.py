@@ -34,7 +34,6 @@ from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
     StagedFile,
-    Transfer,
     is_uri,
     open_store,
     parse_uri,
@@ -53,11 +52,10 @@ __all__ = [
     "is_read_in_place",
     "located",
     "place_of",
-    "resolved",
     "source_of",
 ]
 
-_MOST_LINKS, _MOST_LINK_BYTES = 8, 4096
+_MOST_LINKS = 8
 
 
 @final
@@ -142,7 +140,7 @@ def _find(
     place, last = stack.enter_context(place_of(name, object_store))
     key, uri = str(place.top / last)[1:], place.uri(last)
     # Each rank follows links on its own disk.
-    path = None if place.path_of(last) is None else resolved(Path(parse_uri(name)[2]))
+    path = None if place.path_of(last) is None else _resolved(name)
     if not last:
         raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is the top of a disk or a bucket.")
     if place.exists(last):
@@ -181,15 +179,14 @@ def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Pla
         object_store: the store that ``name`` is a name in.
     """
     if object_store is None and not is_uri(name):
-        path = Path(os.path.realpath(resolved(Path(parse_uri(name)[2]))))
+        path = Path(os.path.realpath(_resolved(name)))
         yield Folder(path.parent), path.name
         return
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(open_store(name)) if object_store is None else object_store
-        transfer = stack.enter_context(Transfer(store))
-        key = followed(transfer, parse_uri(name)[2] if object_store is None else name)
-        above, _, last = key.rstrip("/").rpartition("/")
-        yield Bucket(transfer, above), last
+    store = open_store(name) if object_store is None else object_store
+    with Bucket.of(store, closes=object_store is None) as bucket:
+        key = followed(bucket, (parse_uri(name)[2] if object_store is None else name).rstrip("/"))
+        above, _, last = key.rpartition("/")
+        yield bucket.inside(above), last
 
 
 @contextlib.contextmanager
@@ -265,7 +262,7 @@ def fetched(
     """
     text = str(path)
     if object_store is None and not is_uri(text):
-        yield resolved(Path(parse_uri(text)[2]))
+        yield _resolved(text)
         return
     with tempfile.TemporaryDirectory(prefix="composerlite-", dir=near) as folder:
         if _is_address(text, object_store):
@@ -379,32 +376,24 @@ def download_checkpoint(
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def resolved(path: Path) -> Path:
-    """Return ``path``, or the target of ``path`` if it is a ``.symlink`` file."""
+def followed(place: Place, name: str) -> str:
+    """Return ``name``, or the target if ``name`` is a ``.symlink`` file, or if there is only ``name.symlink``."""
     for _ in range(_MOST_LINKS):
-        if path.suffix != LINK_SUFFIX or not path.is_file():
-            if path.exists() or not (link := path.with_name(path.name + LINK_SUFFIX)).is_file():
-                return path
-            path = link
-        with path.open("rb") as file:
-            target = file.read(_MOST_LINK_BYTES).decode(errors="replace").strip()
-        # In a copy of a bucket, the folder of the link has the object without the folders before its name.
-        found, beside = path.parent / target, path.parent / PurePosixPath(target).name
-        path = found if found.exists() or not Path(target).name else beside
-    raise CorruptCheckpointError(f"{str(path)!r} leads to a loop of links.")
+        link = name if name.endswith(LINK_SUFFIX) else name + LINK_SUFFIX
+        if not name or (link != name and place.exists(name)) or not place.exists(link):
+            return name
+        target = place.read(link).decode(errors="replace").strip()
+        folder = PurePosixPath(link).parent
+        name = str(folder / target)
+        if (here := place.path_of(name)) is None:
+            name = target if "/" in target else name
+        elif not here.exists():  # in a copy of a bucket, the folder of the link has the object
+            name = str(folder / PurePosixPath(target).name)
+    raise CorruptCheckpointError(f"{place.uri(name)!r} leads to a loop of links.")
 
 
-def followed(transfer: Transfer, name: str) -> str:
-    """Return ``name``, or the target if ``name`` is a link or there is only a link ``name.symlink``."""
-    for _ in range(_MOST_LINKS):
-        if not name.endswith(LINK_SUFFIX):
-            if transfer.exists(name) or not transfer.exists(name + LINK_SUFFIX):
-                return name
-            name += LINK_SUFFIX
-        target = transfer.read_all(name, most_bytes=_MOST_LINK_BYTES).decode(errors="replace").strip()
-        folder = name.rpartition("/")[0]
-        name = target if "/" in target or not folder else f"{folder}/{target}"
-    raise CorruptCheckpointError(f"{transfer.store.get_uri(name)} leads to a loop of links.")
+def _resolved(text: str) -> Path:
+    return Path(followed(Folder(""), parse_uri(text)[2]))
 
 
 def _download(place: Place, name: str, folder: Path, progress_bar: bool) -> Path:

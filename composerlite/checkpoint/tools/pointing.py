@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from composerlite.checkpoint.format import INDEX, MARKER, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
-from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place, resolved
+from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.folder import Folder
@@ -113,7 +113,7 @@ def pointed(text: str) -> Generator[Pointed]:
         yield _on_disk(Path(parse_uri(text)[2]), text)
         return
     with contextlib.closing(_bucket_at(text)) as whole:
-        name = followed(whole.transfer, whole.root) if whole.root else ""
+        name = followed(whole.inside("/"), whole.root) if whole.root else ""
         folder, _, last = name.rpartition("/")
         if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{INDEX}", f"{name}/{MARKER}")):
             yield Pointed(*home_of(whole.inside(f"/{folder}"), last), text)
@@ -122,7 +122,7 @@ def pointed(text: str) -> Generator[Pointed]:
 
 
 def _on_disk(given: Path, text: str) -> Pointed:
-    path = resolved(given).resolve()  # a copy of a bucket has links that are files
+    path = Path(followed(Folder(""), str(given))).resolve()  # a copy of a bucket has links that are files
     above = Folder(path.parent)
     place, name = above, path.name
     if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
