@@ -162,7 +162,6 @@ def later(**counts: float) -> Timestamp:
         ("ba{batch}-{batch_in_epoch}.pt", "ba40-14.pt", False),  # of an epoch before
         ("ep{epoch}-rank{rank}.pt", "ep4-rank7.pt", True),  # other ranks are this run as well
         ("{batch}-{batch}.pt", "43-43.pt", True),
-        ("{batch}-{batch}.pt", "43-44.pt", False),
         ("{batch:03d}/{batch}.pt", "043/43.pt", True),
         ("final.pt", "final.pt", False),  # no time in it: nothing is known before the save
     ],
@@ -190,9 +189,9 @@ def test_the_error_says_what_is_there_and_what_to_do() -> None:
 
 def test_real_files_in_subfolders_are_found(tmp_path: Path) -> None:
     """What is looked at are the files below the folder, whoever wrote them."""
-    (tmp_path / "ep1").mkdir()
-    (tmp_path / "ep1" / "ba50.pt").touch()
-    with pytest.raises(CheckpointExistsError, match=r"'ep1/ba50\.pt'"):
+    (tmp_path / "ep4").mkdir()
+    (tmp_path / "ep4" / "ba50.pt").touch()
+    with pytest.raises(CheckpointExistsError, match=r"'ep4/ba50\.pt'"):
         ensure_no_conflict(
             Catalog(tmp_path).files(), "ep{epoch}/ba{batch}.pt", run_name="r", timestamp=NOW, folder=str(tmp_path)
         )
@@ -240,5 +239,5 @@ def test_a_name_is_in_conflict_exactly_when_it_is_ahead(
     if any(a[v] != b[v] for v in variables if v in TOTALS):
         expected = saved > now
     else:
-        expected = any(a[v] > b[v] for v in variables if v in WITHIN)
+        expected = [a[v] for v in WITHIN if v in variables] > [b[v] for v in WITHIN if v in variables]
     assert conflict(name, template, stands[now]) == expected

@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 
 from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.packing import format_of
+from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 __all__ = [
@@ -111,12 +112,9 @@ def check_template(template: str, *, argument: str) -> str:
     """
     check_variables(template, argument=argument)
     source = f"{argument}={template!r}"
-    path = Path(template)
-    if not path.name or template.endswith("/") or path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"{source}: expected the name of a file below the folder of checkpoints, without '..'.")
     try:
-        format_of(template).check()
-    except ConfigError as e:
+        format_of(relative_path(template)).check()
+    except ValueError as e:
         raise ConfigError(f"{source}: {e}") from e
     return template
 
@@ -252,7 +250,7 @@ class PartialFilePath:
     @property
     def varies(self) -> bool:
         """True if the name changes during training."""
-        return any(name in TIME_VARIABLES for _, name, _, _ in string.Formatter().parse(self.filename))
+        return not set(variables_in(self.filename, "file name")).isdisjoint(TIME_VARIABLES)
 
     def format(self, state: NamedState) -> str:
         """Return the path at the current time of ``state``."""
@@ -282,19 +280,15 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
 # ── names in a place ─────────────────────────────────────────────────────────────────────────────────────────────────
 def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
     """Return a pattern of all names of ``template`` in this run; the numbers are groups."""
-    pattern, formats = "", dict[str, str | None]()
-    for text, name, number_format, _ in string.Formatter().parse(template):
+    pattern, known = "", set[str]()
+    for text, name, _, _ in string.Formatter().parse(template):
         pattern += re.escape(text)
-        if name is None:
-            continue
-        number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?" if name in _CLOCKS else r"\d+"
         if name == "run_name":
             pattern += re.escape(run_name)
-        elif name not in formats:
-            pattern += f"(?P<{name}>{number})"
-            formats[name] = number_format
-        else:
-            pattern += f"(?P={name})" if formats[name] == number_format else f"(?:{number})"
+        elif name is not None:
+            number = r"\d+(?:\.\d+)?(?:e[-+]\d+)?" if name in _CLOCKS else r"\d+"
+            pattern += f"(?:{number})" if name in known else f"(?P<{name}>{number})"
+            known.add(name)
     return re.compile(pattern)
 
 
@@ -338,13 +332,9 @@ def ensure_no_conflict(
 
 def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
     """Return true if a name with the numbers ``found`` comes later in a run than a name with the numbers ``own``."""
-    progress = [(int(found[name]), int(own[name])) for name in _TOTALS if name in found]
-    if "total_wct" in found and all(theirs == ours for theirs, ours in progress):
-        progress = [(float(found["total_wct"]), float(own["total_wct"]))]
-    if any(theirs != ours for theirs, ours in progress):
-        return any(theirs > ours for theirs, ours in progress)
     # Counts within an epoch start anew in the next epoch, so they decide only between names that are equal otherwise.
-    return any(int(found[name]) > int(own[name]) for name in _WITHIN if name in found)
+    names = [name for name in (*_TOTALS, "total_wct", *_WITHIN) if name in found]
+    return [float(found[name]) for name in names] > [float(own[name]) for name in names]
 
 
 def data_file_id(path: str) -> str | None:

@@ -16,14 +16,7 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState
-from composerlite.checkpoint.memory.folder import (
-    folder_key,
-    make_private,
-    mark_of_bucket,
-    new_mark,
-    read_mark,
-    write_mark,
-)
+from composerlite.checkpoint.memory.folder import MARK, make_private, mark_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
@@ -37,6 +30,7 @@ from composerlite.checkpoint.record.manifest import (
     highest_attempt,
     may_be_replaced,
     new_attempt,
+    new_id,
     new_name,
 )
 from composerlite.checkpoint.record.naming import (
@@ -226,20 +220,21 @@ class RunFolder:
 
         An earlier folder at the same path had another key. ``buckets``: targets of uploads.
         """
-        number = None if self._options.names.bucket is None else mark_of_bucket(buckets[0])
-        return folder_key(self.root, " ".join(bucket.uri() for bucket in buckets), number)
+        number = mark_of(self.own_catalog.place if self._options.names.bucket is None else buckets[0])
+        uris = " ".join(bucket.uri() for bucket in buckets)
+        return xxhash.xxh3_64_hexdigest(number + os.fsencode(self.root.resolve()) + uris.encode())
 
     def share_key(self) -> None:
         """Copy the key's random number to the folder of each node without a number: a node may be lost."""
         if self._options.names.bucket is not None:  # the bucket has the number
             return
-        group, folder = dist.get_group(), self.root
+        group, place = dist.get_group(), self.own_catalog.place
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
-            known = read_mark(folder) if dist.get_local_rank() == 0 else None
-        marks = [mark for mark in (*group.gather(known), group.broadcast(new_mark())) if mark is not None]
+            known = place.read(MARK) if dist.get_local_rank() == 0 and place.exists(MARK) else None
+        number = next((mark for mark in group.gather(known) if mark is not None), group.broadcast(new_id().encode()))
         with group.all_or_none("marking the folder of checkpoints on all nodes"):
-            if dist.get_local_rank() == 0 and known is None:
-                write_mark(folder, marks[0])
+            if dist.get_local_rank() == 0:
+                mark_of(place, number)
 
     def keep_in_memory(self, state: SavedState, key: str) -> None:
         """Add ``key``, the key of the run's other folder, to the name. Make the folder, private to this user."""
