@@ -38,8 +38,8 @@ class RetentionPolicy:
         every: the first checkpoint at or after each multiple of this interval stays. The answer is the same whether
             the checkpoints in between exist or are deleted. After ``reset_time`` multiples count anew: a later call of
             ``fit`` with no more batches than before shows a reset.
-        best: the ``best`` checkpoints with the best value of ``metric`` stay; of equal values the newer checkpoint. NaN
-            is worse than any number. Checkpoints without the metric, or marked as ``not_finite``, do not count.
+        best: the ``best`` checkpoints with the best value of ``metric`` stay; of equal values the newer checkpoint.
+            Checkpoints without the metric, with NaN, or marked as ``not_finite`` do not count.
         metric: name of a value in :attr:`Manifest.metrics`.
         mode: ``'max'`` or ``'min'``: the better values.
     """
@@ -67,12 +67,11 @@ class RetentionPolicy:
                     passed = multiple
                     kept.add(index)
         if best is not None:
-            goodness: dict[int, tuple[bool, float]] = {}
+            goodness: dict[int, float] = {}
             for index, manifest in enumerate(manifests):
-                value = manifest.metrics.get(self.metric)
-                if value is not None and not manifest.not_finite:
-                    is_number = not math.isnan(value)
-                    goodness[index] = (is_number, (value if self.mode == "max" else -value) if is_number else 0.0)
+                value = manifest.metrics.get(self.metric, math.nan)
+                if not math.isnan(value) and not manifest.not_finite:
+                    goodness[index] = value if self.mode == "max" else -value
             kept.update(sorted(goodness, key=lambda index: (goodness[index], index))[-best:])
         return [index in kept for index in range(len(manifests))]
 
