@@ -688,7 +688,7 @@ class CheckpointManager:
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog
-        for manifest in catalog.readable():
+        for manifest in catalog.manifests():
             if manifest.moment <= max(saved):
                 delete_checkpoint(catalog.place, manifest)
 

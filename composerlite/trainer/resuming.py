@@ -101,7 +101,7 @@ def load_or_resume(
     differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
     if choice is not None:
         state.lineage = choice.lineage
-    else:
+    elif savers:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
         places = [saver.manager.place for saver in savers]
         buckets = [(bucket.remote, bucket.link) for place in places for bucket in place.buckets]

@@ -102,7 +102,7 @@ def test_a_run_beside_one_that_cannot_be_read_trains_to_its_end(folder: Path, un
     with trainer(max_duration="3ep", callbacks=[batches], **arguments) as second:
         second.fit()
     assert batches.batches == list(range(9 if unread == "other3.pt" else 8, 13))
-    names = {manifest.name for manifest in Catalog(folder).readable()}
+    names = {manifest.name for manifest in Catalog(folder).manifests()}
     assert names == {f"ba{batch}.pt" for batch in range(8, 13)}, "it has saved the skipped one again"
     assert (folder / unread).exists()
 

@@ -16,12 +16,7 @@ from composerlite.checkpoint.place.commit import quarantine_checkpoint, quaranti
 from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
 from composerlite.checkpoint.record.naming import name_pattern
-from composerlite.errors import (
-    ConfigError,
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-    UntrustedCheckpointError,
-)
+from composerlite.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
     "Candidate",
@@ -82,20 +77,20 @@ class Candidate(NamedTuple):
     """A checkpoint of a run. Rank 0 lists candidates and broadcasts each candidate in turn.
 
     Attributes:
-        manifest: the record.
-        place: index of the place.
+        record: the record.
+        place_number: index of the place among the places of the run.
         path: path to load, after a download if the checkpoint is a file in a bucket; URI of a directory in a bucket.
         source: path or URI where the checkpoint is now, for messages.
         nearness: 0 bucket, 1 folder, 2 replicas in the memory of several nodes, 3 memory.
-        bucket: index of the bucket with the checkpoint; ``None``: the checkpoint is in the folder.
+        bucket_number: index of the bucket among the buckets of the place; ``None``: the checkpoint is in the folder.
     """
 
-    manifest: Manifest
-    place: int
+    record: Manifest
+    place_number: int
     path: Path | str
     source: str
     nearness: int
-    bucket: int | None = None
+    bucket_number: int | None = None
 
 
 @final
@@ -148,7 +143,7 @@ def list_checkpoints(
             three requests, and list the bucket only if the link cannot be read or another link leads further.
 
     Raises:
-        IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest.
+        IncompatibleCheckpointError: a newer version wrote a record under a name of the run, perhaps of the newest.
         OSError, ObjectStoreError: a folder or bucket exists and cannot be listed.
     """
     known: list[Candidate] = []
@@ -178,24 +173,16 @@ def list_checkpoints(
 def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
 
-    A bucket has links of other names if the user renamed the link, or if the run saved files before and saves
-    directories now. If another link leads to a later checkpoint, or to nothing, the link of this bucket may be old.
+    The link of this bucket may be old if another link leads further: the user renamed the link, or the run saved
+    directories in between.
     """
     latest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
     if bucket.link is None or latest is None or latest.kind not in RESUMABLE or latest.left_out:
         return None
-    for link in bucket.remote.announcements():
-        if link == PurePosixPath(bucket.link).name:
-            continue
-        try:
-            other = bucket.remote.manifest_of(bucket.remote.announced(link)[0])
-        except (FileNotFoundError, CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-            log.debug("%s does not lead to a checkpoint: %s", link, e)
-            return None
-        is_later = other is not None and other.kind in RESUMABLE and other.order > latest.order
-        if other is None or (is_later and other.run_name == run_name):
-            return None
-    return latest
+    links = {*bucket.remote.announcements()} - {PurePosixPath(bucket.link).name}
+    others = [bucket.remote.latest(link, run_name) for link in links]
+    is_newest = all(one is not None and (one.kind not in RESUMABLE or one.order <= latest.order) for one in others)
+    return latest if is_newest else None
 
 
 def newest_first(known: Sequence[Candidate]) -> list[Candidate]:
@@ -203,10 +190,10 @@ def newest_first(known: Sequence[Candidate]) -> list[Candidate]:
 
     Checkpoints saved without some of their keys come last.
     """
-    resumable = living_line([one for one in known if one.manifest.kind in RESUMABLE], lambda one: one.manifest)
+    resumable = living_line([one for one in known if one.record.kind in RESUMABLE], lambda one: one.record)
 
     def order(one: Candidate) -> tuple[bool, tuple[int, ...], int, str]:
-        return not one.manifest.left_out, one.manifest.order[:3], one.nearness, one.manifest.saved_at
+        return not one.record.left_out, one.record.order[:3], one.nearness, one.record.saved_at
 
     return sorted(resumable, key=order, reverse=True)
 
@@ -217,19 +204,20 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
     A file without a record is damaged if the file is no complete torch file. A copy made by hand has the record of
     another name, and is left out unless the copy is damaged.
     """
-    manifests, faults = catalog.manifests_and_faults()
-    own = [manifest for manifest in manifests if manifest.run_name == run_name]
+    records, faults = catalog.manifests_and_faults()
+    own = [record for record in records if record.run_name == run_name]
     names = None if template is None else name_pattern(template, run_name)
     for name, error in faults.items():
+        if names is not None and names.fullmatch(name) is None:
+            continue
         if isinstance(error, NewerManifestError):
-            if error.may_be_of(run_name):
-                raise error
-        elif names is not None and names.fullmatch(name):
+            raise error
+        if names is not None:
             is_damage = catalog.place.path_of(name) is not None and isinstance(error, CorruptCheckpointError)
             unusable.append(UnusableFile(catalog, name, error, is_damage))
     if names is None:
         return own
-    with_record = {file.path for manifest in manifests for file in manifest.files} | faults.keys()
+    with_record = {file.path for record in records for file in record.files} | faults.keys()
     for name in catalog.files():
         match = names.fullmatch(name)
         if name in with_record or match is None or int(match.groupdict().get("rank", 0)):
@@ -237,10 +225,10 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
         error, is_damage = f"{catalog.place.uri(name)!r} has no record of composerlite", False
         error = CorruptCheckpointError(f"{error}: another program wrote it. To load it, name it in load_path.")
         try:
-            copy, path = catalog.manifest_of(name), catalog.place.path_of(name)
-            if copy is not None and path is not None:
-                catalog.verify(copy)
-            if copy is not None:
+            copied, path = catalog.manifest_of(name), catalog.place.path_of(name)
+            if copied is not None and path is not None:
+                catalog.verify(copied)
+            if copied is not None:
                 continue
             if path is not None:
                 with opened(path):
@@ -249,7 +237,7 @@ def _records(catalog: Catalog, template: str | None, run_name: str, unusable: li
             continue  # deleted since it was listed
         except CorruptCheckpointError as e:
             error, is_damage = e, True
-        except (UntrustedCheckpointError, IncompatibleCheckpointError) as e:
+        except CheckpointError as e:
             log.warning("%r cannot be verified: %s", catalog.place.uri(name), e)
         log.warning("skipped: %s", error)
         unusable.append(UnusableFile(catalog, name, error, is_damage))
@@ -268,31 +256,31 @@ def quarantine_damaged(
     renamed: list[Manifest] = []
     for one in damaged:
         in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
-        catalog = places[one.place].catalog
+        catalog = places[one.place_number].catalog
         if in_folder and (own := _own_record(one, catalog)) is not None:
             quarantine_checkpoint(catalog.place, own)
             renamed.append(own)
     for fault in listing.unusable:  # on rank 0
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
             quarantine_file(fault.catalog.place, fault.name)
-    place = places[chosen.place]
+    place = places[chosen.place_number]
     if (own := _own_record(chosen, place.catalog)) is not None:
         repair_links(place, own if isinstance(chosen.path, Path) else None, run_name, renamed)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     """Return the record of a checkpoint on this rank's disk; ``None``: another rank changes this disk."""
-    manifest = candidate.manifest
+    record = candidate.record
     if dist.get_global_rank() == 0:
-        return manifest
-    if dist.get_local_rank() != 0 or manifest.node is None:
+        return record
+    if dist.get_local_rank() != 0 or record.node is None:
         return None
-    own = catalog.readable([manifest.name])
-    return own[0] if own and (candidate.nearness == IN_REPLICAS or own[0].node != manifest.node) else None
+    own = catalog.manifests([record.name])
+    return own[0] if own else None
 
 
-def repair_links(place: RunPlace, manifest: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``manifest``; ``None``: delete these links.
+def repair_links(place: RunPlace, record: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
+    """Point the broken links of the run's saver to the checkpoint of ``record``; ``None``: delete these links.
 
     Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
     """
@@ -304,9 +292,9 @@ def repair_links(place: RunPlace, manifest: Manifest | None, run_name: str, rena
         match = names.fullmatch(target)
         is_broken = not (place.catalog.folder / link).exists()
         if is_broken and links.fullmatch(link) is not None and (match is not None or target in gone):
-            if manifest is None:
+            if record is None:
                 (place.catalog.folder / link).unlink(missing_ok=True)
                 continue
             rank = 0 if match is None else int(match.groupdict().get("rank", 0))
-            is_of_rank = manifest.form == "archives" and rank < len(manifest.files)  # each rank has a file and a link
-            set_link(place.catalog.place, link, manifest.files[rank].path if is_of_rank else manifest.name)
+            is_of_rank = record.form == "archives" and rank < len(record.files)  # each rank has a file and a link
+            set_link(place.catalog.place, link, record.files[rank].path if is_of_rank else record.name)

@@ -17,6 +17,9 @@ _LARGE_BYTES = 1 << 28
 @contextlib.contextmanager
 def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
     """Show a bar for ``total_bytes`` as :func:`download_bar` does; yield a callback for each number of bytes."""
+    if not _is_shown(wanted):
+        yield int
+        return
     done = 0
     with download_bar(wanted, what) as update:
 
@@ -34,7 +37,7 @@ def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Genera
 
     Yields a callback for one thread, to be called with (bytes received, total).
     """
-    if not (wanted and sys.stderr.isatty()):
+    if not _is_shown(wanted):
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -47,3 +50,7 @@ def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Genera
             bar.update(task, completed=done, total=total, visible=total >= _LARGE_BYTES)
 
         yield update
+
+
+def _is_shown(wanted: bool) -> bool:
+    return wanted and sys.stderr.isatty()

@@ -19,7 +19,7 @@ from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.progress import progress_of
-from composerlite.checkpoint.place.catalog import Catalog, home_of
+from composerlite.checkpoint.place.catalog import Catalog, record_in
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.trust.trusted import RefusedError
@@ -126,15 +126,14 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
         readable(path),
         contextlib.ExitStack() as stack,
     ):
-        place, name = home_of(Folder(path.parent), path.name)
-        catalog = Catalog(place)
-        manifest = catalog.manifest_of(name)
+        place = Folder(path.parent)
+        manifest = record_in(place, path.name)
         if manifest is None:
             log.warning("checkpoint %s has no record: loading it unverified", path)
         if is_packed(path):
             verified: Collection[int] = ()
             if manifest is not None:
-                catalog.verify(manifest)
+                place.verify(manifest.files[0])
                 verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
@@ -152,7 +151,7 @@ def checkpoints_near(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f" The folder {str(folder)!r} does not exist either."
-    names = [manifest.name for manifest in Catalog(folder).readable()]
+    names = [manifest.name for manifest in Catalog(folder).manifests()]
     if not names:
         return f" The folder {str(folder)!r} holds no checkpoint."
     kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"

@@ -138,11 +138,11 @@ def _find(
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
     place, last = stack.enter_context(place_of(name, object_store))
-    key, uri = str(place.top / last)[1:], place.uri(last)
     # Each rank follows links on its own disk.
     path = None if place.path_of(last) is None else _resolved(name)
+    key = str(place.top / last)[1:] if path is None else ""
     if not last:
-        raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is the top of a disk or a bucket.")
+        raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
     if place.exists(last):
         if path is None and not last.endswith(WEIGHTS_SUFFIX):
             name, path = without_secrets(name), _download(place, last, _temporary_folder(stack), progress_bar)
@@ -157,7 +157,9 @@ def _find(
         return Located(name, "file", merged_file(place, save, _temporary_folder(stack), trust=trust))
     if path is not None:
         return Located(name, "file", path)  # reading raises the error
-    raise CheckpointNotFoundError(f"there is no checkpoint {uri}: it is no object, and no directory of a checkpoint.")
+    raise CheckpointNotFoundError(
+        f"there is no checkpoint {place.uri(last)}: it is no object, and no directory of a checkpoint."
+    )
 
 
 def _temporary_folder(stack: contextlib.ExitStack) -> Path:

@@ -227,7 +227,7 @@ def placed(
     groups: dict[int, list[_Pair]] = {}
     for pair in _pairs(contents, live):
         groups.setdefault(id(pair.saved.untyped_storage()), []).append(pair)
-    shared = _shared_memory(groups)
+    shared = _shared_storages(groups)
     places = LoadTargets({}, {})
     replaced: dict[int, Tensor] = {}
     taken: set[int] = set()
@@ -240,10 +240,9 @@ def placed(
             replaced |= {id(pair.saved): target for pair, target in zip(pairs, targets, strict=True)}
         elif all(_fits(pair, pairs[0], record) for pair in pairs):
             target = cast("Tensor", pairs[0].live)
-            address = target.data_ptr()
-            if (address, address + record.size) not in shared:
+            if target.untyped_storage().data_ptr() not in shared:
                 if (copier := ring.copier_of(target.untyped_storage())) is None:
-                    places.addresses[record.name] = address
+                    places.addresses[record.name] = target.data_ptr()
                 else:
                     places.sieves[record.name] = _OnDevice(target, copier)
                 replaced |= {id(pair.saved): pair.live for pair in pairs if pair.live is not None}
@@ -351,21 +350,14 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
-def _shared_memory(groups: Mapping[int, list[_Pair]]) -> set[tuple[int, int]]:
-    """Return the address ranges of live tensors that overlap and belong to different saved storages."""
-    owners: dict[tuple[int, int], set[int]] = {}
+def _shared_storages(groups: Mapping[int, list[_Pair]]) -> set[int]:
+    """Return the addresses of the storages of live tensors that belong to several saved storages."""
+    owners: dict[int, set[int]] = {}
     for storage, pairs in groups.items():
         for _, live in pairs:
             if live is not None and type(live) in (Tensor, nn.Parameter) and live.layout is torch.strided:
-                start = live.data_ptr()
-                owners.setdefault((start, start + _extent(live) * live.itemsize), set()).add(storage)
-    shared = {span for span, storages in owners.items() if len(storages) > 1}
-    widest = (0, 0)
-    for here in sorted(owners):
-        if here[0] < widest[1]:
-            shared |= {here, widest}
-        widest = max(here, widest, key=lambda span: span[1])
-    return shared
+                owners.setdefault(live.untyped_storage().data_ptr(), set()).add(storage)
+    return {address for address, storages in owners.items() if len(storages) > 1}
 
 
 def _with_live(saved: Any, live: Any, replaced: Mapping[int, Tensor]) -> Any:

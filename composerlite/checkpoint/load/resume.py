@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import errno
 import gc
 import logging
@@ -31,7 +30,7 @@ from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.record.manifest import Manifest, continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest, continued, highest_attempt, new_attempt
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.storage import ObjectStore, verify_file, without_secrets
 from composerlite.types import Lineage
@@ -100,7 +99,7 @@ def choose(
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good.
-        IncompatibleCheckpointError: the run has a checkpoint of a newer version, which may be the newest; or a
+        IncompatibleCheckpointError: a newer version wrote a record under a name of the run, perhaps of the newest; or a
             candidate does not fit ``state``.
         OSError: a folder exists and cannot be read; or there are checkpoints, and none is readable for every rank.
         ObjectStoreError: a bucket does not answer.
@@ -114,21 +113,21 @@ def choose(
         with group.all_or_none(_STEP):
             if group.is_first and not (rejected and listing.is_complete):  # at first, only the latest of a bucket
                 listing = list_checkpoints(places, run_name, replicas, whole_buckets=bool(rejected))
-                tried = {(one.source, one.manifest.id) for one, _ in rejected}
-                queue = [one for one in newest_first(listing.known) if (one.source, one.manifest.id) not in tried]
+                tried = {(one.source, one.record.id) for one, _ in rejected}
+                queue = [one for one in newest_first(listing.known) if (one.source, one.record.id) not in tried]
         candidate = group.broadcast(queue.pop(0) if queue else None)
         if candidate is None:
             return Choice(None, _first_attempt(listing, rejected, places, run_name))
         loaded: Loaded | None = None
         try:
-            share = _fetch(candidate, places[candidate.place], progress_bar=progress_bar)
+            files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
             if state is not None:
                 loaded = _read(candidate, state, algorithms, stores, trust=trust, progress_bar=progress_bar)
-            _verify_rest(share, candidate, places[candidate.place].catalog, loaded)
+            _verify_rest(files, candidate, places[candidate.place_number].catalog, loaded)
         except RankError:
             raise  # the ranks can no longer reach each other
         except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
-            if isinstance(e, OSError) and candidate.bucket is not None:
+            if isinstance(e, OSError) and candidate.bucket_number is not None:
                 raise
             rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
         else:
@@ -139,38 +138,38 @@ def choose(
 
 
 # ── one candidate ────────────────────────────────────────────────────────────────────────────────────────────────────
-def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Manifest | None:
+def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequence[FileRecord]:
     """Make sure that the ranks can read all files of a candidate; download a file in a bucket. Collective.
 
     Returns:
-        The record with the files for this rank to verify; ``None``: the rank verifies no file.
+        The files in the folder that this rank verifies after the read. Files that stay in a bucket are verified while
+        they are read.
 
     Raises:
         _NotFiniteError, CorruptCheckpointError, OSError: the candidate cannot be used; on every rank.
     """
-    group, manifest, catalog = dist.get_group(), candidate.manifest, place.catalog
-    if manifest.not_finite:
-        raise _NotFiniteError(f"{', '.join(manifest.not_finite)} was not finite when it was saved.")
+    group, record, catalog = dist.get_group(), candidate.record, place.catalog
+    if record.not_finite:
+        raise _NotFiniteError(f"{', '.join(record.not_finite)} was not finite when it was saved.")
     if candidate.nearness == IN_REPLICAS and place.memory is not None:
-        place.memory.bring(manifest)
-    share = manifest if group.is_first and isinstance(candidate.path, Path) else None
-    if candidate.bucket is None and manifest.form != "file":
-        share = _share_of_files(manifest, catalog)
-    with group.all_or_none(f"reading checkpoint {manifest.name!r}"):
-        if candidate.bucket is None:
-            if share is not None:
-                catalog.check_sizes(share)
-        elif group.is_first and manifest.is_directory:
-            place.buckets[candidate.bucket].remote.check_sizes(manifest)  # bytes are verified while they are read
+        place.memory.bring(record)
+    files = record.here if group.is_first and isinstance(candidate.path, Path) else ()
+    if candidate.bucket_number is None and record.form != "file":
+        files = _files_of_rank(record, catalog)
+    with group.all_or_none(f"reading checkpoint {record.name!r}"):
+        if candidate.bucket_number is None:
+            catalog.check_sizes(record, files)
+        elif group.is_first and record.is_directory:
+            place.buckets[candidate.bucket_number].remote.check_sizes(record, record.here)
         elif group.is_first:
-            remote = place.buckets[candidate.bucket].remote.place
-            with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
+            bucket = place.buckets[candidate.bucket_number].remote.place
+            with progress_of("downloading a checkpoint", record.size_bytes, progress_bar) as progress:
                 try:
-                    fetch_checkpoint(remote, manifest, catalog.place, progress)
+                    fetch_checkpoint(bucket, record, catalog.place, progress)
                 except CorruptCheckpointError as e:
                     log.warning("downloading the checkpoint once more: %s", e)
-                    fetch_checkpoint(remote, manifest, catalog.place, progress)
-    return share
+                    fetch_checkpoint(bucket, record, catalog.place, progress)
+    return files
 
 
 def _read(
@@ -214,51 +213,52 @@ def advising(path: str) -> Generator[None]:
         ) from e
 
 
-def _verify_rest(share: Manifest | None, candidate: Candidate, catalog: Catalog, loaded: Loaded | None) -> None:
-    """Verify the bytes in the files of ``share`` that no rank has read. Collective.
+def _verify_rest(files: Sequence[FileRecord], candidate: Candidate, catalog: Catalog, loaded: Loaded | None) -> None:
+    """Verify the bytes of ``files`` in the folder that no rank has read. Collective.
 
     Raises:
         CorruptCheckpointError, OSError: a file is damaged or cannot be read; on every rank.
     """
-    group, manifest = dist.get_group(), candidate.manifest
+    group, record = dist.get_group(), candidate.record
     own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
-    every = [own] if manifest.form == "file" or loaded is None else group.gather(own)
-    with group.all_or_none(f"verifying checkpoint {manifest.name!r}"):
-        for file in () if share is None else share.here:
-            name = file.path.removeprefix(manifest.home)
+    every = [own] if record.form == "file" or loaded is None else group.gather(own)
+    with group.all_or_none(f"verifying checkpoint {record.name!r}"):
+        for file in files:
+            name = file.path.removeprefix(record.home)
             verified = set[int]().union(*(chunks.get(name, ()) for chunks in every))
             verify_file(catalog.folder / file.path, file.digest, skip=verified)
 
 
-def _share_of_files(manifest: Manifest, catalog: Catalog) -> Manifest:
-    """Check that the ranks together see all files; return the record with the files for this rank to verify.
+def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
+    """Check that the ranks together see all files; return the files for this rank to verify. Collective.
 
-    All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk. Collective.
+    All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk.
 
     Raises:
         _IncompleteError: a rank does not see the checkpoint, or a file is on no disk of this run.
         CorruptCheckpointError: the record is damaged.
     """
     group = dist.get_group()
-    mine: Manifest | None = None
-    with group.all_or_none(f"reading the record of checkpoint {manifest.name!r}"):
-        mine = catalog.manifest_of(manifest.name)
-        absent = {file.node for file in manifest.files if not (catalog.folder / file.path).exists()}
-    is_seen = mine is not None and mine.id == manifest.id
-    every = group.gather((is_seen, None if mine is None else mine.node, absent))
+    seen: Manifest | None = None
+    with group.all_or_none(f"reading the record of checkpoint {record.name!r}"):
+        seen = catalog.manifest_of(record.name)
+        seen = seen if seen is not None and seen.id == record.id else None
+        missing = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
+    every = group.gather((seen is not None, None if seen is None else seen.node, missing))
+    blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
+    if seen is None or blind_ranks:
+        text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}. {ON_ALL_NODES}"
+        raise _IncompleteError(errno.ENOENT, text, str(catalog.folder))
     nodes = [node for _, node, _ in every]
-    without = [rank for rank, (is_seen_there, *_) in enumerate(every) if not is_seen_there]
-    # check_sizes reports a missing file of a node of this run: that is damage.
-    lost = set[int | None].intersection(*(absent_there for *_, absent_there in every)) - {*nodes}
-    if mine is None or without or lost:
-        raise _IncompleteError(
-            errno.ENOENT,
-            f"checkpoint {manifest.name!r} is visible to rank 0 and not to the ranks {without}, and no rank has the "
-            f"files from the disks of the nodes {sorted(node or 0 for node in lost)}. {ON_ALL_NODES}",
-            str(catalog.folder),
+    # A missing file of a node of this run is damage, which check_sizes reports.
+    if lost_nodes := set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}:
+        numbers = sorted(node or 0 for node in lost_nodes)
+        text = (
+            f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}. {ON_ALL_NODES}"
         )
+        raise _IncompleteError(errno.ENOENT, text, str(catalog.folder))
     neighbours = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
-    return dataclasses.replace(mine, files=mine.here[neighbours.index(group.rank) :: len(neighbours)])
+    return seen.here[neighbours.index(group.rank) :: len(neighbours)]
 
 
 # ── after the last candidate ─────────────────────────────────────────────────────────────────────────────────────────
@@ -271,13 +271,13 @@ def _accept(
         damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
         quarantine_damaged(damaged, chosen, listing, places, run_name)
         if group.is_first:
-            if chosen.manifest.left_out:
+            if chosen.record.left_out:
                 message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
-                log.warning(message, chosen.source, chosen.manifest.left_out)
+                log.warning(message, chosen.source, chosen.record.left_out)
             lineage = continued(
-                chosen.manifest,
-                [one.manifest for one in listing.known],
-                [one.manifest for one in newest_first(listing.known)],
+                chosen.record,
+                [one.record for one in listing.known],
+                [one.record for one in newest_first(listing.known)],
                 damaged=not all(one.is_damage for one in listing.unusable),
             )
     return group.broadcast(lineage)
@@ -286,7 +286,9 @@ def _accept(
 def _first_attempt(
     listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
 ) -> Lineage:
-    """Begin a run without checkpoints, except in memory, with parts lost with a node. Collective.
+    """Return the first attempt of a run without checkpoints. Collective.
+
+    A checkpoint in memory does not count if some of its files were lost with a node.
 
     Raises:
         OSError: a checkpoint cannot be read; on every rank.
@@ -298,7 +300,7 @@ def _first_attempt(
             found: list[tuple[str, CheckpointError | OSError]] = []
             found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in listing.unusable]
             for one, error in rejected:
-                if not (isinstance(error, _IncompleteError) and places[one.place].in_memory):
+                if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
                     found.append((one.source, error))
             for _, error in found:
                 if isinstance(error, OSError):
@@ -313,5 +315,5 @@ def _first_attempt(
                 )
             for place in places:
                 repair_links(place, None, run_name)
-            lineage = new_attempt(highest_attempt(one.manifest for one in listing.known))
+            lineage = new_attempt(highest_attempt(one.record for one in listing.known))
     return group.broadcast(lineage)

@@ -7,16 +7,12 @@ their own, files on the disks of other nodes are fetched before they are read.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import os
-import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import xxhash
 from torch import Tensor
@@ -25,6 +21,7 @@ from composerlite import dist
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
+from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
 
@@ -153,29 +150,11 @@ def _parcels(targets: Iterable[tuple[bytes, Tensor]]) -> Iterator[tuple[bytes, l
 
 # ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────
 @final
-class _NodeReport(NamedTuple):
-    """Report of a rank to the others.
-
-    Attributes:
-        node: number of the node (not every launcher gives a number) and host name.
-        has: files of the checkpoint on the node.
-        lacks: begin and end of the ranges that the rank needs of other files, by file.
-        place: folder of the node for what is fetched; ``None``: another rank of the node has made the folder.
-    """
-
-    node: tuple[int, str]
-    has: frozenset[str]
-    lacks: dict[str, list[tuple[int, int]]]
-    place: Path | None
-
-
-@final
 class RemoteShardFetcher:
     """Fetches parts of a checkpoint that the disk of this node does not have. A context manager, on every rank.
 
-    If all files are in one folder there is nothing to do. Otherwise a rank of a node with a part sends the part to
-    a rank of each node without the part. There the part is in a temporary folder until the block ends, and is verified
-    by the reader.
+    If all files are in one folder there is nothing to do. Otherwise each rank gets the parts that it needs from a rank
+    of a node with the file. The parts are in a temporary folder until the block ends, and are verified by the reader.
 
     Args:
         folder: of the checkpoint.
@@ -188,7 +167,6 @@ class RemoteShardFetcher:
         self._reader = reader
         self._source = source
         self._stack = contextlib.ExitStack()
-        self._place: Path | None = None
         self._are_apart = False
 
     def __enter__(self) -> RemoteShardFetcher:
@@ -200,11 +178,7 @@ class RemoteShardFetcher:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._are_apart and error is None:
-            dist.barrier(f"reading {self._source}")  # other ranks of this node read the files that this rank removes
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def fetch(self, wanted: Mapping[str, Any]) -> None:
@@ -214,65 +188,65 @@ class RemoteShardFetcher:
         if not self._are_apart or here is None:
             return
         with group.all_or_none(f"looking for the parts of {self._source}"):
-            manifest = self._folder.record()
-            if manifest is None:
+            record = self._folder.record()
+            if record is None:
                 raise CheckpointNotFoundError(
                     f"{self._source} is there for rank 0, and has no record in {self._folder.uri!r}"
                 )
-            records = {record.path.removeprefix(f"{manifest.name}/"): record for record in manifest.files}
-            report = self._report(wanted, records)
-        everyone = group.gather(report)
+            files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
+            has = frozenset(name for name in files if self._folder.has(name))
+            lacks = self._ranges(wanted, has)
+            if self._reader.brought is None:
+                temporary = tempfile.TemporaryDirectory(prefix="composerlite-")
+                self._reader.brought = Path(self._stack.enter_context(temporary))
+            target = self._reader.brought
+            for name in lacks:  # sparse, of the full size
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                with (target / name).open("ab") as file:
+                    file.truncate(files[name].size_bytes)
+        everyone = group.gather((has, lacks))
         with group.all_or_none(f"looking for the parts of {self._source}"):
-            moves = self._moves(everyone, records)
+            moves = self._moves(everyone, files)
             for name in {move.name for move in moves if move.source == group.rank}:
                 validate(here / name)
-        sizes = {name: record.size_bytes for name, record in records.items()}
         with group.all_or_none(f"bringing parts of {self._source} to the nodes that need them"):
             dist.move(
                 f"bringing parts of {self._source}",
                 moves,
-                functools.partial(_read_part, here),
-                functools.partial(_write_part, self._place, sizes),
+                lambda name, offset, size: read_part(here / name, offset, size),
+                lambda name, offset, data: write_part(target / name, offset, data),
             )
-        self._reader.brought = everyone[_first_of_node(everyone, report.node)].place
         if size := sum(move.size_bytes for move in moves if move.target == group.rank):
             log.info("fetched %s of %s from the disks of other nodes", bytes_text(size), self._source)
 
-    def _report(self, wanted: Mapping[str, Any], records: Mapping[str, FileRecord]) -> _NodeReport:
-        has = frozenset(name for name in records if self._folder.has(name))
+    def _ranges(self, wanted: Mapping[str, Any], has: Container[str]) -> dict[str, list[tuple[int, int]]]:
+        """Return begin and end of the ranges that this rank needs of files that are not on this disk, by file."""
         lacks: dict[str, list[tuple[int, int]]] = {}
         metadata = self._reader.read_metadata()
         for request in requests_of(metadata, wanted, self._reader.uri):
             place = metadata.storage_data[request.piece]
             if place.relative_path not in has:
                 lacks.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
-        if self._place is None and dist.get_local_rank() == 0:
-            self._place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
-        return _NodeReport((dist.get_node_rank(), socket.gethostname()), has, lacks, self._place)
+        return lacks
 
-    def _moves(self, everyone: Sequence[_NodeReport], records: Mapping[str, FileRecord]) -> list[dist.Move]:
-        """List the moves, the same on every rank: to one rank of each node, from all ranks that have the file."""
-        lacks: dict[tuple[int, str], list[tuple[int, int]]] = {}
-        for report in everyone:
-            for name, ranges in report.lacks.items():
-                lacks.setdefault((_first_of_node(everyone, report.node), name), []).extend(ranges)
+    def _moves(
+        self,
+        everyone: Sequence[tuple[Container[str], Mapping[str, list[tuple[int, int]]]]],
+        files: Mapping[str, FileRecord],
+    ) -> list[dist.Move]:
+        """List the moves, the same on every rank, from the files and the missing ranges of each rank."""
         moves: list[dist.Move] = []
-        for (target, name), ranges in sorted(lacks.items()):
-            record = records[name]
-            holders = [rank for rank, report in enumerate(everyone) if name in report.has]
-            if not holders:
-                raise IncompatibleCheckpointError(
-                    f"{self._source}: its file {record.path!r} was saved to the disk of node {record.node} of its run, "
-                    f"and no rank of this one has it. {ON_ALL_NODES}"
-                )
-            for begin, end in _merged(ranges, record):
-                moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
+        for target, (_, lacks) in enumerate(everyone):
+            for name, ranges in lacks.items():
+                holders = [rank for rank, (has, _) in enumerate(everyone) if name in has]
+                if not holders:
+                    raise IncompatibleCheckpointError(
+                        f"{self._source}: its file {files[name].path!r} was saved to the disk of node "
+                        f"{files[name].node} of its run, and no rank of this one has it. {ON_ALL_NODES}"
+                    )
+                for begin, end in _merged(ranges, files[name]):
+                    moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
         return moves
-
-
-def _first_of_node(everyone: Sequence[_NodeReport], node: tuple[int, str]) -> int:
-    """Return the lowest rank of ``node`` with a folder for what is fetched."""
-    return min(rank for rank, report in enumerate(everyone) if report.node == node and report.place is not None)
 
 
 def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
@@ -286,24 +260,3 @@ def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple
         else:
             merged.append((begin, end))
     return merged
-
-
-def _read_part(folder: Path, name: str, offset: int, size: int) -> bytes:
-    """Read bytes of the file ``name`` on this disk."""
-    with (folder / name).open("rb") as file:
-        data = os.pread(file.fileno(), size, offset)
-    if len(data) != size:
-        raise OSError(f"{str(folder / name)!r} ends before byte {offset + size}")
-    return data
-
-
-def _write_part(folder: Path | None, sizes: Mapping[str, int], name: str, offset: int, data: memoryview) -> None:
-    """Put bytes of the file ``name`` in a sparse file of its size in ``folder``."""
-    assert folder is not None
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    with path.open("r+b") as file:
-        file.truncate(sizes[name])
-        file.seek(offset)
-        file.write(data)

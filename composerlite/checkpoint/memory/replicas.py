@@ -6,6 +6,7 @@ files and the record of the previous node. A resumed run detects the parts on ea
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import final
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.node_disks import Disks
+from composerlite.checkpoint.place.node_disks import Disks, read_part, write_part
 from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest
 from composerlite.errors import CorruptCheckpointError, bytes_text
 from composerlite.storage import verify_file
@@ -54,8 +55,10 @@ class NodeMemory:
     def sweep(self) -> None:
         """Remove incomplete replicas of killed processes; on leaders."""
         self._replicas.place.sweep(timedelta())
-        known = {file.path for manifest in self._replicas.manifests() for file in manifest.files}
-        self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
+        records, faults = self._replicas.manifests_and_faults()
+        if all(isinstance(fault, CorruptCheckpointError) for fault in faults.values()):
+            known = {file.path for record in records for file in record.files}
+            self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
         """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``; on leaders."""
@@ -98,7 +101,7 @@ class NodeMemory:
             nonlocal sent_bytes
             sent_bytes += size
             hurry.wait(max(0.0, started + sent_bytes / bytes_per_second - time.monotonic()))
-            return _read(self._own, path, offset, size)
+            return read_part(self._own.folder / path, offset, size)
 
         moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
         failure: Exception | None = None
@@ -110,7 +113,7 @@ class NodeMemory:
                 failure = e
         try:
             what = f"replicating {'nothing' if own is None else repr(own.name)}"
-            dist.move(what, moves, read, lambda *part: _write(self._replicas, *part), in_background=True)
+            dist.move(what, moves, read, functools.partial(_receive, self._replicas), in_background=True)
         except (OSError, CorruptCheckpointError) as e:
             failure = failure or e
         if failure is not None:
@@ -202,8 +205,8 @@ class NodeMemory:
             dist.move(
                 what,
                 [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other],
-                lambda path, offset, size: _read(self._own if own else self._replicas, path, offset, size),
-                lambda *part: _write(self._own, *part),
+                lambda path, *part: read_part((self._own if own else self._replicas).folder / path, *part),
+                functools.partial(_receive, self._own),
             )
         with group.all_or_none(what):
             _commit(self._own, manifest, arriving)
@@ -240,18 +243,5 @@ def _commit(catalog: Catalog, manifest: Manifest, files: Iterable[FileRecord]) -
         raise
 
 
-def _read(catalog: Catalog, path: str, offset: int, size: int) -> bytes:
-    with (catalog.folder / path).open("rb") as file:
-        file.seek(offset)
-        data = file.read(size)
-    if len(data) != size:
-        raise OSError(f"{str(catalog.folder / path)!r} ends before byte {offset + size}")
-    return data
-
-
-def _write(catalog: Catalog, path: str, offset: int, data: memoryview) -> None:
-    target = _arriving(catalog.folder / path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("r+b" if offset else "wb") as file:
-        file.seek(offset)
-        file.write(data)
+def _receive(catalog: Catalog, path: str, offset: int, data: memoryview) -> None:
+    write_part(_arriving(catalog.folder / path), offset, data)

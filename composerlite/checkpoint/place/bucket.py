@@ -166,9 +166,6 @@ class Bucket(Place):
         for path in paths:
             self.transfer.delete(self.name_of(path))
 
-    def quarantine(self, path: str) -> None:
-        """Do nothing: a bucket has no renames."""
-
     # ── links, locks, leftovers ──────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def pointing(self, links: Mapping[str, str]) -> Generator[None]:

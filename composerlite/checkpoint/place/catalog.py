@@ -44,17 +44,21 @@ def may_be_decider(path: str) -> bool:
     return last in INDEXES or not (last.startswith(".") or last.endswith(_NEVER))
 
 
-def record_in(place: Place, path: str) -> Manifest | None:
+def record_in(place: Place, path: str, *, chunks: bool = False) -> Manifest | None:
     """Return the record in the file ``path``; ``None``: there is no such file, or the file has no record.
 
-    The digests of the data files of a directory have no chunks: see :meth:`Catalog.manifest_of`.
+    Args:
+        place: the place.
+        path: path of the file.
+        chunks: read the digests of the chunks of data files, too, which an index contains.
 
     Raises:
         CorruptCheckpointError: the record is damaged.
         NewerManifestError: a newer version wrote the record.
     """
     try:
-        if path.rpartition("/")[2] == WEIGHTS_INDEX:
+        folder, _, last = path.rpartition("/")
+        if last == WEIGHTS_INDEX or (chunks and last == INDEX):
             return record_of_index(place, path, place.read(path))
         size_bytes, end = place.end(path, MOST_TAIL_BYTES)
         if len(end) < (needed := min(tail_bytes(end), size_bytes, _MOST_RECORD_BYTES)):
@@ -62,7 +66,6 @@ def record_in(place: Place, path: str) -> Manifest | None:
     except FileNotFoundError:
         return None
     found = unseal(path, size_bytes, end, place.uri(path))
-    folder, _, last = path.rpartition("/")
     # The index of another program is a whole pickle. Any other index beside our data was cut off.
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
@@ -127,30 +130,20 @@ class Catalog:
 
     # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
-        """Return the record of every committed checkpoint, oldest first. Damaged records are logged and left out.
+        """Return the record of every committed checkpoint, oldest first. Unreadable records are logged and left out.
+
+        Do not decide deletions from a record that is missing in the result.
 
         Args:
             names: names of checkpoints; ``None``: all.
 
         Raises:
-            NewerManifestError: a newer version wrote a record.
-            OSError: a record cannot be read.
-        """
-        manifests, faults = self.manifests_and_faults(names)
-        for fault in faults.values():
-            if not isinstance(fault, CorruptCheckpointError):
-                raise fault
-        return manifests
-
-    def readable(self, names: Sequence[str] | None = None) -> list[Manifest]:
-        """Return records as :meth:`manifests` does, without unreadable records.
-
-        Do not decide deletions from a record that is missing in the result.
+            OSError: a record in a bucket cannot be read.
         """
         return self.manifests_and_faults(names)[0]
 
     def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
-        """Return records as :meth:`readable` does, and the fault of each unreadable record, by name.
+        """Return records as :meth:`manifests` does, and the fault of each unreadable record, by name.
 
         Only damaged records justify a change. An OSError of a bucket is raised.
         """
@@ -190,14 +183,7 @@ class Catalog:
             NewerManifestError: a newer version wrote the record.
         """
         for path in _deciders_of(name):
-            try:
-                if path.rpartition("/")[2] == INDEX:
-                    found = record_of_index(self.place, path, self.place.read(path))
-                else:
-                    found = record_in(self.place, path)
-            except FileNotFoundError:
-                continue
-            if found is not None:
+            if (found := record_in(self.place, path, chunks=True)) is not None:
                 return found.lying_at(name) or replace(found, name=name)
         return None
 
@@ -230,9 +216,7 @@ class Catalog:
                 found = self.manifest_of(target)
         except FileNotFoundError as e:
             log.debug("%s does not lead to a checkpoint: %s", link, e)
-        except (CorruptCheckpointError, NewerManifestError, ConfigError) as e:
-            if isinstance(e, NewerManifestError) and e.may_be_of(run_name):
-                raise
+        except (CorruptCheckpointError, ConfigError) as e:
             log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return found if found is not None and found.run_name == run_name else None
 
@@ -257,8 +241,8 @@ class Catalog:
         return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def check_sizes(self, manifest: Manifest) -> None:
-        """Check that all files of a checkpoint exist with their recorded sizes, except the deciding file.
+    def check_sizes(self, manifest: Manifest, files: Sequence[FileRecord]) -> None:
+        """Check that ``files`` of a checkpoint exist with their recorded sizes, except the deciding file.
 
         Raises:
             CorruptCheckpointError: a file is missing or has another size.
@@ -275,7 +259,7 @@ class Catalog:
                     f"{checkpoint}: {record.path!r} has {size} bytes and not {record.size_bytes}"
                 )
 
-        map_reads(self.place, check, [file for file in manifest.here if file.path != manifest.deciders[0]])
+        map_reads(self.place, check, [file for file in files if file.path != manifest.deciders[0]])
 
     def verify(self, manifest: Manifest, progress: OnBytes = int) -> None:
         """Read all data of a checkpoint in this place and compare the bytes with the record.

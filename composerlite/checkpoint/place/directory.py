@@ -237,10 +237,9 @@ class ShardedDirectory(Directory):
 
     def record(self) -> Manifest | None:
         """Return the record; ``None`` if there is no record. Raises CorruptCheckpointError if it is damaged."""
-        for path in (self.at(index) for index in (INDEXES if self._only is None else ())):
-            with contextlib.suppress(FileNotFoundError):
-                return record_of_index(self.place, path, self.place.read(path))
-        return None
+        indexes = INDEXES if self._only is None else ()
+        found = (record_in(self.place, self.at(index), chunks=True) for index in indexes)
+        return next((record for record in found if record is not None), None)
 
     def missing(self) -> CheckpointNotFoundError:
         """Return the error for a directory without an index."""

@@ -1,8 +1,9 @@
-"""Groups of ranks with the same disk, if nodes have disks of their own."""
+"""Groups of ranks with the same disk, if nodes have disks of their own, and parts of files on these disks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from composerlite.checkpoint.record.manifest import new_id
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, make_folder
 
-__all__ = ["Disks", "disks_of"]
+__all__ = ["Disks", "disks_of", "read_part", "write_part"]
 
 _APPEARS_SECONDS = 5.0
 """Time until a network file system shows a new file on other machines."""
@@ -93,3 +94,22 @@ def _leader(mark: Path) -> int | None:
         if time.monotonic() >= until:
             return None
         time.sleep(0.1)
+
+
+# ── parts of files that ranks send to each other ─────────────────────────────────────────────────────────────────────
+def read_part(path: Path, offset: int, size: int) -> bytes:
+    """Return ``size`` bytes of the file ``path``. Raises OSError if the file ends before."""
+    with path.open("rb") as file:
+        data = os.pread(file.fileno(), size, offset)
+    if len(data) != size:
+        raise OSError(f"{str(path)!r} ends before byte {offset + size}")
+    return data
+
+
+def write_part(path: Path, offset: int, data: memoryview) -> None:
+    """Write ``data`` into the file ``path``, which is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)

@@ -10,10 +10,9 @@ import functools
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from composerlite.checkpoint.place.lease import Lease
 from composerlite.checkpoint.record.manifest import FileRecord, new_name, relative_path
@@ -46,9 +45,7 @@ OnBytes = Callable[[int], object]
 """Called with each number of bytes."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class StoredFile:
+class StoredFile(NamedTuple):
     """A file or an object.
 
     Attributes:
@@ -186,7 +183,6 @@ class Place(ABC):
             folders: delete folders that become empty, too.
         """
 
-    @abstractmethod
     def quarantine(self, path: str) -> None:
         """Rename a damaged file or directory to a free name. A bucket has no renames: nothing happens."""
 

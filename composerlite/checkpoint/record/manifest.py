@@ -36,6 +36,7 @@ __all__ = [
     "in_line",
     "json_object",
     "living_line",
+    "manifest_from",
     "may_be_replaced",
     "new_attempt",
     "new_id",
@@ -56,20 +57,7 @@ T = TypeVar("T")
 
 @final
 class NewerManifestError(IncompatibleCheckpointError):
-    """A record was written by a newer version.
-
-    Args:
-        message: text for the user.
-        run_name: name of the run in the record, unchecked; ``None``: unknown.
-    """
-
-    def __init__(self, message: str, run_name: object = None) -> None:
-        super().__init__(message)
-        self._run_name = run_name
-
-    def may_be_of(self, run_name: str) -> bool:
-        """Return false if the record belongs to another run."""
-        return self._run_name in (None, run_name)
+    """A record was written by a newer version."""
 
 
 @final
@@ -498,6 +486,30 @@ def recorded(kind: type[T], fields: object) -> T:
     """
     with _converting:
         return msgspec.convert(fields, kind)
+
+
+def manifest_from(fields: object, decider: FileRecord) -> Manifest:
+    """Return the record with the JSON ``fields``, and the paths of its files in the folder of ``decider``.
+
+    The record of a copy keeps the saved name.
+
+    Raises:
+        ValueError: a field is missing or has another type, or :meth:`Manifest.check` finds a fault.
+    """
+    saved = recorded(Manifest, fields)
+    for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
+        relative_path(path)
+    moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
+    home = moved.home
+    if saved.form == "archives":
+        dataclasses.replace(saved, files=(decider, *saved.files)).check()
+        if f"/{decider.path}".endswith(f"/{saved.name}"):
+            home = decider.path.removesuffix(saved.name)
+    others = tuple(dataclasses.replace(file, path=home + file.path) for file in saved.files)
+    manifest = dataclasses.replace(moved, files=(decider, *others))
+    if saved.form != "archives":
+        manifest.check()
+    return dataclasses.replace(manifest, name=saved.name)
 
 
 def _short(value: object) -> str:

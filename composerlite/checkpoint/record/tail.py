@@ -38,8 +38,8 @@ from composerlite.checkpoint.record.manifest import (
     Manifest,
     NewerManifestError,
     json_object,
+    manifest_from,
     recorded,
-    relative_path,
 )
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
@@ -207,7 +207,7 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
             )
         digest = digest.with_tail(end[before:])
         digest.chunk_digests()
-        return _manifest(fields, FileRecord.of(path, digest))
+        return manifest_from(fields["record"], FileRecord.of(path, digest))
 
 
 def index_of(data: bytes, source: str) -> bytes:
@@ -260,7 +260,7 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
         saved = recorded(FileDigest, fields["stored"])
         if xxhash.xxh3_128_hexdigest(plain) != saved.xxh3_128 or _index_text(index) != data:
             raise ValueError("its bytes are not those that were saved")
-        manifest = _manifest(fields, FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
+        manifest = manifest_from(fields["record"], FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
         return _with_chunks(manifest, b"".join(base64.b64decode(chunks) for chunks in fields["chunks"]), source)
 
 
@@ -280,32 +280,10 @@ def _checked(text: bytes, source: str) -> dict[str, Any]:
     if type(version := fields.get("composerlite")) is not int:
         raise ValueError("its version is no whole number")
     if version != VERSION:
-        run_name: Any = fields.get("record")
-        for key in ("run", "name"):
-            run_name = cast("StateDict", run_name).get(key) if isinstance(run_name, dict) else None
         raise NewerManifestError(
-            f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite.",
-            run_name,
+            f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite."
         )
     return fields
-
-
-def _manifest(fields: Mapping[str, Any], decider: FileRecord) -> Manifest:
-    """Return the record with the paths of its files moved to the folder of ``decider``. A copy keeps its saved name."""
-    saved = recorded(Manifest, fields["record"])
-    for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
-        relative_path(path)
-    moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
-    home = moved.home
-    if saved.form == "archives":
-        dataclasses.replace(saved, files=(decider, *saved.files)).check()
-        if f"/{decider.path}".endswith(f"/{saved.name}"):
-            home = decider.path.removesuffix(saved.name)
-    others = tuple(dataclasses.replace(file, path=home + file.path) for file in saved.files)
-    manifest = dataclasses.replace(moved, files=(decider, *others))
-    if saved.form != "archives":
-        manifest.check()
-    return dataclasses.replace(manifest, name=saved.name)
 
 
 def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:

@@ -266,7 +266,7 @@ class Publisher:
         if self.keep == -1 and self._known is None and not newest.ephemeral:
             return
         if self._known is None:  # listed once: later uploads and deletions update the list
-            self._known = [m for m in self.remote.readable() if m.run_name == newest.run_name]
+            self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.run.lineage)
         for old in Retention(retention_policy(self.keep), now).given_up(self._known, self.template):

@@ -25,7 +25,6 @@ from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.manifest import (
     Manifest,
-    NewerManifestError,
     Position,
     highest_attempt,
     may_be_replaced,
@@ -136,7 +135,7 @@ class RunFolder:
 
     def manifests(self, state: SavedState) -> list[Manifest]:
         """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
-        return position_of(state).own(self.catalog.readable(), self.filename.filename)
+        return position_of(state).own(self.catalog.manifests(), self.filename.filename)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def name(self, state: SavedState, others: Iterable[RunFolder], *, directory: str | None) -> Form:
@@ -279,7 +278,7 @@ class RunFolder:
         """
         note = self._note = self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
         before = note.read_bytes().decode(errors="replace") if note.is_file() else bucket
-        if before != bucket and any(one.run_name == run_name for one in self.catalog.readable()):
+        if before != bucket and any(one.run_name == run_name for one in self.catalog.manifests()):
             raise ConfigError(
                 f"save_folder={self._options.names.folder!r}: {self.folder!r} on this machine has checkpoints of the "
                 f"run {run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
@@ -304,7 +303,7 @@ class RunFolder:
         unnamed: list[str] = []
         with group.all_or_none("looking for what killed processes have left"):
             if self.is_leader:
-                own = [one for one in self.catalog.readable() if one.run_name == self._run_name]
+                own = [one for one in self.catalog.manifests() if one.run_name == self._run_name]
                 unnamed = self._sweep()
         if self.disks is not None:
             self._delete_partial(own, unnamed)
@@ -339,7 +338,7 @@ class RunFolder:
         behind = not os.path.lexists(link)
         if link.is_symlink():
             target = self.own_catalog.place.target_of(name)
-            own = {m.name: m.order for m in self.catalog.readable() if m.run_name == newest.run_name}
+            own = {m.name: m.order for m in self.catalog.manifests() if m.run_name == newest.run_name}
             order = own.get(target)  # keep links of other runs; this run may have had another save_filename
             behind = order is not None and order < newest.order
         if not behind:
@@ -489,8 +488,7 @@ def begin_attempt(
             latest = None if link is None else place.latest(link, run_name)
             manifests, faults = place.manifests_and_faults() if latest is None else ([latest], {})
             for fault in faults.values():  # the attempt number in the record must not be reused
-                is_newer = isinstance(fault, NewerManifestError) and fault.may_be_of(run_name)
-                if isinstance(fault, OSError) or is_newer:
+                if isinstance(fault, OSError):
                     raise fault
             known += manifests
         parent = None if origin is None else _manifest_at(str(origin), folders, buckets)

@@ -435,7 +435,7 @@ class SaveTask:
             if after.wanted.publish is not None:
                 after.wanted.publish()
             if after.wanted.retention is not None:
-                known = after.catalog.readable()
+                known = after.catalog.manifests()
                 deleted = [old.name for old in after.wanted.retention.given_up(known, manifest.template)]
         return SaveReport(
             path=Path(self.path),
@@ -457,7 +457,7 @@ class SaveTask:
             return None
         catalog = self.follow_up.catalog
         try:
-            for manifest in catalog.readable(names):
+            for manifest in catalog.manifests(names):
                 delete_checkpoint(catalog.place, manifest)
         except Exception as e:  # noqa: BLE001 - stored in deletion_error; the saver raises or counts the error
             return e
