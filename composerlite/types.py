@@ -81,21 +81,15 @@ class Ancestor:
 
     Attributes:
         attempt: its number. id: tells it from another of the same number.
-        fit_calls: calls of ``fit`` by the checkpoint that the later one started from.
-        batch: optimizer steps done by then. Later checkpoints of this attempt do not belong to the later one.
+        until: calls of ``fit`` and optimizer steps of the checkpoint that the later one started from. Later checkpoints
+            of this attempt do not belong to the later one.
         passed_over: there were later ones, which autoresume could not use: the later attempt may replace them.
     """
 
     attempt: int
     id: str
-    fit_calls: int
-    batch: int
+    until: tuple[int, int]
     passed_over: bool = False
-
-    @property
-    def until(self) -> tuple[int, int]:
-        """The last moment of it that counts."""
-        return self.fit_calls, self.batch
 
 
 @final

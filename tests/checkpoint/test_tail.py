@@ -42,7 +42,7 @@ RECORD = Manifest(
         timestamp={"batch": 7, "total_wct": 1.5},
         fit_calls=2,
         world_size=4,
-        lineage=Lineage(2, "b", (Ancestor(1, "a", 2, 3),), "ba3.pt"),
+        lineage=Lineage(2, "b", (Ancestor(1, "a", (2, 3)),), "ba3.pt"),
         metrics={"loss": 0.5},
         not_finite=("loss",),
     ),

@@ -9,7 +9,6 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Generator
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, final
 
@@ -25,7 +24,6 @@ from composerlite.checkpoint.format.weight_files import (
 from composerlite.checkpoint.load.progress import download_bar, progress_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, Place
@@ -401,11 +399,6 @@ def _resolved(text: str) -> Path:
 def _download(place: Place, name: str, folder: Path, progress_bar: bool) -> Path:
     """Download the file ``name`` of a bucket to ``folder``, verified by its record if there is a record."""
     record = record_in(place, name)
-    if record is None or record.form != "file":
-        with progress_of("downloading a checkpoint", place.size(name), progress_bar) as progress:
-            place.fetch(name, folder / name, None, progress)
-        return folder / name
-    manifest = record.lying_at(name) or replace(record, name=name)
-    with progress_of("downloading a checkpoint", manifest.size_bytes, progress_bar) as progress:
-        fetch_checkpoint(place, manifest, Folder(folder), progress)
-    return folder / manifest.name
+    with progress_of("downloading a checkpoint", place.size(name), progress_bar) as progress:
+        place.fetch(name, folder / name, None if record is None else record.files[0].digest, progress)
+    return folder / name

@@ -244,6 +244,10 @@ class Catalog:
     def check_sizes(self, manifest: Manifest, files: Sequence[FileRecord]) -> None:
         """Check that ``files`` of a checkpoint exist with their recorded sizes, except the deciding file.
 
+        Args:
+            manifest: the record.
+            files: some of its files.
+
         Raises:
             CorruptCheckpointError: a file is missing or has another size.
         """

@@ -16,6 +16,7 @@ of a step (``Checkpointer``) and the archives of ranks have fixed names: a save 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from composerlite.checkpoint.format import INDEXES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
+from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
@@ -205,8 +206,10 @@ def fetch_checkpoint(
     deciders = [record for record in manifest.files if record.path in manifest.deciders]
     others = [record for record in manifest.files if record not in deciders]
     for record in (*others, *deciders):
-        if record not in deciders and _is_there(target, record, progress):
-            continue
+        if record not in deciders:
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                target.verify(record, progress)
+                continue
         uri, here = source.uri(record.path), target.path_of(record.path)
         log.info("fetching %s (%s) to %s", uri, bytes_text(record.size_bytes), target.uri(record.path))
         try:  # an old file stays until the new file is verified
@@ -217,15 +220,6 @@ def fetch_checkpoint(
                     target.put(record.path, path, create_only=create_only, progress=progress)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint file {uri!r} is missing: {e}") from e
-
-
-def _is_there(place: Place, record: FileRecord, progress: OnBytes) -> bool:
-    """Return true if ``place`` has the file with the bytes of the record."""
-    try:
-        place.verify(record, progress)
-    except (FileNotFoundError, CorruptCheckpointError):
-        return False
-    return True
 
 
 # ── deletions ────────────────────────────────────────────────────────────────────────────────────────────────────────

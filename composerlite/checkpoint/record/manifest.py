@@ -369,8 +369,8 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
     if origin is None:
         return Lineage(highest + 1, new_id())
     parent = origin.run.lineage
-    earlier = (dataclasses.replace(one, **_at(min(one.until, origin.moment))) for one in parent.ancestors)
-    left = Ancestor(parent.attempt, parent.id, **_at(origin.moment), passed_over=passed_over)
+    earlier = (dataclasses.replace(one, until=min(one.until, origin.moment)) for one in parent.ancestors)
+    left = Ancestor(parent.attempt, parent.id, origin.moment, passed_over)
     return Lineage(highest + 1, new_id(), (*earlier, left), origin.name)
 
 
@@ -403,43 +403,37 @@ def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
     )
 
 
-def _at(moment: tuple[int, int]) -> dict[str, int]:
-    return {"fit_calls": moment[0], "batch": moment[1]}
-
-
 # ── values from files ─────────────────────────────────────────────────────────────────────────────────────────────────
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
 _TEMPORARY_BYTES = len("..tmp-") + 16
 """Bytes that a temporary name has more than the final name."""
 
 
-def relative_path(value: object) -> str:
+def relative_path(value: str) -> str:
     """Return ``value`` if it is the path of a file inside a folder, with slashes between the parts.
 
     Raises:
         ValueError: the value is no such path, or no file system takes it. The message states the rule.
     """
-    if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is no path")
     parts = [part for part in value.split("/") if part not in ("", ".")]
+    shown = repr(value if len(value) <= 80 else f"{value[:80]}…")
     try:
-        encoded = [os.fsencode(part) for part in parts]
+        lengths = [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError as e:
-        raise ValueError(f"{_short(value)} is no path: it has characters that no file name can have") from e
-    if not parts or ".." in parts or value.startswith("/") or not value.endswith(parts[-1]):
+        raise ValueError(f"{shown} is no path: it has characters that no file name can have") from e
+    is_inside = ".." not in value.replace("\\", "/").split("/") and not value.startswith(("/", "\\"))
+    if not parts or not is_inside or not value.endswith(parts[-1]):
         rule = "expected the path of a file inside the folder, relative to it, without '..'"
     elif any(ord(character) < 32 or ord(character) == 127 for character in value):
         rule = "it has control characters"
-    elif value.startswith("\\") or ".." in value.replace("\\", "/").split("/"):
-        rule = "it leads out of the folder where backslashes separate folders"
-    elif sum(map(len, encoded)) + len(parts) > _LONGEST_PATH or max(map(len, encoded)) > _LONGEST_PART:
+    elif sum(lengths) + len(parts) > _LONGEST_PATH or max(lengths) > _LONGEST_PART:
         rule = f"file systems take {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in all"
     else:
         return value
-    raise ValueError(f"path {_short(value)}: {rule}")
+    raise ValueError(f"path {shown}: {rule}")
 
 
-def new_name(value: object, *, on_disk: bool = True) -> str:
+def new_name(value: str, *, on_disk: bool = True) -> str:
     """Return ``value`` if a checkpoint, or a file in a checkpoint, can have this name.
 
     Args:
@@ -510,11 +504,3 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     if saved.form != "archives":
         manifest.check()
     return dataclasses.replace(manifest, name=saved.name)
-
-
-def _short(value: object) -> str:
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of too many digits, or nested too deeply
-        return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:80]}…"
