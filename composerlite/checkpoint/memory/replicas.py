@@ -165,7 +165,6 @@ class NodeMemory:
         """
         group, what = dist.get_group(), f"copying checkpoint {manifest.name!r} to the memory of all nodes"
         own, replica = set[int | None](), set[int | None]()  # numbers of nodes with intact files in a folder here
-        faults: list[str] = []
         with group.all_or_none(what):
             for catalog, intact in ((self._own, own), (self._replicas, replica)) if self.is_leader else ():
                 try:
@@ -173,24 +172,23 @@ class NodeMemory:
                         catalog.verify(there)
                         intact |= {file.node for file in there.here}
                 except (CorruptCheckpointError, OSError) as e:
-                    faults.append(str(e))
-        every = group.gather((own, replica, faults))
+                    log.warning("a part of a checkpoint in memory cannot be used: %s", e)
+        every = group.gather((own, replica))
         copies: list[tuple[int, int, FileRecord]] = []  # source, target, file
         for file in manifest.files:
-            owners = [rank for rank, (in_own, *_) in enumerate(every) if file.node in in_own]
-            holders = [*owners, *(rank for rank, (_, in_replica, _) in enumerate(every) if file.node in in_replica)]
+            owners = [rank for rank, (in_own, _) in enumerate(every) if file.node in in_own]
+            holders = [*owners, *(rank for rank, (_, in_replica) in enumerate(every) if file.node in in_replica)]
             if not holders:
                 part = "the checkpoint" if file.node is None else f"the part of node {file.node}"
-                reasons = " ".join(fault for *_, faults_there in every for fault in faults_there)
                 raise CorruptCheckpointError(
-                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. {reasons}"
+                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. The log of a node "
+                    "with a damaged copy names the fault."
                 )
+            targets = self._leaders if manifest.is_directory else self._leaders[:1]
             if file.node is not None:
-                copies += [] if owners else [(holders[0], holders[0], file)]
-            else:
-                targets = self._leaders if manifest.is_directory else self._leaders[:1]
-                lacking = [rank for rank in targets if rank not in owners]
-                copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
+                targets = owners or holders[:1]
+            lacking = [rank for rank in targets if rank not in owners]
+            copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
         arriving = [file for _, target, file in copies if target == self._rank]
         with group.all_or_none(what):
             if arriving and not own:
@@ -208,7 +206,6 @@ class NodeMemory:
                 lambda path, *part: read_part((self._own if own else self._replicas).folder / path, *part),
                 functools.partial(_receive, self._own),
             )
-        with group.all_or_none(what):
             _commit(self._own, manifest, arriving)
         if arriving:
             log.info("checkpoint %s: copied %d files to the memory of this node", manifest.name, len(arriving))
