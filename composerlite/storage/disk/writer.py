@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
@@ -24,7 +23,7 @@ from composerlite.storage.disk.files import (
     write_file,
 )
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
-from composerlite.threads import start_threads
+from composerlite.storage.workers import WorkerPool
 
 _RING_BYTES = 48 << 20
 """Memory to write with, for a file that is not in memory as a whole."""
@@ -146,8 +145,7 @@ class StreamWriter:
 
     Windows are written with O_DIRECT, or through the page cache where the file system refuses O_DIRECT. The caller
     alone writes a file of up to 8 MiB; on one or two cores also a file in ``memory``: more threads would cost training
-    more than the save gains. Used as a context manager: leaving
-    the block without :meth:`finish` gives the file up and closes it.
+    more than the save gains. Used as a context manager: leaving the block without :meth:`finish` gives the file up.
 
     Args:
         path: an existing file, empty.
@@ -165,7 +163,7 @@ class StreamWriter:
 
     Raises:
         ValueError: ``memory`` is smaller than ``size_bytes``.
-        OSError: the space cannot be reserved, or the system has no memory for the ring.
+        OSError: the file does not exist, the space cannot be reserved, or the system has no memory for the ring.
     """
 
     def __init__(
@@ -173,36 +171,30 @@ class StreamWriter:
     ) -> None:
         if memory is not None and memory.size_bytes < size_bytes:
             raise ValueError(f"memory={memory.size_bytes} bytes for a file of {size_bytes}: expected at least as many")
-        self._path = path
-        self._is_large = size_bytes > _SMALL_FILE_BYTES
         self.size_bytes = 0
         self.piece_bytes = _PIECE_BYTES if memory is None else _LARGE_WINDOW_BYTES
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
-        self._lock = threading.Lock()
+        self._path = path
+        self._is_large = size_bytes > _SMALL_FILE_BYTES
+        if self._is_large:
+            with path.open("r+b") as file:
+                reserve(file.fileno(), size_bytes, path)
         self._digester = Digester(chunk_bytes_for(size_bytes) if chunk_bytes is None else chunk_bytes)
-        self._error: BaseException | None = None
-        self._window = _Window(0, memoryview(b""))
-        self._filled = self._digested = 0  # bytes of the window
-        self._free: queue.SimpleQueue[_Window] = queue.SimpleQueue()
-        self._queued: queue.SimpleQueue[tuple[_Window, int, int] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        with contextlib.ExitStack() as stack:
-            writers = 0
-            if self._is_large:
-                writers = _WRITERS
-                with path.open("r+b") as file:
-                    reserve(file.fileno(), size_bytes, path)
-            if memory is None:
-                memory, size, window_bytes = borrow_memory(_RING_BYTES), _RING_BYTES, _WINDOW_BYTES
-                stack.callback(give_memory_back, memory)
-            else:
-                size, window_bytes = memory.size_bytes, _LARGE_WINDOW_BYTES
-                writers = 0 if len(os.sched_getaffinity(0)) <= _FEW_CORES else writers
-            for start in range(0, size, window_bytes):
-                view = memory.view(start, min(window_bytes, size - start))
-                self._free.put(_Window(memory.address + start, view))
-            self._threads = start_threads(self._write_queued, writers, name="checkpoint-writer")
-            self._cleanup = stack.pop_all()
+        self._borrowed = borrow_memory(_RING_BYTES) if memory is None else None
+        if self._borrowed is not None:
+            memory, size, window_bytes = self._borrowed, _RING_BYTES, _WINDOW_BYTES
+            has_threads = self._is_large
+        else:
+            assert memory is not None
+            size, window_bytes = memory.size_bytes, _LARGE_WINDOW_BYTES
+            has_threads = self._is_large and len(os.sched_getaffinity(0)) > _FEW_CORES
+        self._windows = deque(
+            _Window(memory.address + start, memory.view(start, min(window_bytes, size - start)))
+            for start in range(0, size, window_bytes)
+        )
+        self._filled = self._digested = 0  # bytes of the first window
+        self._pool = WorkerPool(_WRITERS, name="checkpoint-writer") if has_threads else None
+        self._pending: deque[Future[float]] = deque()  # a write of each of the last windows, in order
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -210,7 +202,7 @@ class StreamWriter:
         while left:
             room = self._room()
             piece, left = left[:room], left[room:]
-            self._window.view[self._filled : self._filled + len(piece)] = piece
+            self._windows[0].view[self._filled : self._filled + len(piece)] = piece
             self._advance(len(piece))
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
@@ -226,11 +218,12 @@ class StreamWriter:
         """
         while size:
             length = min(size, self._room(), self.piece_bytes)
-            if address != self._window.address + self._filled:
-                move(self._window.address + self._filled, address, length)
+            window = self._windows[0]
+            if address != window.address + self._filled:
+                move(window.address + self._filled, address, length)
             if crc is not None:
                 started = time.perf_counter()
-                crc = isal_zlib.crc32(self._window.view[self._filled : self._filled + length], crc)
+                crc = isal_zlib.crc32(window.view[self._filled : self._filled + length], crc)
                 self.seconds["hash"] += time.perf_counter() - started
             self._advance(length)
             address += length
@@ -246,10 +239,10 @@ class StreamWriter:
         Raises:
             OSError: the file could not be written.
         """
-        self._queue_window()
-        self._join_threads()
-        if self._error is not None:
-            raise self._error
+        if self._filled:
+            self._write_window()
+        while self._pending:
+            self._finish_oldest()
         digest = self._digester.finish()
         tail = b"" if seal is None else seal(digest, None)
         started = time.perf_counter()
@@ -262,27 +255,20 @@ class StreamWriter:
             e.filename = str(self._path)  # the system names no file
             raise
         self.seconds["flush"] = time.perf_counter() - started
-        self._cleanup.close()
+        self._close()
         return digest.with_tail(tail)
 
     def __enter__(self) -> StreamWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._error = self._error or CancelledError()  # without finish: queued windows are not written
-        self._join_threads()
-        self._cleanup.close()
+        self._close()
 
     def _room(self) -> int:
-        """Return the free bytes of the current window; a full window is queued and the next window taken."""
-        if self._error is not None:
-            raise self._error
-        if self._filled == len(self._window.view):
-            self._queue_window()
-            started = time.perf_counter()
-            self._window = self._free.get()
-            self.seconds["wait"] += time.perf_counter() - started
-        return len(self._window.view) - self._filled
+        """Return the free bytes of the first window; a full window is written, and the next window comes first."""
+        if self._filled == len(self._windows[0].view):
+            self._write_window()
+        return len(self._windows[0].view) - self._filled
 
     def _advance(self, size: int) -> None:
         self._filled += size
@@ -293,46 +279,47 @@ class StreamWriter:
     def _digest(self) -> None:
         """Digest the bytes appended since the last call: small pieces together."""
         started = time.perf_counter()
-        self._digester.update(self._window.view[self._digested : self._filled])
+        self._digester.update(self._windows[0].view[self._digested : self._filled])
         self._digested = self._filled
         self.seconds["hash"] += time.perf_counter() - started
 
-    def _queue_window(self) -> None:
-        """Pass the current window to the threads, or write the window here if there are no threads."""
-        if self._filled:
-            self._digest()
-            job = self._window, self.size_bytes - self._filled, self._filled
-            self._window, self._filled, self._digested = _Window(0, memoryview(b"")), 0, 0
-            if self._threads:
-                self._queued.put(job)
-            else:
-                self._write_window(*job)
+    def _write_window(self) -> None:
+        """Write the first window in a thread, or here if there are no threads. The next window comes first."""
+        self._digest()
+        write = partial(self._write, self._windows[0].view, self.size_bytes - self._filled, self._filled)
+        self._filled = self._digested = 0
+        self._windows.rotate(-1)
+        if self._pool is None:
+            self.seconds["write"] += write()
+            return
+        self._pending.append(self._pool.submit(write))
+        while self._pending and (self._pending[0].done() or len(self._pending) == len(self._windows)):
+            self._finish_oldest()
 
-    def _write_queued(self) -> None:
-        """Write queued windows until the queue ends, in each thread."""
-        while (job := self._queued.get()) is not None:
-            self._write_window(*job)
-
-    def _write_window(self, window: _Window, position: int, size: int) -> None:
-        """Write a window and free the window. The next call of the caller raises an error of this."""
+    def _write(self, view: memoryview, position: int, size: int) -> float:
+        """Write the first ``size`` bytes of a window, and return the time in seconds."""
         started = time.perf_counter()
         try:
-            if self._error is None:
-                write_file(self._path, window.view, position, size, past_cache=self._is_large)
-        except BaseException as e:  # noqa: BLE001 - raised by write, copy or finish
-            if isinstance(e, OSError):
-                e.filename = str(self._path)  # the system names no file
-            self._error = e
-        finally:
-            with self._lock:
-                self.seconds["write"] += time.perf_counter() - started
-            self._free.put(window)  # even after an error: the caller may wait for a window
+            write_file(self._path, view, position, size, past_cache=self._is_large)
+        except OSError as e:
+            e.filename = str(self._path)  # the system names no file
+            raise
+        return time.perf_counter() - started
 
-    def _join_threads(self) -> None:
-        """Wait until the queued windows are written. May be called twice."""
-        for _ in self._threads:
-            self._queued.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._free = queue.SimpleQueue()  # no view of the memory is left
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest write, and raise the error of the write."""
+        started = time.perf_counter()
+        self.seconds["write"] += self._pending.popleft().result()
+        self.seconds["wait"] += time.perf_counter() - started
+
+    def _close(self) -> None:
+        """Stop the threads, without the writes that have not begun. May be called twice."""
+        for future in self._pending:
+            future.cancel()
+        if self._pool is not None:
+            self._pool.close()
+        self._pending.clear()
+        self._windows.clear()
+        if self._borrowed is not None:
+            give_memory_back(self._borrowed)
+            self._borrowed = None
