@@ -82,9 +82,12 @@ class Splits(NamedTuple):
         strides, coordinate = _strides(self.mesh), _coordinate(rank, self.mesh)
         return sum(coordinate[dim] * strides[dim] for dim in self.replicas)
 
-    def box(self, shape: Sequence[int], rank: int) -> Box:
+    @functools.lru_cache(4096)  # noqa: B019 - thousands of tensors have few different shapes
+    def box(self, shape: tuple[int, ...], rank: int) -> Box:
         """Return the part of ``rank`` of a tensor of this shape: offsets and sizes."""
-        return _box(self, tuple(shape), rank)
+        coordinate = _coordinate(rank, self.mesh)
+        spans = [_span(n, self.mesh, dims, coordinate) for n, dims in zip(shape, self.dims, strict=True)]
+        return tuple(start for start, _ in spans), tuple(size for _, size in spans)
 
 
 def _strides(mesh: Sequence[int]) -> list[int]:
@@ -106,13 +109,6 @@ def _span(length: int, mesh: Sequence[int], dims: Sequence[int], coordinate: Seq
     return start, length
 
 
-@functools.lru_cache(4096)  # thousands of tensors have few different shapes
-def _box(splits: Splits, shape: tuple[int, ...], rank: int) -> Box:
-    coordinate = _coordinate(rank, splits.mesh)
-    spans = [_span(n, splits.mesh, dims, coordinate) for n, dims in zip(shape, splits.dims, strict=True)]
-    return tuple(start for start, _ in spans), tuple(size for _, size in spans)
-
-
 @functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
 def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
     """Return start, length and coordinate of all non-empty parts along a dimension, in order."""
@@ -120,14 +116,6 @@ def _cuts(length: int, sizes: tuple[int, ...]) -> tuple[list[int], list[int], li
     found = [(*_span(length, sizes, dims, at), at) for at in itertools.product(*map(range, sizes))]
     found = [one for one in found if one[1]]
     return [start for start, _, _ in found], [size for _, size, _ in found], [at for _, _, at in found]
-
-
-def _lengths(length: int, sizes: Sequence[int]) -> list[int]:
-    """Return the different lengths of non-empty parts along a dimension, in order."""
-    found = {length}
-    for size in sizes:
-        found = {one for whole in found for one in (-(-whole // size), whole % -(-whole // size)) if one}
-    return sorted(found)
 
 
 @final
@@ -326,14 +314,6 @@ class ShardLayout:
     def _size_of(self, sizes: tuple[int, ...], dtype: Any) -> int:
         return item_place(sizes, dtype)[1] if self._item_bytes is None else self._item_bytes[sizes, dtype]
 
-    def forms(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return sizes and dtype of all different parts."""
-        found: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
-        for shape, dtype, (mesh, dims) in dict.fromkeys((t.shape, t.dtype, t.splits) for t in self.tensors.values()):
-            lengths = [_lengths(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
-            found.update(dict.fromkeys((sizes, dtype) for sizes in itertools.product(*lengths)))
-        return list(found)
-
     def writer(self, tensor: SplitTensor, lowest: int) -> int:
         """Return the writer of a part of ``tensor``; ``lowest`` is the lowest rank with the part."""
         return lowest + self._replicas[tensor.key]
@@ -350,7 +330,12 @@ class ShardLayout:
 
     def pack(self, listed: Metadata, suffix: str) -> bytes:
         """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""
-        items = [[sizes, _dtype_name(dtype), self._size_of(sizes, dtype)] for sizes, dtype in self.forms()]
+        forms: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
+        for shape, dtype, (mesh, dims) in dict.fromkeys((t.shape, t.dtype, t.splits) for t in self.tensors.values()):
+            cuts = [_cuts(n, tuple(mesh[dim] for dim in of)) for n, of in zip(shape, dims, strict=True)]
+            lengths = [dict.fromkeys(sizes) for _, sizes, _ in cuts]
+            forms.update(dict.fromkeys((sizes, dtype) for sizes in itertools.product(*lengths)))
+        items = [[sizes, _dtype_name(dtype), self._size_of(sizes, dtype)] for sizes, dtype in forms]
         index = {"rule": self._rule(), "suffix": suffix, "items": items}
         index["listed"] = base64.b64encode(pickle.dumps(listed)).decode()
         return _MAGIC + zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 1)
@@ -418,10 +403,7 @@ def _layout_of(rule: Any, items: Any) -> ShardLayout:
         raise ValueError("two tensors with one key")
     known = {(tuple(_whole(n, 1) for n in sizes), _dtype_of(name)): _whole(size, 1) for sizes, name, size in items}
     files, least_bytes = _whole(rule["files"], 1), _whole(rule["least_bytes"], 1)
-    layout = ShardLayout(ranks, tensors, files=files, least_bytes=least_bytes, item_bytes=known)
-    if strange := [form for form in layout.forms() if form not in known]:
-        raise ValueError(f"no size of parts of {strange[0]}")
-    return layout
+    return ShardLayout(ranks, tensors, files=files, least_bytes=least_bytes, item_bytes=known)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,6 @@ import logging
 import math
 import pickle
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -258,7 +257,6 @@ class Plan(NamedTuple):
 
 known_plans: list[Plan] = []
 """Plans of earlier saves of this process, the newest last."""
-_known_lock = threading.Lock()
 
 
 def plan_save(
@@ -288,23 +286,24 @@ def plan_save(
 
     def known() -> tuple[str, ...]:
         own.append(state := RankState(contents(), group, of_run=of_run, files=files))
-        with _known_lock:
-            plans = [plan for plan in known_plans if (plan.ranks, plan.files) == (group.size, files)]
+        plans = [plan for plan in known_plans if (plan.ranks, plan.files) == (group.size, files)]
         plans = [plan for plan in plans if plan.pieces == state.pieces and plan.paths == state.paths]
         matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
         return tuple(matching)
 
     def common(names: list[tuple[str, ...]]) -> tuple[str, SaveHandle] | None:
         name = min(set(names[0]).intersection(*names), default=None)
-        return None if name is None else (name, _begun(folder, handle))
+        if name is None:
+            return None
+        folder.begin(handle)
+        return name, handle
 
     if (reply := group.all_reduce("comparing a save with the one before", known, common)) is not None:
         log.debug("reusing plan %s", reply[0])
         return matching[reply[0]], reply[1], own[0]
     plan, begun = _new_plan(group, own[0], folder, handle, files)
-    with _known_lock:
-        known_plans.append(plan)
-        del known_plans[:-MOST_PLANS]
+    known_plans.append(plan)
+    del known_plans[:-MOST_PLANS]
     return plan, begun, own[0]
 
 
@@ -320,27 +319,25 @@ def _new_plan(
         written, entries = merge_pieces([proposal.pieces for proposal in proposals])
         paths = {key: path for proposal in reversed(proposals) for key, path in proposal.paths.items()}
         index.append(Metadata(entries, planner_data=paths))
-        name, begun = secrets.token_hex(8), _begun(folder, handle)
-        return [(name, numbers, begun) for numbers in written]
+        folder.begin(handle)
+        name = secrets.token_hex(8)
+        return [(name, numbers, handle) for numbers in written]
 
-    layout = None
-    reply = group.reduce_scatter("planning a save", lambda: state.propose(by_rule=True), divide)
-    if reply is not None:
-        layout, listed = state.layout, state.propose(by_rule=True).pieces
-    else:
-        reply, listed = (
-            group.reduce_scatter("planning a save", lambda: state.propose(by_rule=False), divide),
-            state.pieces,
-        )
+    proposed: list[StatePiece] = []
+
+    def propose(*, by_rule: bool) -> Proposal:
+        proposal = state.propose(by_rule=by_rule)
+        proposed[:] = proposal.pieces
+        return proposal
+
+    reply = group.reduce_scatter("planning a save", lambda: propose(by_rule=True), divide)
+    layout = state.layout
+    if reply is None:
+        layout, reply = None, group.reduce_scatter("planning a save", lambda: propose(by_rule=False), divide)
     assert reply is not None
     name, numbers, begun = reply
-    own = [listed[number].metadata_index for number in numbers]
+    own = [proposed[number].metadata_index for number in numbers]
     if layout is not None:
         own += [part.metadata_index for part in layout.parts(group.rank)]
     made = Plan(name, group.size, files, state.pieces, state.paths, own, index[0] if index else None, layout)
     return made, begun
-
-
-def _begun(folder: ShardedDirectory, handle: SaveHandle) -> SaveHandle:
-    folder.begin(handle)
-    return handle

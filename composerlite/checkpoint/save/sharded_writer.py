@@ -14,6 +14,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -59,7 +60,7 @@ __all__ = [
 _ITEM_FRAME_BYTES = 16 << 10
 """Most bytes of a tensor's item in a file besides the numbers."""
 _ALIGNMENT = 64
-_MOST_THREADS = 4
+_THREADS = min(4, os.cpu_count() or 1)
 Data = Mapping[MetadataIndex, Tensor | bytes]
 """The tensor of each piece, or the bytes of a value."""
 
@@ -81,19 +82,8 @@ class WrittenFile(NamedTuple):
     not_finite: str | None
 
 
-@final
-class SealedIndex(NamedTuple):
-    """Contents of the deciding file of each disk, before the record is added.
-
-    Attributes:
-        content: of the index.
-        files: digest and rank of each data file, by name.
-        manifest: the record, without files.
-    """
-
-    content: bytes
-    files: Mapping[str, tuple[FileDigest, int]]
-    manifest: Manifest
+SealedIndex = tuple[bytes, Mapping[str, tuple[FileDigest, int]], Manifest]
+"""For the deciding file of each disk: the index, digest and rank of each data file by name, and the record."""
 
 
 # ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -140,6 +130,9 @@ def write_files(
         watched: names of tensors whose values should be finite.
     """
     files = files_of(data, threads, layout, rank)
+    places = () if layout is None else layout.places(rank, handle.suffix)
+    known = {part.metadata_index: place for part, place in places}
+    most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
     with WorkerPool(max(1, len(files)), name="checkpoint-save") as pool:
         jobs = [
             pool.submit(
@@ -149,26 +142,14 @@ def write_files(
                     handle,
                     file_name(rank, number, handle.suffix),
                     {index: data[index] for index in indices},
-                    MOST_CHUNKS if layout is None else layout.most_chunks,
+                    most_chunks,
+                    known,
                     watched or {},
                 )
             )
             for number, indices in enumerate(files)
         ]
-        written = [job.result() for job in jobs]
-    if layout is None:
-        return written
-    known = {part.metadata_index: place for part, place in layout.places(rank, handle.suffix)}
-    return [
-        file._replace(
-            places={
-                index: (offset, size)
-                for index, (offset, size) in file.places.items()
-                if known.get(index) != StorageInfo(file.name, offset, size)
-            }
-        )
-        for file in written
-    ]
+        return [job.result() for job in jobs]
 
 
 def _write_file(
@@ -177,9 +158,10 @@ def _write_file(
     name: str,
     data: Data,
     most_chunks: int,
+    known: Mapping[MetadataIndex, Any],
     watched: Mapping[MetadataIndex, str],
 ) -> WrittenFile:
-    """Write a file: each piece is a ``.pt`` file of its own, as in DCP."""
+    """Write a file: each piece is a ``.pt`` file of its own, as in DCP. ``known``: places that follow from the rule."""
     most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in data.values())
     places: dict[MetadataIndex, tuple[int, int]] = {}
     not_finite: list[str] = []
@@ -196,7 +178,9 @@ def _write_file(
                 not_finite.extend([] if image.not_finite is None else [image.not_finite])
             else:
                 sink.write(value)
-            places[index] = start, sink.size_bytes - start
+            size = sink.size_bytes - start
+            if known.get(index) != StorageInfo(name, start, size):
+                places[index] = start, size
 
     chunk_bytes = chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks)
     (digest,) = folder.write(handle, [NewFile(name, most, fill, chunk_bytes)])
@@ -295,7 +279,7 @@ class RemoteFileSystemWriter(StorageWriter):
     ) -> None:
         super().__init__()
         number_of(process_count, 1, "process_count")
-        self._threads = number_of(thread_count, _default_threads())
+        self._threads = number_of(thread_count, _THREADS)
         self._folder = ShardedDirectory.of(path, threads=thread_count)
         if throttle_uploads and self._folder.path is None:
             self._threads = 1
@@ -384,20 +368,7 @@ class RemoteFileSystemWriter(StorageWriter):
         return True
 
 
-def _default_threads() -> int:
-    return min(_MOST_THREADS, os.cpu_count() or 1)
-
-
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class _Place(NamedTuple):
-    """The copied part of a storage: from the byte ``first`` on, to ``offset`` in the snapshot."""
-
-    offset: int
-    first: int
-    size: int
-
-
 @final
 class ShardWriter:
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
@@ -417,6 +388,9 @@ class ShardWriter:
         committed: the record of the checkpoint, on the first rank of each disk after the commit.
     """
 
+    gathers = False
+    seconds: Mapping[str, float] = MappingProxyType({})
+
     def __init__(
         self,
         contents: Callable[[], StateDict],
@@ -429,12 +403,10 @@ class ShardWriter:
         threads: int | None = None,
         watched: Container[int] = (),
     ) -> None:
-        self.gathers = False
-        self.seconds: Mapping[str, float] = {}
         self.committed: Manifest | None = None
         self._folder = folder
         self._disks = disks
-        self._threads = _default_threads() if threads is None else threads
+        self._threads = _THREADS if threads is None else threads
         self._written: list[WrittenFile] = []
         group = dist.get_group() if group is None else group
         self._rank = group.rank
@@ -457,7 +429,8 @@ class ShardWriter:
             if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in watched
         }
         self._copies: list[StorageCopy] = []
-        self._places: dict[int, _Place] = {}
+        self._starts: dict[int, int] = {}
+        """Where the first byte of each storage is, or would be, in the snapshot."""
         self.size_bytes = self._lay_out()
 
     def _lay_out(self) -> int:
@@ -474,12 +447,14 @@ class ShardWriter:
         size = 0
         for number, (storage, first, end) in spans.items():
             first -= first % _ALIGNMENT  # for tensors of any type
-            if 2 * (end - first) >= storage.nbytes():
-                first, end = 0, storage.nbytes()
-            whole = end - first == storage.nbytes()
-            self._copies.append(StorageCopy(storage if whole else storage[first:end], size))  # pyright: ignore
-            self._places[number] = _Place(size, first, end - first)
-            size = -(-(size + end - first) // _ALIGNMENT) * _ALIGNMENT
+            part: Any = storage
+            if 2 * (end - first) < storage.nbytes():
+                part = storage[first:end]
+            else:
+                first = 0
+            self._copies.append(StorageCopy(part, size))
+            self._starts[number] = size - first
+            size = -(-(size + part.nbytes()) // _ALIGNMENT) * _ALIGNMENT
         return size
 
     def storages(self) -> list[StorageCopy]:
@@ -489,15 +464,12 @@ class ShardWriter:
     def staged_in(self, memory: HostMemory, start: int = 0) -> None:
         """Read the tensors from ``memory`` from now on; the snapshot begins at the byte ``start``."""
         for index, tensor in self._data.items():
-            if not isinstance(tensor, Tensor):
-                continue
-            place = self._places[storage_id(tensor.untyped_storage())]
-            if place.size:
-                view = memory.view(start + place.offset, place.size)
-                storage: Any = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
-                copy, offset = torch.empty(0, dtype=tensor.dtype), tensor.storage_offset()
-                copy.set_(storage, offset - place.first // tensor.itemsize, tensor.size(), tensor.stride())
-                self._data[index] = copy
+            if isinstance(tensor, Tensor) and tensor.numel():
+                first, end = _span(tensor)
+                place = start + self._starts[storage_id(tensor.untyped_storage())] + first
+                storage = torch.frombuffer(memory.view(place, end - first), dtype=torch.uint8).untyped_storage()
+                copy: Any = torch.empty(0, dtype=tensor.dtype)
+                self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
         self._copies = []
 
     def write(self, memory: HostMemory | None) -> None:
@@ -529,15 +501,16 @@ class ShardWriter:
         written = cast("Sequence[Sequence[WrittenFile]]", parts)
         index = index_bytes(self._plan.metadata, written, self._plan.layout, self._handle.suffix)
         not_finite = [file.not_finite for part in written for file in part]
-        return SealedIndex(index, _digests(written), manifest.marked(not_finite))
+        return index, _digests(written), manifest.marked(not_finite)
 
     def commit_part(self, sealed: SealedIndex) -> None:
         """Put the deciding file, on the first rank of each disk. An error removes the files of the disk."""
         if self._disks is None or self._disks.is_folder_leader:
+            content, digests, manifest = sealed
             nodes = () if self._disks is None else self._disks.nodes
-            files = {name: (digest, nodes[rank] if nodes else None) for name, (digest, rank) in sealed.files.items()}
+            files = {name: (digest, nodes[rank] if nodes else None) for name, (digest, rank) in digests.items()}
             try:
-                self.committed = self._folder.commit(sealed.content, files, sealed.manifest)
+                self.committed = self._folder.commit(content, files, manifest)
             except BaseException:
                 self._folder.abandon()
                 raise
