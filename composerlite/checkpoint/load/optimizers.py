@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from composerlite.checkpoint.foreign.taken import unflattened
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
-from composerlite.types import StateDict, items_of
+from composerlite.types import StateDict
 
 __all__ = [
     "SETTINGS_OF_SCHEDULERS",
@@ -89,13 +88,9 @@ def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) ->
         state = {"state": found["state"], "param_groups": groups}
     before = [{key: group[key] for key in SETTINGS_OF_SCHEDULERS if key in group} for group in optim.param_groups]
     with _without_a_step(optim):
-        set_optimizer_state_dict(model, optim, state, options=_options(strict=False))
+        set_optimizer_state_dict(model, optim, state, options=StateDictOptions(cpu_offload=True, strict=False))
     for group, added in zip(optim.param_groups, before, strict=True):
         group.update({key: value for key, value in added.items() if key not in group})
-
-
-def _options(*, strict: bool = True) -> StateDictOptions:
-    return StateDictOptions(cpu_offload=True, strict=strict)
 
 
 def _check(model: nn.Module, optim: Any) -> None:
@@ -121,27 +116,14 @@ def _check(model: nn.Module, optim: Any) -> None:
         )
 
 
-_SAVED = (Tensor, int, float, str, bytes, io.BytesIO, torch.dtype, type(None))
-
-
 def _state(model: nn.Module, optim: Optimizer) -> StateDict:
     try:
-        return cast("StateDict", get_optimizer_state_dict(model, optim, options=_options()))
+        return cast("StateDict", get_optimizer_state_dict(model, optim, options=StateDictOptions(cpu_offload=True)))
     except ValueError as e:
-        if (odd := _odd_value(optim.state_dict(), "")) is None:
-            raise
         raise ConfigError(
-            f"{type(optim).__name__}: {odd[0]!r} of its state is of the type {type(odd[1]).__name__}, which is not "
-            "saved: it may have tensors, numbers, text and None, and dicts, lists and tuples of these."
+            f"{type(optim).__name__}: its state cannot be saved: {e}. A state may have tensors, numbers, text and "
+            "None, and dicts, lists and tuples of these."
         ) from e
-
-
-def _odd_value(value: Any, path: str) -> tuple[str, Any] | None:
-    """Return path and value of an entry that torch does not save of an optimizer."""
-    if isinstance(value, dict | list | tuple):
-        inner = (_odd_value(one, f"{path}/{key}" if path else str(key)) for key, one in items_of(value))
-        return next((found for found in inner if found is not None), None)
-    return None if isinstance(value, _SAVED) else (path, value)
 
 
 def _parameters(optim: Optimizer) -> list[Tensor]:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
-from composerlite.checkpoint.format.sharded_index import key_path, leaves, nested
+from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
@@ -41,7 +41,6 @@ __all__ = [
     "TensorStorageMetadata",
     "as_in_a_file",
     "flat",
-    "key_path",
     "load",
     "load_directory",
     "load_flat",
@@ -68,24 +67,23 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
 
+    group = dist.get_group()
+
+    def train_states() -> dict[str, bytes]:
+        assert step is not None
+        return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
+
     def read(reader: RemoteFileSystemReader) -> Any:
-        beside = {} if step is None else {"train": _train_states(step)}
+        beside: StateDict = {}
+        if step is not None:
+            files = group.from_first(f"reading the train states of {step.uri}", train_states)
+            beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
         with RemoteShardFetcher(folder, reader, plan.source) as fetcher:
             return _read_state(reader, fetcher, plan, beside)
 
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
-        wanted = read_whole(reader, dist.get_group(), read)
+        wanted = read_whole(reader, group, read)
         return Loaded(plan, wanted, reader.verified)
-
-
-def _train_states(step: StepFolder) -> list[Any]:
-    """Return the train states of all ranks of the save, on every rank."""
-
-    def read() -> dict[str, bytes]:
-        return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
-
-    files = dist.get_group().from_first(f"reading the train states of {step.uri}", read)
-    return [safe_contents(data, name, step.uri) for name, data in files.items()]
 
 
 def _read_state(
@@ -94,18 +92,23 @@ def _read_state(
     """Read the state to restore, and add the values ``beside``. Tensors are read into live tensors where possible."""
     group = dist.get_group()
     with group.all_or_none(f"reading the index of {plan.source}"):
-        stored = reader.read_metadata().state_dict_metadata
+        reader.read_metadata()
     metadata = reader.read_metadata()
-    values = _plain_values(reader, fetcher, plan.source)
+    stored = metadata.state_dict_metadata
     tensors = {
         key: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
         for key, one in stored.items()
         if isinstance(one, TensorStorageMetadata)
     }
+    # Rank 0 reads the values, for every rank.
+    keys = dict.fromkeys(key for key in stored if key not in tensors)
+    fetcher.fetch(keys if group.is_first else {})
+    what = f"reading the small parts of {plan.source}"
+    read = group.from_first(what, lambda: reader.read(requests_of(metadata, keys, reader.uri)))
+    values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
     with group.all_or_none("comparing the checkpoint with the run"):
         held = nested(metadata, "", list(stored), {**values, **tensors})
-        held = {**held, **beside} if isinstance(held, dict) else held
-        wanted = plan.wanted(as_in_a_file(cast("StateDict", held)) if isinstance(held, dict) else held)
+        wanted = plan.wanted(as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held)
         live = plan.places(wanted)
     targets: dict[str, Tensor] = {}
     wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
@@ -113,18 +116,6 @@ def _read_state(
     with half_loaded(bool(targets)):
         load_leaves(reader, targets, group=group)
     return wanted
-
-
-def _plain_values(reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, source: str) -> dict[str, Any]:
-    """Read the values on rank 0, for every rank."""
-    metadata = reader.read_metadata()
-    stored = metadata.state_dict_metadata
-    keys = dict.fromkeys(key for key, kind in stored.items() if not isinstance(kind, TensorStorageMetadata))
-    fetcher.fetch(keys if dist.get_global_rank() == 0 else {})
-    found = dist.get_group().from_first(
-        f"reading the small parts of {source}", lambda: reader.read(requests_of(metadata, keys, reader.uri))
-    )
-    return {key: safe_contents(data, key, reader.uri) for key, data in found.items()}
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
@@ -186,19 +177,18 @@ def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[Rem
     Collective. ``read`` may be called several times, and fails on all ranks if it fails on a rank.
     """
     for attempt in range(_ATTEMPTS):
-        is_last = attempt == _ATTEMPTS - 1
         try:
-            if group.all_reduce("version", reader.version, lambda versions: len(set(versions)) == 1) or is_last:
+            if group.all_reduce("version", reader.version, lambda versions: len(set(versions)) == 1):
                 return read(reader)
         except (CheckpointError, RankError, FileNotFoundError) as e:
-            if is_last or (isinstance(e, RankError) and not e.everywhere):
+            if isinstance(e, RankError) and not e.everywhere:
                 raise
             if not group.all_reduce("looking for another checkpoint", reader.was_replaced, any):
                 raise
         log.info("%s was replaced while it was read: reading it again", reader.uri)
         reader.reset()
         time.sleep(_PAUSE_SECONDS * attempt)
-    raise AssertionError("unreachable")
+    return read(reader)
 
 
 def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
@@ -227,7 +217,10 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
             _check_kind(key, found.values[key], value, reader.uri)
             dist.shards.make_fillable(found.values[key], value)
         if value is not found.values[key]:
-            _set_element(state, place, value)
+            node: Any = state
+            for step in place[:-1]:
+                node = node[step]
+            node[place[-1]] = value
 
 
 def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> None:
@@ -294,20 +287,14 @@ def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _set_element(root: Any, path: Sequence[Any], value: Any) -> None:
-    for part in path[:-1]:
-        root = root[part]
-    root[path[-1]] = value
-
-
 def flat(state: StateDict) -> dict[str, Any]:
     """Return ``state`` as a flat dict with the keys of an index."""
     return leaves(state, as_dcp=True).values
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _options(*, strict: bool = True) -> StateDictOptions:
-    return StateDictOptions(cpu_offload=True, strict=strict)
+_WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+"""Names of a wrapped module: in DDP, ``torch.compile``, activation checkpointing."""
 
 
 def model_state(model: nn.Module) -> StateDict:
@@ -319,8 +306,13 @@ def model_state(model: nn.Module) -> StateDict:
     Raises:
         ConfigError: ``model`` is no module, or has parameters on the device ``meta``.
     """
-    _check_module(model)
-    if not _renames(model):
+    if not isinstance(cast("object", model), nn.Module):
+        raise ConfigError(
+            f"model is of the type {type(model).__name__}: expected a torch.nn.Module. Put several into one, as "
+            "nn.ModuleDict does; a state dict goes to save_state_dict and load_state_dict."
+        )
+    # FSDP, and patches of torch, rename keys or move data.
+    if "state_dict" not in vars(model) and not any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
         state = model.state_dict()
         if without := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
             raise ConfigError(
@@ -328,30 +320,10 @@ def model_state(model: nn.Module) -> StateDict:
                 "the device 'meta'. Call model.to_empty(device='cpu') first, and make its optimizer after that."
             )
         parts = {part for name in state for part in name.split(".")}
-        if state and parts.isdisjoint(_WRAPPED) and all(map(_is_here, state.values())):
+        plain = (type(one) is Tensor or dist.is_distributed_tensor(one) for one in state.values())
+        if parts.isdisjoint(_WRAPPED) and all(plain) and all(one.device.type == "cpu" for one in state.values()):
             return dict(state)
-    return get_model_state_dict(model, options=_options())
-
-
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is of the type {type(model).__name__}: expected a torch.nn.Module. Put several into one, as "
-            "nn.ModuleDict does; a state dict goes to save_state_dict and load_state_dict."
-        )
-
-
-_WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Names of a wrapped module: in DDP, ``torch.compile``, activation checkpointing."""
-
-
-def _renames(model: nn.Module) -> bool:
-    """Return true if ``state_dict`` of ``model`` was replaced by a patch of torch, or moves data."""
-    return "state_dict" in vars(model) or any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
-
-
-def _is_here(value: Any) -> bool:
-    return (type(value) is Tensor or dist.is_distributed_tensor(value)) and value.device.type == "cpu"
+    return get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
 
 
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
@@ -359,4 +331,4 @@ def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None
     for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name in state:
             dist.shards.make_fillable(live)
-    set_model_state_dict(model, with_versions(state, model), options=_options(strict=strict))
+    set_model_state_dict(model, with_versions(state, model), options=StateDictOptions(cpu_offload=True, strict=strict))

@@ -40,12 +40,12 @@ from composerlite.checkpoint.format.torch_reader import item_contents
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
 from composerlite.dist import shard_box
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from composerlite.storage import FileDigest, ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
+from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
 
 __all__ = [
@@ -178,18 +178,24 @@ class RemoteFileSystemReader(StorageReader):
                 parse_uri(os.fspath(work_dir))
         self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
         self._folder = ShardedDirectory.of(path, threads=thread_count)
-        self._work_dir = work_dir if pre_download else None
         self.bytes_read = 0
         self.ring = shared_ring
         self.brought: Path | None = None
         self._lock = threading.Lock()
-        is_temporary = pre_download and work_dir is None
-        self._temporary = tempfile.TemporaryDirectory(prefix="composerlite-") if is_temporary else None
+        self._resources = contextlib.ExitStack()
+        self._copies: Path | None = None
+        """Folder for copies of checkpoints."""
+        if pre_download and work_dir is None:
+            temporary = tempfile.TemporaryDirectory(prefix="composerlite-")
+            self._copies = Path(self._resources.enter_context(temporary))
+        elif pre_download and work_dir is not None:
+            self._copies = Path(work_dir)
         self._forget()
 
     def _forget(self) -> None:
         self._metadata: Metadata | None = None
         self._manifest: Manifest | None = None
+        self._records: Mapping[str, FileRecord] = {}
         self._index_digest = ""
         self._is_raw = False
         self.verified: dict[str, set[int]] = {}
@@ -197,11 +203,6 @@ class RemoteFileSystemReader(StorageReader):
     @property
     def uri(self) -> str:
         """Path or URI of the checkpoint, for messages."""
-        return self._folder.uri
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Path or URI of the checkpoint, as DCP names it."""
         return self._folder.uri
 
     @property
@@ -239,6 +240,7 @@ class RemoteFileSystemReader(StorageReader):
                 data, self._manifest = self._folder.described()
             except FileNotFoundError as e:
                 raise self._folder.missing() from e
+            self._records = {file.path: file for file in (() if self._manifest is None else self._manifest.files)}
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             self._metadata = index_of(data, self.uri)
             self._is_raw = is_folder_index(data)
@@ -356,9 +358,7 @@ class RemoteFileSystemReader(StorageReader):
     def close(self) -> None:
         """Close connections and remove temporary files. May be called twice."""
         self._folder.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        self._resources.close()
 
     def __enter__(self) -> RemoteFileSystemReader:
         return self
@@ -368,16 +368,13 @@ class RemoteFileSystemReader(StorageReader):
 
     def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
         """Fulfil the requests to a file; return the values in the file by key."""
-        digest: FileDigest | None = None
-        if self._manifest is not None:
-            path = f"{self._folder.name}/{name}"
-            digest = next((record.digest for record in self._manifest.files if record.path == path), None)
-            if digest is None:
-                raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
+        record = self._records.get(self._folder.at(name))
+        if record is None and self._manifest is not None:
+            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
-            with self._opened(name, digest, threads) as source:
+            with self._opened(name, record, threads) as source:
                 values = _read_items(
-                    source, items, self._count, self.ring, is_raw=self._is_raw, is_ours=digest is not None
+                    source, items, self._count, self.ring, is_raw=self._is_raw, is_ours=record is not None
                 )
                 if isinstance(source, ParallelReader):
                     with self._lock:
@@ -391,24 +388,24 @@ class RemoteFileSystemReader(StorageReader):
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}, file {name!r}: {e}") from e
 
     def _opened(
-        self, name: str, digest: FileDigest | None, threads: int
+        self, name: str, record: FileRecord | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
         """Open a data file: in the directory, among the files fetched from other disks, or after a download."""
         here, path = self._folder.path, self._folder.at(name)
+        digest = None if record is None else record.digest
         if here is not None and self._folder.has(name):
             validate(here / name)
         elif here is not None and self.brought is not None:  # the node with the file has validated the file
             return Folder(self.brought).opened(name, digest, threads=threads)
-        elif here is not None:
-            nodes = {file.path: file.node for file in (() if self._manifest is None else self._manifest.files)}
-            if (node := nodes.get(path)) is not None:
-                raise IncompatibleCheckpointError(
-                    f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {node} of its run, and "
-                    f"is not on this one. {ON_ALL_NODES}"
-                )
-        folder = self._copies()
-        if folder is None or here is not None:
+        elif here is not None and record is not None and record.node is not None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {record.node} of its run, "
+                f"and is not on this one. {ON_ALL_NODES}"
+            )
+        if here is not None or self._copies is None:
             return self._folder.place.opened(path, digest, threads=threads)
+        key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self._index_digest}".encode())
+        folder = self._copies / f"sharded-{key}"  # has files of this checkpoint, and of no other save or place
         copy = folder / name
         make_folder(copy.parent)
         with FileLock(folder / ".lock", timeout=_FETCH_SECONDS):  # other ranks of this machine want the same files
@@ -417,13 +414,6 @@ class RemoteFileSystemReader(StorageReader):
         validate(copy)
         return Folder(folder).opened(name, digest, threads=threads)
 
-    def _copies(self) -> Path | None:
-        """Return the folder for copies of the files of this checkpoint, and of no other save or place."""
-        if self._temporary is not None:
-            return Path(self._temporary.name)
-        key = f"{self.uri}\0{self._index_digest}".encode()
-        return None if self._work_dir is None else Path(self._work_dir) / f"sharded-{xxhash.xxh3_128_hexdigest(key)}"
-
     def _count(self, size: int) -> None:
         with self._lock:
             self.bytes_read += size
@@ -431,14 +421,10 @@ class RemoteFileSystemReader(StorageReader):
 
 def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
     """Return the sizes of the piece ``index`` of a tensor."""
-    offsets = index.offset
-    if offsets is None:
-        if index.index is not None and index.index < len(stored.chunks):
-            return tuple(stored.chunks[index.index].sizes)
-    else:
-        for chunk in chunks_at(stored, (tuple(offsets), (1,) * len(offsets))):
-            if chunk.offsets == offsets:
-                return tuple(chunk.sizes)
+    offsets = tuple(index.offset or ())
+    for chunk in chunks_at(stored, (offsets, (1,) * len(offsets))):
+        if tuple(chunk.offsets) == offsets:
+            return tuple(chunk.sizes)
     raise CorruptCheckpointError(f"{index.fqn!r} has no part at {index.offset}")
 
 
@@ -546,7 +532,9 @@ def _read_items(
                 whole.append((item, bytearray(item.size_bytes)))
             else:
                 targets += [_target_of(request, item.offset + start, ring) for request in item.requests]
-        pieces: list[Piece] = [(item.offset, _address(data), len(data)) for item, data in whole]
+        pieces: list[Piece] = []
+        for item, data in whole:
+            pieces.append((item.offset, ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data)), len(data)))
         for target in targets:
             if target.copier is None:
                 address = (target.tensor if target.scratch is None else target.scratch).data_ptr()
@@ -602,7 +590,9 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
     if is_short:
         starts, count = starts[:1], starts[-1] + count - starts[0]
     runs = [(first + start * dtype.itemsize, count * dtype.itemsize) for start in starts]
-    if not is_short and _takes_bytes(target, dtype):
+    is_plain = type(target) is Tensor and target.layout is torch.strided and target.is_contiguous()
+    is_changed = target.dtype is not dtype or target.is_conj() or target.is_neg()
+    if is_plain and not (is_short or is_changed or target.is_meta):
         copier = ring.copier_of(target.untyped_storage())
         if copier is not None or target.device.type == "cpu":
             return _Target(target, strides, runs, None, copier)
@@ -653,10 +643,6 @@ def _batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -
         yield batch
 
 
-def _address(data: bytearray) -> int:
-    return ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
-
-
 def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
     """Copy the parts of a tensor to their targets, or return the key and the bytes of a value."""
     key = item.requests[0].piece.fqn
@@ -672,15 +658,3 @@ def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
             part = part.narrow(dim, start, length)
         target.copy_(part)
     return {}
-
-
-def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Return true if ``target`` is a plain tensor of numbers of ``dtype`` in a row."""
-    return (
-        type(target) is Tensor
-        and target.device.type != "meta"
-        and target.dtype is dtype
-        and target.layout is torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
