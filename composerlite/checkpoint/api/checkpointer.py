@@ -10,14 +10,16 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import xxhash
@@ -30,7 +32,6 @@ from composerlite.checkpoint.api.state_dict import (
 )
 from composerlite.checkpoint.api.step_metadata import (
     CheckpointMetadata,
-    FoundStep,
     find_step,
     metadata_of,
     read_train_state,
@@ -39,7 +40,6 @@ from composerlite.checkpoint.api.train_module import (
     TrainModule,
     TrainModuleLike,
     model_and_optimizer,
-    state_to_load,
     state_to_save,
 )
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
@@ -49,7 +49,7 @@ from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import NewFile, check_name, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
 from composerlite.checkpoint.save.save import SaveTask
-from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
+from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, group_of
 from composerlite.errors import (
@@ -72,7 +72,7 @@ _STEP = re.compile(r"step(0|[1-9]\d*)")
 @final
 @dataclass
 class CheckpointerConfig:
-    """Settings of a :class:`Checkpointer`, which describes them. ``dataclasses.asdict`` makes a dict of plain values.
+    """Settings of a :class:`Checkpointer`, described there. ``dataclasses.asdict`` makes a dict of plain values.
 
     Args:
         work_dir, save_overwrite, pre_download, save_thread_count, load_thread_count, throttle_uploads: attributes of
@@ -91,7 +91,7 @@ class CheckpointerConfig:
 
         Args:
             process_group: the ranks that save and load together; ``None``: all ranks.
-            **overrides: values of fields, in place of those of this configuration.
+            **overrides: values of fields, in place of the values here.
 
         Returns:
             The Checkpointer.
@@ -110,16 +110,16 @@ class Checkpointer:
     """Saves and loads checkpoints of steps, on one process or several ranks, in a folder or at any URI.
 
     :meth:`save`, :meth:`save_async` and :meth:`load` are collective: all ranks of ``process_group`` call the method, in
-    the main thread. If one rank fails, all raise its error.
+    the main thread. If a rank fails, all ranks raise the error.
 
     Attributes:
         work_dir: with ``pre_download``: folder for the downloads, kept for later loads. ``None``: temporary.
-        save_overwrite: replace a checkpoint in the directory. It is deleted before the new one is written.
+        save_overwrite: replace a checkpoint in the directory. The old checkpoint is deleted first.
         pre_download: download the needed files to this machine before they are read.
-        process_group: the ranks that save and load together. ``None``: all, with a group apart from that of training.
-        save_thread_count: files that a rank writes at the same time.
-        load_thread_count: threads that read at the same time.
-        throttle_uploads: to a URI, each rank uploads one file after the other.
+        process_group: the ranks that save and load together. ``None``: all, with a group apart from training.
+        save_thread_count: number of files for a rank to write at the same time.
+        load_thread_count: number of reading threads.
+        throttle_uploads: to a URI, each rank uploads a single file at a time.
     """
 
     METADATA_FNAME: ClassVar[str] = MARKER
@@ -149,20 +149,18 @@ class Checkpointer:
 
         Args:
             dir: a path, or a URI of an object store.
-            train_module: a :class:`TrainModule`, a model, or a model and its optimizer.
+            train_module: a :class:`TrainModule`, a model, or a model and an optimizer.
             train_state: further state of this rank, such as random numbers, the position in the data, the step.
-            ephemeral: the checkpoint may be deleted as soon as a newer one exists; see :meth:`find_checkpoints`.
+            ephemeral: the checkpoint may be deleted once a newer checkpoint exists; see :meth:`find_checkpoints`.
 
         Raises:
             CheckpointExistsError: a FileExistsError: there is a checkpoint, and ``save_overwrite`` is false.
-            RankError: a rank failed to write, or is late: names the rank, on every rank. In one process its error.
+            RankError: a rank failed to write, or is late: names the rank, on every rank. One process raises the error.
             ConfigError: ``train_module`` is of another type, or cannot be saved; the directory cannot have this name;
                 the URI names no store; or a machine does not see the folder.
-            SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names its key.
+            SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names the key.
         """
-        job = self._begin(dir, train_module, train_state, ephemeral)
-        job.run()
-        log.info("saved checkpoint %s", job.path)
+        _run(self._begin(dir, train_module, train_state, ephemeral))
 
     def save_async(
         self,
@@ -176,7 +174,7 @@ class Checkpointer:
         Waits for the end of the previous save first.
 
         Returns:
-            A future that is done when the checkpoint is durable, or has the error of the save. The program waits for
+            A future, done when the checkpoint is durable, or with the error of the save. The program waits for
             the future before it exits.
 
         Args:
@@ -187,12 +185,7 @@ class Checkpointer:
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
         job.stage()
-
-        def work() -> None:
-            job.run()
-            log.info("saved checkpoint %s", job.path)
-
-        self._last = job.start(work)
+        self._last = job.start(functools.partial(_run, job))
         return self._last
 
     def _begin(
@@ -200,7 +193,7 @@ class Checkpointer:
     ) -> SaveTask:
         """Claim the directory and plan the save, with all ranks."""
         if self._last is not None:
-            concurrent.futures.wait([self._last])  # the caller has its future, with its error
+            concurrent.futures.wait([self._last])  # the caller has the future, with the error
         group = group_of(self.process_group)
         images: list[TorchImage] = []
 
@@ -223,10 +216,20 @@ class Checkpointer:
             # The new step has files of the same names, so the old step is deleted now, when only the disk can fail.
             group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
             resources.pop_all()
+        number = folder.name.rpartition("step")[2]
+        record = Manifest(
+            name=folder.name or "step",
+            kind="step",
+            form="step",
+            template="step{step}",
+            run=SavedRun(name="", timestamp={"batch": int(number) if number.isdecimal() else 0}, world_size=group.size),
+            files=(),
+            ephemeral=ephemeral,
+        )
         return SaveTask(
-            manifest=record_of_directory(MODEL, group.size),
+            manifest=record,
             path=folder.uri,
-            writer=_StepWriter(folder, shards, images[0], group=group, ephemeral=ephemeral),
+            writer=_StepWriter(folder, shards, images[0], group.rank),
             votes=[group.vote(f"saving {folder.uri}")],
             group=group,
             staging=shared_staging,
@@ -238,7 +241,7 @@ class Checkpointer:
         fname: str,
         contents: str | bytes,
     ) -> str:
-        """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return its path.
+        """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return the path.
 
         On one rank only. No save changes or removes the file.
 
@@ -284,25 +287,25 @@ class Checkpointer:
     ) -> StateDict | None:
         """Load the model, and the optimizer, in place, and return the ``train_state`` of this rank.
 
-        The number of ranks may differ from that of the save. A new rank gets the train state of rank 0, with a warning.
+        The save may have had another number of ranks. A new rank gets the train state of rank 0, with a warning.
 
         Args:
             dir: a checkpoint, or a directory with the model and the optimizer alone.
             train_module: as for :meth:`save`.
-            load_trainer_state: whether to read ``train_state``. ``None``: if there is one.
-            load_optim_state: whether to load the optimizer. ``None``: if there is one, here and in the checkpoint.
+            load_trainer_state: whether to read ``train_state``. ``None``: if there is a train state.
+            load_optim_state: whether to load the optimizer. ``None``: if here and the checkpoint have an optimizer.
 
         Returns:
-            ``train_state``; ``None`` if it was not read.
+            ``train_state``; ``None`` if not read.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train
                 state.
             IncompatibleCheckpointError: the checkpoint does not fit the model or the optimizer, or
                 ``load_optim_state`` is true and there is no optimizer.
-            CorruptCheckpointError: the bytes are not those that were saved, or the checkpoint was replaced during the
+            CorruptCheckpointError: the bytes differ from the saved bytes, or the checkpoint was replaced during the
                 load. Tensors may have been filled.
-            UntrustedCheckpointError: the checkpoint has types that are not known to be safe to load.
+            UntrustedCheckpointError: the checkpoint has types not known to be safe to load.
             ConfigError: ``train_module`` is of another type, or cannot be saved.
         """
         group = group_of(self.process_group)
@@ -314,7 +317,7 @@ class Checkpointer:
             train_state = None
             if found.rank_files:
                 train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
-            self._load_model(folder, found, group, train_module, load_optim_state)
+            self._load_model(folder, found.is_bare, group, train_module, load_optim_state)
             after: set[str] = group.all_reduce("comparing versions", folder.version, set)
             if len(before) > 1 or before != after:
                 raise CorruptCheckpointError(
@@ -324,9 +327,9 @@ class Checkpointer:
             return train_state
 
     def _load_model(
-        self, folder: StepFolder, found: FoundStep, group: Group, module: TrainModuleLike, optim: bool | None
+        self, folder: StepFolder, is_bare: bool, group: Group, module: TrainModuleLike, optim: bool | None
     ) -> None:
-        metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(folder.model(bare=found.is_bare)))
+        metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(folder.model(bare=is_bare)))
         has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)
         if optim and not has_optim:
             raise IncompatibleCheckpointError(
@@ -334,7 +337,7 @@ class Checkpointer:
                 "what there is is loaded."
             )
         wants = has_optim if optim is None else optim
-        place = folder.model(bare=found.is_bare)
+        place = folder.model(bare=is_bare)
         settings: dict[str, Any] = {
             "process_group": self.process_group,
             "pre_download": self.pre_download,
@@ -345,7 +348,10 @@ class Checkpointer:
             model, optimizer = model_and_optimizer(module)
             load_model_and_optim_state(place, model, optimizer if wants else None, **settings)
             return
-        state = state_to_load(module, metadata, optim, wants)
+        if (to_load := getattr(module, "state_dict_to_load", None)) is not None:
+            state = to_load(metadata, optim=optim)
+        else:
+            state = {key: value for key, value in module.state_dict_to_save().items() if wants or key != "optim"}
         load_state_dict(place, state, **settings)
         module.load_state_dict(state)
 
@@ -429,39 +435,33 @@ class Checkpointer:
         return found[-1][1]
 
 
+def _run(job: SaveTask) -> None:
+    job.run()
+    log.info("saved checkpoint %s", job.path)
+
+
 @final
 class _StepWriter:
-    """Writer of this rank's files of a step: its file in ``train/``, and its shards of the model and the optimizer.
+    """Writer of this rank's files of a step: the file in ``train/``, and shards of the model and the optimizer.
 
     Args:
         folder: of the step.
         shards: writer of the model and the optimizer.
         train: train state of this rank.
-        group: the ranks that save together.
-        ephemeral: the checkpoint may be deleted as soon as a newer one exists.
+        rank: this rank.
     """
 
-    def __init__(
-        self,
-        folder: StepFolder,
-        shards: ShardWriter,
-        train: TorchImage,
-        *,
-        group: Group,
-        ephemeral: bool,
-    ) -> None:
-        self.gathers = False
-        self.seconds: dict[str, float] = {}
+    gathers = False
+    seconds: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:
         self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
         self.size_bytes = self._start + train.size_bytes
         self._folder = folder
         self._shards = shards
         self._train = train
-        self._group = group
-        self._ephemeral = ephemeral
+        self._path = folder.at(f"{TRAIN}/rank{rank}.pt")
         self._record: FileRecord | None = None
-        self._written: str | None = None
-        """Path of the file of this rank, once writing has begun."""
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
@@ -474,46 +474,34 @@ class _StepWriter:
         self._train.staged_in(memory, self._start)
 
     def write(self, memory: HostMemory | None) -> None:
-        """Write the file of this rank, and its part of the directory, as :meth:`ShardWriter.write` does."""
-        path, size = self._folder.at(f"{TRAIN}/rank{self._group.rank}.pt"), self._train.size_bytes
-        self._written = path
-        file = NewFile(path, size, self._train.write, chunk_bytes_for(size))
-        (digest,) = self._folder.place.write([file])
-        self._record = FileRecord.of(path, digest)
+        """Write the file of this rank, and the shards, durably."""
+        size = self._train.size_bytes
+        (digest,) = self._folder.place.write([NewFile(self._path, size, self._train.write, chunk_bytes_for(size))])
+        self._record = FileRecord.of(self._path, digest)
         self._shards.write(memory)
 
     def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
-        """Wait until all files are durable, and return their records for rank 0."""
+        """Return the records of the durable files, for rank 0."""
         assert self._record is not None
         return self._record, self._shards.finish(manifest)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Commit the directory of the model, then the step."""
-        name = self._folder.name or "step"
-        number = name.rpartition("step")[2]
-        marker = CheckpointMetadata(ephemeral=self._ephemeral, world_size=self._group.size).to_json()
-        marker_digest = FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker))
-        batch = int(number) if number.isdecimal() else 0
-        record = Manifest(
-            name=name,
-            kind="step",
-            form="step",
-            template="step{step}",
-            run=SavedRun(name="", timestamp={"batch": batch}, world_size=self._group.size),
-            files=(*(record for record, _ in parts), FileRecord.of(self._folder.at(MARKER), marker_digest)),
-            ephemeral=self._ephemeral,
-        )
+        path = self._folder.at(MARKER)
+        marker = CheckpointMetadata(ephemeral=manifest.ephemeral, world_size=manifest.run.world_size).to_json()
+        marker_record = FileRecord.of(path, FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker)))
+        record = dataclasses.replace(manifest, files=(*(record for record, _ in parts), marker_record))
         committed = self._shards.commit(record, [results for _, results in parts])
-        self._folder.place.put(self._folder.at(MARKER), marker)
+        self._folder.place.put(path, marker)
         return committed
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files written so far, unless they are or may be committed."""
         self._shards.close(may_be_committed=may_be_committed)
-        if not may_be_committed and self._written is not None:
+        if not may_be_committed:
             try:
                 if not self._folder.has(MARKER):  # the commit may have succeeded in spite of an error
-                    self._folder.place.delete([self._written], folders=True)
-            except (OSError, ObjectStoreError) as e:  # the save's own error is the one that counts
+                    self._folder.place.delete([self._path], folders=True)
+            except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
                 log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)
         self._folder.close()

@@ -1,7 +1,7 @@
-"""Functions that save and load a state dict, or a model and its optimizer, as a sharded checkpoint at a path or a URI.
+"""Functions to save and load a state dict, or a model and an optimizer, as a sharded checkpoint at a path or a URI.
 
 Plain ``torch.distributed.checkpoint`` reads the directories, and directories of ``torch.distributed.checkpoint`` are
-read here. The record at the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests that verify
+read here. The record at the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests to verify
 all bytes.
 
 In one process no set-up is needed. With ``torch.distributed`` all functions but :func:`load_keys` are collective.
@@ -9,12 +9,12 @@ In one process no set-up is needed. With ``torch.distributed`` all functions but
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,7 +29,6 @@ from composerlite.checkpoint.api.state_fit import (
     is_flattened,
     is_group_members,
     match_settings_of_schedulers,
-    near,
 )
 from composerlite.checkpoint.format.sharded_index import leaves_of, nested
 from composerlite.checkpoint.load import sharded
@@ -39,14 +38,15 @@ from composerlite.checkpoint.load.optimizers import (
     optimizer_state_to_fill,
     set_optimizer_state,
 )
-from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
+from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
+from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
-from composerlite.dist import SingleProcess, group_of, is_initialized
-from composerlite.errors import ConfigError, IncompatibleCheckpointError
+from composerlite.dist import Group, SingleProcess, group_of, is_initialized
+from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
 from composerlite.storage import number_of
 from composerlite.types import StateDict, Stateful
 
@@ -88,22 +88,22 @@ def save_state_dict(
 
     Args:
         dir: a path, or a URI of an object store.
-        state_dict: tensors and values, nested in dicts. Of an object with a ``state_dict()`` that state is saved.
+        state_dict: tensors and values, nested in dicts. Of an object with a ``state_dict()`` the result is saved.
         process_group: the ranks that save together; the group is used in the background, too: one save at a time.
-            ``None``: all ranks, with a group apart from that of training.
+            ``None``: all ranks, with a group apart from training.
         save_overwrite: replace the checkpoint in the directory.
-        thread_count: files that a rank writes at the same time.
+        thread_count: number of files for a rank to write at the same time.
         process_count: accepted for OLMo-core, and ignored: threads write.
-        throttle_uploads: if ``dir`` is a URI, each rank uploads one file after the other.
+        throttle_uploads: if ``dir`` is a URI, each rank uploads a single file at a time.
         enable_plan_caching: accepted for OLMo-core, and ignored: the plan of an earlier save is always reused if no
             key, shape, type or placement has changed on any rank.
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
-        ConfigError: a value is of another type or out of its range, the directory cannot have this name, or the URI
+        ConfigError: a value is of another type or out of range, the directory cannot have this name, or the URI
             names no store. Nothing was written.
-        SaveError: a value cannot be saved; names its key.
-        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is that rank's error.
+        SaveError: a value cannot be saved; names the key.
+        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is the error there.
         OSError, ObjectStoreError: the files cannot be written.
     """
     options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
@@ -124,7 +124,7 @@ def async_save_state_dict(
     """Copy the state, and save the copy in the background, as :func:`save_state_dict` does.
 
     Returns:
-        A future that is done when the checkpoint is durable, or has the error of the save. The program waits for the
+        A future, done when the checkpoint is durable, or with the error of the save. The program waits for the
         future before it exits.
 
     Args:
@@ -151,9 +151,9 @@ def save_model_and_optim_state(
     throttle_uploads: bool = False,
     enable_plan_caching: bool = False,
 ) -> None:
-    """Save a model, sharded or not, and its optimizer to the directory ``dir``, as :func:`save_state_dict` does.
+    """Save a model, sharded or not, and an optimizer to the directory ``dir``, as :func:`save_state_dict` does.
 
-    The state of an optimizer that has not stepped is initialized with zeros first.
+    The state of an optimizer without a step is initialized with zeros first.
 
     Args:
         dir: a path, or a URI of an object store.
@@ -166,7 +166,7 @@ def save_model_and_optim_state(
 
     Raises:
         ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
-            in its state, that are not parameters of the model.
+            in the state, other than parameters of the model.
     """
     options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
@@ -193,7 +193,7 @@ def async_save_model_and_optim_state(
             throttle_uploads, enable_plan_caching: as in :func:`save_model_and_optim_state`.
 
     Returns:
-        A future that is done when the checkpoint is durable, or has the error of the save.
+        A future, done when the checkpoint is durable, or with the error of the save.
     """
     options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
@@ -201,7 +201,7 @@ def async_save_model_and_optim_state(
 
 
 class _SaveOptions(NamedTuple):
-    """Options of all functions that save: see :func:`save_state_dict`."""
+    """Options of all functions for saving: see :func:`save_state_dict`."""
 
     group: Any
     overwrite: bool
@@ -214,15 +214,13 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOption
     """Save the result of ``state`` to ``place``, with all ranks.
 
     Returns:
-        A future that is done when the checkpoint is durable: at once, unless the save continues in the background.
+        A future, done when the checkpoint is durable: at once, unless the save continues in the background.
     """
     number_of(options.threads, 1)
     number_of(options.processes, 1, "process_count")
     group = group_of(options.group)
     with contextlib.ExitStack() as resources:
         folder = resources.enter_context(ShardedDirectory.of(place, threads=options.threads))
-        if background and not is_initialized():  # with several ranks the plan checks, on all of them
-            folder.check_free(overwrite=options.overwrite)
         if group.is_first:
             folder.sweep()
         writer = ShardWriter(
@@ -232,14 +230,7 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOption
             overwrite=options.overwrite,
             threads=1 if options.throttle and folder.path is None else options.threads,
         )
-        job = SaveTask(
-            manifest=record_of_directory(folder.name, group.size),
-            path=folder.uri,
-            writer=writer,
-            votes=[group.vote(f"saving {folder.uri}")],
-            group=group,
-            staging=shared_staging,
-        )
+        job = _task(folder, writer, group)
         if not background:
             job.run()
             done: Future[None] = Future()
@@ -255,14 +246,25 @@ def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOption
     return job.start(finish)
 
 
+def _task(folder: ShardedDirectory, writer: RankWriter, group: Group, *, kind: str = "sharded") -> SaveTask:
+    return SaveTask(
+        manifest=record_of_directory(folder.name, group.size, kind=kind),
+        path=folder.uri,
+        writer=writer,
+        votes=[group.vote(f"saving {folder.uri}")],
+        group=group,
+        staging=shared_staging,
+    )
+
+
 def _plain(state: StateDict) -> StateDict:
-    """Return ``state`` with ``state_dict()`` of each value that has one."""
+    """Return ``state`` with the result of ``state_dict()`` for each value with this method."""
     if not isinstance(cast("object", state), Mapping):
         raise ConfigError(
             f"state_dict is of the type {type(state).__name__}: expected a dict. A model or an optimizer goes below a "
             "key, as in {'model': model}."
         )
-    # Tensors first: to ask one for a protocol takes 50 us.
+    # Tensors first: the check for a protocol takes 50 us.
     return {
         k: v.state_dict() if not isinstance(v, torch.Tensor) and isinstance(v, Stateful) else v
         for k, v in state.items()
@@ -279,21 +281,21 @@ def save_safetensors(
     """Write the weights of ``model`` to the folder ``dir`` in safetensors, with ``model.safetensors.index.json``.
 
     Collective; all ranks write. Each tensor is whole in one file: other ranks send their parts of the tensor, some rows
-    at a time, to the rank that writes the file. As with :func:`save_state_dict` the folder is durable when this
+    at a time, to the writing rank. As with :func:`save_state_dict` the folder is durable when this
     returns, an error leaves no weights, and loading here verifies them.
 
     Args:
         dir: a path, or a URI of an object store.
         model: a model, sharded or not, or a state dict. Keys of nested dicts are joined by dots; a weight with two
-            names is written under both; values that are no tensors are left out.
+            names is written under both; values other than tensors are left out.
         save_overwrite: replace the weights in the folder. Other files, such as ``config.json``, stay.
         largest_file_bytes: of a file with several tensors; each rank with tensors writes at least one file.
 
     Raises:
         CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
         ConfigError: there are no tensors, a value is out of its range, or the URI names no store.
-        SaveError: safetensors does not have the type or the layout of a tensor; names its key.
-        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is that rank's error.
+        SaveError: safetensors does not have the type or the layout of a tensor; names the key.
+        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is the error there.
         OSError, ObjectStoreError: the files cannot be written.
     """
     number_of(largest_file_bytes, 1, "largest_file_bytes")
@@ -307,17 +309,11 @@ def save_safetensors(
             overwrite=save_overwrite,
             largest_file_bytes=largest_file_bytes,
         )
-        SaveTask(
-            manifest=record_of_directory(folder.name, group.size, kind="weights"),
-            path=folder.uri,
-            writer=writer,
-            votes=[group.vote(f"saving {folder.uri}")],
-            group=group,
-        ).run()
+        _task(folder, writer, group, kind="weights").run()
 
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
-    """Return the state of a model below ``model``, and that of an optimizer below ``optim``."""
+    """Return the state of a model below ``model``, and of an optimizer below ``optim``."""
     state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
         state["optim"] = optimizer_state(model, optim)
@@ -343,27 +339,23 @@ def load_state_dict(
     Args:
         dir: a path, or a URI of an object store.
         state_dict: as saved, or a part; tensors may be sharded in another way.
-        process_group: the ranks that load together; ``None``: all.
+        process_group: the ranks of the load; ``None``: all.
         pre_download: first download the needed files to this machine.
         work_dir: folder for the downloads, kept for later loads of this checkpoint. ``None``: temporary.
-        thread_count: threads that read at the same time.
+        thread_count: number of reading threads.
 
     Raises:
         IncompatibleCheckpointError: a key is missing in the checkpoint, or has another shape or type; lists all such
             keys. Or the names of one tensor have different numbers in the checkpoint; the tensor may have been filled.
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: the bytes are not those that were saved. Tensors may have been filled.
-        UntrustedCheckpointError: the checkpoint has types that are not known to be safe to load.
+        CorruptCheckpointError: the bytes differ from the saved bytes. Tensors may have been filled.
+        UntrustedCheckpointError: the checkpoint has types not known to be safe to load.
     """
     group = group_of(process_group)
 
     def read(reader: sharded.RemoteFileSystemReader) -> StateDict:
         wanted = _plain(state_dict)
-
-        def check() -> None:
-            _fill_in(wanted, reader.read_metadata())
-            check_fit(reader, sharded.flat(wanted), strict=True, owned=())
-
+        check = functools.partial(check_fit, reader, sharded.flat(wanted), strict=True, owned=())
         group.agree("looking into a checkpoint", check)
         sharded.load(reader, wanted, group=group)
         return wanted
@@ -390,16 +382,16 @@ def load_model_and_optim_state(
     flatten_optimizer_state: bool = False,
     thread_count: int | None = None,
 ) -> None:
-    """Load a model, and its optimizer, in place from a checkpoint of any number of ranks.
+    """Load a model, and an optimizer, in place from a checkpoint of any number of ranks.
 
     Args:
         dir: a path, or a URI of an object store.
         model: the model to fill.
         optim: the optimizer to fill. The layout of the saved state is detected.
-        process_group: the ranks that load together; ``None``: all.
+        process_group: the ranks of the load; ``None``: all.
         key_mapping: names of parameters in the checkpoint, by their current names.
         pre_download, work_dir, thread_count: as in :func:`load_state_dict`.
-        strict: keys and types of the checkpoint must be those of the model and the optimizer. If false, keys of one
+        strict: keys and types must be equal in the checkpoint and here. If false, keys of one
             side alone are skipped, and numbers are converted. Shapes, and the optimizer's groups of common parameters,
             must agree in any case.
         flatten_optimizer_state: accepted for OLMo-core, and not needed.
@@ -419,11 +411,9 @@ def load_model_and_optim_state(
             lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state),
         )
         metadata = reader.read_metadata()
-        complete = _containers(state)
-        if not strict:  # the optimizer keeps its own lists of parameters: a parameter may be new or gone
-            prune_state_dict(state, {key for key in metadata.state_dict_metadata if not is_group_members(key)})
-        sharded.load(reader, state, group=group)
-        merge_state_dicts(state, complete)
+        # The optimizer keeps the lists of parameters here: a parameter may be new or gone.
+        common = None if strict else {key for key in metadata.state_dict_metadata if not is_group_members(key)}
+        sharded.load(reader, state, group=group, only=common)
         return state, metadata
 
     with _reader(dir, pre_download, work_dir, thread_count) as reader:
@@ -444,10 +434,15 @@ def _checked_state(
 ) -> StateDict:
     """Return the state to fill, by the keys of the checkpoint, if the checkpoint fits."""
     metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
     state: StateDict = {"model": sharded.model_state(model)}
     if optim is not None:
-        is_stored = functools.partial(_has_optimizer_state, metadata, mapping, sorted(metadata.state_dict_metadata))
-        state["optim"] = optimizer_state_to_fill(model, optim, is_stored, strict=strict)
+        steps = (key.split(".") for key in stored if key.startswith("optim.state."))
+        prefixes = {prefix for path in steps for prefix in itertools.accumulate(path, "{}.{}".format)}
+        names = {old: new for old, new in mapping.items() if f"model.{new}" in stored}
+        state["optim"] = optimizer_state_to_fill(
+            model, optim, lambda name: f"optim.state.{names.get(name, name)}" in prefixes, strict=strict
+        )
     swap_param_keys(state, mapping, metadata, quiet=True)
     groups: list[StateDict] = []
     if optim is not None:
@@ -467,14 +462,6 @@ def _checked_state(
     return state
 
 
-def _has_optimizer_state(metadata: Metadata, mapping: Mapping[str, str], keys: Sequence[str], name: str) -> bool:
-    """Return true if the checkpoint has a state of the optimizer for the parameter ``name``. ``keys`` are sorted."""
-    there = mapping.get(name, name)
-    prefix = f"optim.state.{there if f'model.{there}' in metadata.state_dict_metadata else name}."
-    first = bisect.bisect_left(keys, prefix)
-    return first < len(keys) and keys[first].startswith(prefix)
-
-
 def load_keys(
     dir: PathOrUri,  # noqa: A002
     keys: Iterable[str],
@@ -482,7 +469,7 @@ def load_keys(
     pre_download: bool = False,
     work_dir: WorkDir = None,
 ) -> Generator[Any]:
-    """Load the whole values of ``keys``, in their order. In one process only.
+    """Load the whole values of ``keys``, in order. In one process only.
 
     Args:
         dir: a path, or a URI of an object store.
@@ -502,24 +489,18 @@ def load_keys(
         raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
     wanted = list(keys)
 
-    def read(reader: sharded.RemoteFileSystemReader) -> tuple[Metadata, dict[str, list[str]], dict[str, Any]]:
+    def read(reader: sharded.RemoteFileSystemReader) -> list[Any]:
         metadata = reader.read_metadata()
         leaves = {key: leaves_of(metadata, key) for key in wanted}
         if missing := [key for key, found in leaves.items() if not found]:
-            raise IncompatibleCheckpointError(
-                f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{near(missing[0], metadata.state_dict_metadata)}"
-            )
-        found = sharded.load_flat(reader, dict.fromkeys(leaf for found in leaves.values() for leaf in found))
-        return metadata, leaves, found
+            hint = did_you_mean(missing[0], metadata.state_dict_metadata).partition(" Known:")[0]
+            raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{hint}")
+        values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*leaves.values())))
+        return [values[key] if key in values else nested(metadata, key, leaves[key], values) for key in wanted]
 
     with _reader(dir, pre_download, work_dir, None) as reader:
-        metadata, leaves, values = sharded.read_whole(reader, SingleProcess(), read)
-
-    def each() -> Generator[Any]:
-        for key in wanted:
-            yield values[key] if key in values else nested(metadata, key, leaves[key], values)
-
-    return each()
+        found = sharded.read_whole(reader, SingleProcess(), read)
+    return (value for value in found)
 
 
 def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
@@ -527,8 +508,7 @@ def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or has types that are not known to be
-            safe.
+        CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or has types not known to be safe.
     """
     with _reader(dir, False, None, None) as reader:
         return reader.read_metadata()
@@ -540,23 +520,3 @@ def _reader(
     return sharded.RemoteFileSystemReader(
         place, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir
     )
-
-
-def _fill_in(state: StateDict, metadata: Metadata, path: str = "") -> None:
-    """Replace ``None`` by an empty tensor where the checkpoint has a tensor."""
-    for key, value in state.items():
-        full = f"{path}.{key}" if path else str(key)
-        stored = metadata.state_dict_metadata.get(full)
-        if isinstance(value, dict):
-            _fill_in(cast("StateDict", value), metadata, full)
-        elif value is None and isinstance(stored, sharded.TensorStorageMetadata):
-            state[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
-
-
-def _containers(value: Any) -> Any:
-    """Return ``value`` with copies of its dicts and lists."""
-    if isinstance(value, dict):
-        return {key: _containers(inner) for key, inner in cast("StateDict", value).items()}
-    if type(value) is list:
-        return [_containers(inner) for inner in cast("list[Any]", value)]
-    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS
 from composerlite.dist import is_dense
-from composerlite.errors import IncompatibleCheckpointError, did_you_mean
+from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = [
     "is_flattened",
     "is_group_members",
     "match_settings_of_schedulers",
-    "near",
 ]
 
 _MOST_LISTED = 20
@@ -31,7 +30,7 @@ _MOST_LISTED = 20
 def check_fit(
     reader: sharded.RemoteFileSystemReader, wanted: Mapping[str, Any], *, strict: bool, owned: Sequence[str]
 ) -> None:
-    """Compare the requested keys and shapes with those of a checkpoint.
+    """Compare the requested keys and shapes with the keys and shapes of a checkpoint.
 
     Args:
         reader: of the checkpoint.
@@ -42,29 +41,27 @@ def check_fit(
     Raises:
         IncompatibleCheckpointError: keys or shapes differ; lists all differences.
     """
-
-    def is_tensor(value: Any) -> bool:  # with a key of its own in the index
-        return isinstance(value, Tensor) and (is_dense(value) or value.is_meta)
-
     stored = reader.read_metadata().state_dict_metadata
     missing, shapes, dtypes = [], [], []
     for key, value in wanted.items():
         there = stored.get(key)
+        is_stored_tensor = isinstance(there, sharded.TensorStorageMetadata)
         if there is None:
             missing.append(key)
-        elif is_tensor(value) != isinstance(there, sharded.TensorStorageMetadata):
-            kinds = ("plain numbers", "something else")
-            have, want = kinds if isinstance(there, sharded.TensorStorageMetadata) else kinds[::-1]
+        elif value is None:  # stands for any value
+            continue
+        elif is_stored_tensor != (isinstance(value, Tensor) and (is_dense(value) or value.is_meta)):
+            have, want = ("plain numbers", "something else")[:: 1 if is_stored_tensor else -1]
             shapes.append(f"{key}: {have} in the checkpoint, {want} here")
-        elif is_tensor(value) and isinstance(there, sharded.TensorStorageMetadata):
+        elif is_stored_tensor:
             if value.shape != there.size:
                 shapes.append(f"{key}: {tuple(there.size)} in the checkpoint, {tuple(value.shape)} here")
             if value.dtype is not there.properties.dtype:
                 dtypes.append(f"{key}: {there.properties.dtype} in the checkpoint, {value.dtype} here")
     prefixes = tuple(f"{name}." for name in owned)
-    unexpected = [key for key in stored if key not in wanted and key.startswith(prefixes)] if owned else []
     found = {"of another shape": shapes}
     if strict:
+        unexpected = [key for key in stored if key not in wanted and key.startswith(prefixes)]
         found = {"missing in the checkpoint": missing, "unexpected": unexpected, **found, "of another type": dtypes}
     if any(found.values()):
         lists = "; ".join(f"{len(keys)} {what}: {_listed(keys)}" for what, keys in found.items() if keys)
@@ -75,13 +72,6 @@ def check_fit(
 def _listed(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
     return ", ".join(keys[:_MOST_LISTED]) + more
-
-
-def near(key: str, known: Iterable[str]) -> str:
-    """Return a hint with the nearest of the ``known`` keys, and with all keys if there are few."""
-    known = list(known)
-    hint = did_you_mean(key, known)
-    return hint if len(known) <= _MOST_LISTED else hint.partition(" Known:")[0]
 
 
 def is_flattened(metadata: Metadata, *, default: bool) -> bool:
@@ -132,11 +122,7 @@ def check_groups(
     Raises:
         IncompatibleCheckpointError: the groups differ; lists the differences.
     """
-    metadata = reader.read_metadata()
-    stored = [key for key in metadata.state_dict_metadata if key.startswith("optim.param_groups.")]
-    if not stored:
-        return
-    problems = list(_flat_problems(reader, groups, stored) if flatten else _group_problems(reader, groups, strict))
+    problems = list((_flat_problems if flatten else _group_problems)(reader, groups, strict))
     if problems:
         raise IncompatibleCheckpointError(
             f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "
@@ -147,7 +133,9 @@ def check_groups(
 def _group_problems(
     reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], strict: bool
 ) -> Iterator[str]:
-    stored = filter(is_group_members, reader.read_metadata().state_dict_metadata)
+    stored = list(filter(is_group_members, reader.read_metadata().state_dict_metadata))
+    if not stored:  # no optimizer
+        return
     saved = {int(key.split(".")[2]): set[str](names) for key, names in sharded.load_flat(reader, stored).items()}
     here = {number: set(names) for number, names in enumerate(groups)}
     if not strict:
@@ -162,22 +150,17 @@ def _group_problems(
 
 
 def _flat_problems(
-    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], stored: Sequence[str]
+    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], strict: bool
 ) -> Iterator[str]:
-    """Yield a sentence for each two parameters of one group that were saved with different settings."""
-    metadata = reader.read_metadata().state_dict_metadata
-    plain = [key for key in stored if not isinstance(metadata[key], sharded.TensorStorageMetadata)]
+    """Yield a sentence for each group here with parameters saved with different settings."""
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = sharded.TensorStorageMetadata
+    plain = [k for k, one in stored.items() if k.startswith("optim.param_groups.") and not isinstance(one, tensors)]
     settings: dict[str, dict[str, Any]] = {}
     for key, value in sharded.load_flat(reader, plain).items():
         name, _, setting = key.removeprefix("optim.param_groups.").rpartition(".")
         settings.setdefault(name, {})[setting] = value
     for number, names in enumerate(groups):
-        first: dict[str, tuple[str, Any]] = {}
-        for name in names:
-            for setting, value in settings.get(name, {}).items():
-                other, expected = first.setdefault(setting, (name, value))
-                if expected != value:
-                    yield (
-                        f"{other!r} and {name!r}, which are in group {number} here, were saved with "
-                        f"{setting}={expected!r} and {value!r}"
-                    )
+        saved = {repr(settings[name]): name for name in names if name in settings}
+        if len(saved) > 1:
+            yield f"{_listed(list(saved.values()))} in group {number} here were saved with different settings"

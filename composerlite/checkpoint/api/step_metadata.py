@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast, final
+from typing import NamedTuple, cast, final
 
 from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
 from composerlite.checkpoint.place.place import local_copy
-from composerlite.checkpoint.record.manifest import Count, Manifest, json_object, recorded
+from composerlite.checkpoint.record.manifest import Count, json_object, recorded
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.storage import FileDigest
 from composerlite.types import StateDict
 
 __all__ = ["CheckpointMetadata", "FoundStep", "find_step", "metadata_of", "read_train_state"]
@@ -30,8 +32,8 @@ class CheckpointMetadata:
 
     Attributes:
         version: of the composerlite that saved the checkpoint.
-        ephemeral: the checkpoint may be deleted as soon as a newer one exists.
-        world_size: number of ranks that saved the checkpoint; 0: unknown, as another program saved it.
+        ephemeral: the checkpoint may be deleted once a newer checkpoint exists.
+        world_size: number of ranks that saved the checkpoint; 0: unknown, since another program saved the checkpoint.
     """
 
     version: str = field(default_factory=lambda: versions()["composerlite"])
@@ -65,21 +67,19 @@ class CheckpointMetadata:
 
 
 @final
-@dataclass(frozen=True)
-class FoundStep:
-    """A checkpoint of a step, as rank 0 found it.
+class FoundStep(NamedTuple):
+    """A checkpoint of a step, as rank 0 found the checkpoint.
 
     Attributes:
-        is_bare: the directory has a model and its optimizer alone.
-        metadata: of the checkpoint.
-        record: of the checkpoint; ``None``: another program wrote the checkpoint.
-        rank_files: ranks with a file in ``train/``; empty if no train state is loaded.
+        is_bare: the directory has a model and an optimizer alone.
+        world_size: number of ranks that saved the checkpoint; 0: unknown.
+        rank_files: digests of the files in ``train/``, by rank; empty if no train state is loaded. A digest is ``None``
+            if another program wrote the file.
     """
 
     is_bare: bool
-    metadata: CheckpointMetadata
-    record: Manifest | None = None
-    rank_files: frozenset[int] = frozenset()
+    world_size: int
+    rank_files: Mapping[int, FileDigest | None]
 
 
 def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
@@ -94,26 +94,22 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
                 f"load_trainer_state=True: {folder.uri!r} holds a model and an optimizer alone, without "
                 f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
             )
-        return FoundStep(True, CheckpointMetadata())
+        return FoundStep(True, 0, {})
     if not folder.is_checkpoint():
         missing = [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]
         raise CheckpointNotFoundError(
             f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
         )
-    metadata = metadata_of(folder)
+    world_size = metadata_of(folder).world_size
     record = folder.record()
-    if record is not None and record.form != "step":
-        record = None  # of a model that was saved alone
-    for file in () if record is None else record.files:
-        if file.path == folder.at(MARKER):
-            folder.place.verify(file)
-    if load_trainer_state is False:
-        return FoundStep(False, metadata, record)
-    if record is None:
-        return FoundStep(False, metadata, None, frozenset(folder.rank_files()))
-    names = [file.path.rpartition("/")[2] for file in record.files]
-    matches = [match for name in names if (match := RANK_FILE.fullmatch(name)) is not None]
-    return FoundStep(False, metadata, record, frozenset(int(match[1]) for match in matches))
+    if record is None or record.form != "step":  # of a model alone, or of another program
+        files: Mapping[int, FileDigest | None] = dict.fromkeys(folder.rank_files())
+    else:
+        by_name = {file.path.rpartition("/")[2]: file for file in record.files}
+        if MARKER in by_name:
+            folder.place.verify(by_name[MARKER])
+        files = {int(found[1]): by_name[name].digest for name in by_name if (found := RANK_FILE.fullmatch(name))}
+    return FoundStep(False, world_size, {} if load_trainer_state is False else files)
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
@@ -122,9 +118,8 @@ def metadata_of(folder: StepFolder) -> CheckpointMetadata:
 
 
 def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> StateDict:
-    """Return the training state that this rank saved, or rank 0's if this rank saved none."""
-    saved = found.metadata.world_size or len(found.rank_files)
-    rank = group.rank if group.rank in found.rank_files else 0
+    """Return the training state saved by this rank; the state of rank 0 if this rank saved no state."""
+    saved = found.world_size or len(found.rank_files)
     if group.is_first and group.size != saved:
         what = f"ranks from {saved} on take the train state of rank 0"
         if group.size < saved:
@@ -137,11 +132,9 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
             group.size,
             what,
         )
+    rank = group.rank if group.rank in found.rank_files else 0
     name = f"{TRAIN}/rank{rank}.pt"
-    record = (
-        None if found.record is None else next((f for f in found.record.files if f.path.endswith(f"/{name}")), None)
-    )
-    if record is None and found.record is not None:
+    if rank not in found.rank_files:
         raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
-    with local_copy(folder.place, folder.at(name), None if record is None else record.digest) as path:
+    with local_copy(folder.place, folder.at(name), found.rank_files[rank]) as path:
         return cast("StateDict", safe_torch_load(path))

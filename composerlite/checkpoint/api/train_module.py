@@ -1,4 +1,4 @@
-"""Objects to save and load with a :class:`Checkpointer`: a model, a model with its optimizer, or a train module."""
+"""Objects to save and load with a :class:`Checkpointer`: a model, a model with an optimizer, or a train module."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.api.state_dict import model_and_optim_state
-from composerlite.checkpoint.load import sharded
 from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
 __all__ = [
-    "ChoosesWhatToLoad",
     "TrainModule",
     "TrainModuleLike",
     "model_and_optimizer",
-    "state_to_load",
     "state_to_save",
 ]
 
 
 @runtime_checkable
 class TrainModule(Protocol):
-    """An object with its own functions for saving and loading, for several models and optimizers, for example."""
+    """An object with functions for saving and loading, for several models and optimizers, for example.
+
+    A method ``state_dict_to_load(metadata, *, optim)``, if there is one, returns the state to fill from a checkpoint
+    with the index ``metadata``.
+    """
 
     def state_dict_to_save(self) -> StateDict:
         """Return the state to save: ``{'model': …, 'optim': …}``. Tensors may be sharded."""
@@ -35,21 +36,12 @@ class TrainModule(Protocol):
         ...
 
 
-@runtime_checkable
-class ChoosesWhatToLoad(Protocol):
-    """A :class:`TrainModule` that selects the state to load by the index of the checkpoint."""
-
-    def state_dict_to_load(self, metadata: sharded.Metadata, /, *, optim: bool | None = None) -> StateDict:
-        """Return the state to fill from a checkpoint with the index ``metadata``."""
-        ...
-
-
 TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
-"""A train module, a model, or a model and its optimizer."""
+"""A train module, a model, or a model and an optimizer."""
 
 
 def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
-    """Return the model and the optimizer of ``module``, unless that is a :class:`TrainModule`.
+    """Return the model and the optimizer of ``module``, if ``module`` is no :class:`TrainModule`.
 
     Raises:
         ConfigError: ``module`` is neither a model nor a model and an optimizer.
@@ -74,20 +66,3 @@ def state_to_save(module: TrainModuleLike) -> StateDict:
     if isinstance(module, TrainModule):
         return module.state_dict_to_save()
     return model_and_optim_state(*model_and_optimizer(module), flatten=False)
-
-
-def state_to_load(module: TrainModule, metadata: sharded.Metadata, optim: bool | None, wants_optim: bool) -> StateDict:
-    """Return the state of ``module`` to fill from a checkpoint with the index ``metadata``.
-
-    Args:
-        module: to load into.
-        metadata: of the checkpoint.
-        optim: the user's ``load_optim_state``.
-        wants_optim: whether the optimizer is loaded, from ``optim`` and the checkpoint.
-    """
-    if isinstance(module, ChoosesWhatToLoad):
-        return module.state_dict_to_load(metadata, optim=optim)
-    state = dict(module.state_dict_to_save())
-    if not wants_optim:
-        state.pop("optim", None)
-    return state

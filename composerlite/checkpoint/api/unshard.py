@@ -26,11 +26,11 @@ __all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
 
 log = logging.getLogger(__name__)
 _VALUE_BYTES = 1024
-"""Bytes that a value which is no tensor takes in a file, about."""
+"""Estimated bytes of a value other than a tensor."""
 
 
 class UnshardStrategyType(enum.StrEnum):
-    """Rule by which unsharded files are split."""
+    """Rule to split unsharded files."""
 
     one_file = "one_file"
     """A file for the model and a file for the optimizer. Each is in memory as a whole."""
@@ -45,11 +45,11 @@ class UnshardStrategyType(enum.StrEnum):
 @final
 @dataclass
 class UnshardStrategy:
-    """Rule by which :func:`unshard_checkpoint` splits the state into files.
+    """Rule of :func:`unshard_checkpoint` to split the state into files.
 
     Attributes:
         name: of the strategy.
-        chunk_size_bytes: about how large a file is at most; for ``chunks``, and only for that.
+        chunk_size_bytes: about how large a file is at most; for ``chunks`` only.
 
     Raises:
         ConfigError: a ValueError: ``chunk_size_bytes`` is missing, not positive, or given for another strategy.
@@ -98,7 +98,7 @@ def unshard_checkpoint(
     work_dir: WorkDir = None,
     quiet: bool = False,
 ) -> tuple[Path, Path | None]:
-    """Write the model, and the optimizer, of a sharded checkpoint to files that ``torch.load`` or safetensors opens.
+    """Write the model, and the optimizer, of a sharded checkpoint to files for ``torch.load`` or safetensors.
 
     A single file is ``model.pt``, with the model's state dict. Several files are in the folder ``model``, with an index
     ``model.pt.index.json`` of the file of each key; each file holds a dict. Names of safetensors files end with
@@ -108,7 +108,7 @@ def unshard_checkpoint(
     index, and the old ``optim.pt``, are removed first: after a kill no index names a file of another checkpoint.
 
     Args:
-        dir: path or URI of a checkpoint that :func:`save_model_and_optim_state` wrote. Of a checkpoint of the Trainer
+        dir: path or URI of a checkpoint of :func:`save_model_and_optim_state`. Of a checkpoint of the Trainer
             the model is written.
         target_dir: a folder of this machine.
         optim: whether to write the optimizer; ``None``: if the checkpoint has an optimizer and the format is torch's.
@@ -117,13 +117,13 @@ def unshard_checkpoint(
         unshard_strategy: ``None``: a single file.
         pre_download: first bring the checkpoint's files to this machine.
         work_dir: where to. ``None``: to a temporary folder.
-        quiet: do not log what is written.
+        quiet: do not log the paths.
 
     Returns:
-        The file or folder of the model, and that of the optimizer or ``None``.
+        The file or folder of the model, and of the optimizer or ``None``.
 
     Raises:
-        CheckpointExistsError: a FileExistsError: ``target_dir`` has a file or folder that this writes, and
+        CheckpointExistsError: a FileExistsError: ``target_dir`` has a file or folder of the same name, and
             ``save_overwrite`` is false.
         ConfigError: ``target_dir`` is a URI; safetensors cannot hold an optimizer; ``dir`` is an archive of DeepSpeed,
             which :func:`unshard_zero` takes.

@@ -37,7 +37,6 @@ __all__ = [
     "Path",
     "StorageInfo",
     "image_of",
-    "key_path",
     "leaves",
     "leaves_of",
     "nested",
@@ -126,11 +125,6 @@ def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
             raise ValueError(f"{key!r} has a part that is none")
         if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
             raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
-
-
-def key_path(metadata: Metadata, key: str) -> tuple[str | int, ...]:
-    """Return the path of ``key`` of the index in the nested state dict."""
-    return (metadata.planner_data or {}).get(key, (key,))
 
 
 def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:
@@ -292,7 +286,7 @@ def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mappi
     """Return the dict, or list, below ``prefix`` with the ``values`` of the keys ``leaves``."""
     items: list[tuple[Path, Any]] = []
     for leaf in leaves:
-        path = key_path(metadata, leaf)
+        path = (metadata.planner_data or {}).get(leaf, (leaf,))
         depth = next((n for n in range(len(path)) if ".".join(map(str, path[:n])) == prefix), 0)
         items.append((path[depth:], values[leaf]))
     return _built(metadata, prefix, items)

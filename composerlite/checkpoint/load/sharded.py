@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -191,19 +191,32 @@ def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[Rem
     return read(reader)
 
 
-def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None) -> None:
+def load(
+    reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None, only: Container[str] | None = None
+) -> None:
     """Fill ``state``, of nested dicts, in place: tensors are filled, values are replaced. Collective.
 
-    Sparse and quantized tensors, and tensors of a class of their own, are replaced by tensors of the same kind.
+    Sparse and quantized tensors, and tensors of a class of their own, are replaced by tensors of the same kind. A value
+    of ``None`` is replaced by any value of the checkpoint.
+
+    Args:
+        reader: of the checkpoint.
+        state: to fill.
+        group: the ranks of the load; ``None``: all.
+        only: keys of the index to load; ``None``: all keys of ``state``.
 
     Raises:
         IncompatibleCheckpointError: the checkpoint has different numbers for two names of a tensor, on any rank.
     """
     found = leaves(state, as_dcp=True)
-    for value in found.values.values():
+    wanted = {key: value for key, value in found.values.items() if only is None or key in only}
+    stored = reader.read_metadata().state_dict_metadata
+    for key, value in wanted.items():
         if isinstance(value, Tensor):
             dist.shards.make_fillable(value)
-    wanted = {key: None if isinstance(v, Tensor) and not is_dense(v) else v for key, v in found.values.items()}
+            wanted[key] = value if is_dense(value) else None
+        elif value is None and key in stored:
+            wanted.update(unread(reader.read_metadata(), [key]))
     tied = dist.tied_names(wanted)
     for key in (key for _, *others in tied for key in others):  # read apart, to compare the numbers
         wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
@@ -211,16 +224,15 @@ def load(reader: RemoteFileSystemReader, state: StateDict, *, group: Group | Non
     load_leaves(reader, wanted, group=group)
     group.agree("comparing names of the same tensor", lambda: _check_tied(wanted, tied, reader.uri))
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
-    for key, place in found.places.items():
-        value = wanted[key]
+    for key, value in wanted.items():
         if isinstance(found.values[key], Tensor) and value is not found.values[key]:
             _check_kind(key, found.values[key], value, reader.uri)
             dist.shards.make_fillable(found.values[key], value)
         if value is not found.values[key]:
             node: Any = state
-            for step in place[:-1]:
+            for step in found.places[key][:-1]:
                 node = node[step]
-            node[place[-1]] = value
+            node[found.places[key][-1]] = value
 
 
 def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> None:

@@ -54,13 +54,14 @@ def swap_param_keys(
 def _rename_in_optimizer(optim: StateDict, names: Mapping[str, str]) -> None:
     if isinstance(optim.get("state"), dict):
         _rename(optim["state"], names)
+    flat: dict[str, str] = {}
     for group in cast("list[StateDict]", optim.get("param_groups", [])):
         group["params"] = [names.get(name, name) for name in group["params"]]
-    flat = {key: _renamed_flat(key, names) for key in optim if key.startswith(("state.", "param_groups."))}
-    if any(old != new for old, new in flat.items()):
-        items = {flat.get(key, key): value for key, value in optim.items()}
-        optim.clear()
-        optim.update(items)
+    for key in filter(lambda key: key.startswith(("state.", "param_groups.")), optim):
+        kind, _, rest = key.partition(".")
+        name, _, setting = rest.rpartition(".")
+        flat[key] = f"{kind}.{names.get(name, name)}.{setting}"
+    _rename(optim, flat)
 
 
 def _rename(state: StateDict, names: Mapping[str, str]) -> None:
@@ -68,13 +69,6 @@ def _rename(state: StateDict, names: Mapping[str, str]) -> None:
     items = {names.get(key, key): value for key, value in state.items()}
     state.clear()
     state.update(items)
-
-
-def _renamed_flat(key: str, names: Mapping[str, str]) -> str:
-    """Return ``state.<name>.<field>`` with the new name."""
-    kind, _, rest = key.partition(".")
-    name, _, setting = rest.rpartition(".")
-    return f"{kind}.{names.get(name, name)}.{setting}"
 
 
 def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:

@@ -82,8 +82,8 @@ class WrittenFile(NamedTuple):
     not_finite: str | None
 
 
-SealedIndex = tuple[bytes, Mapping[str, tuple[FileDigest, int]], Manifest]
-"""For the deciding file of each disk: the index, digest and rank of each data file by name, and the record."""
+SealedIndex = tuple[bytes, Sequence[Sequence[WrittenFile]], Manifest]
+"""For the deciding file of each disk: the index, the files of each rank without places, and the record."""
 
 
 # ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,17 +188,10 @@ def _write_file(
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in no more memory than the numbers need; on the device if the numbers are together there."""
+    """Return the tensor in no more memory than the numbers need; in place if the numbers are together there."""
     tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        part = in_one_piece(tensor)
-        if part is not None:
-            return part
-        tensor = tensor.cpu()
-    if tensor.layout is not torch.strided:
-        return tensor
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    return tensor if whole and type(tensor) is Tensor else tensor.clone(memory_format=torch.contiguous_format)
+    part = in_one_piece(tensor)
+    return tensor.cpu().clone(memory_format=torch.contiguous_format) if part is None else part
 
 
 def in_one_piece(tensor: Tensor) -> Tensor | None:
@@ -235,9 +228,22 @@ def index_bytes(
     return pickle.dumps(index) if layout is None else layout.pack(index, suffix)
 
 
-def _digests(written: Sequence[Sequence[WrittenFile]]) -> dict[str, tuple[FileDigest, int]]:
-    """Return digest and rank of each data file, by name."""
-    return {file.name: (file.digest, rank) for rank, part in enumerate(written) for file in part}
+def _commit(
+    folder: ShardedDirectory,
+    index: bytes,
+    written: Iterable[Sequence[WrittenFile]],
+    record: Manifest,
+    nodes: Sequence[int] = (),
+) -> Manifest:
+    """Commit the checkpoint in ``folder``, or remove the files. ``nodes``: of each rank, if nodes have own disks."""
+    files = {
+        file.name: (file.digest, nodes[rank] if nodes else None) for rank, part in enumerate(written) for file in part
+    }
+    try:
+        return folder.commit(index, files, record)
+    except BaseException:
+        folder.abandon()
+        raise
 
 
 def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") -> Manifest:
@@ -355,12 +361,7 @@ class RemoteFileSystemWriter(StorageWriter):
         record = record_of_directory(self._folder.name, len(results))
         record = dataclasses.replace(record, timings={"save": round(time.perf_counter() - self._started, 6)})
         index = index_bytes(metadata, written, None, self._handle.suffix)
-        try:
-            files = {name: (digest, None) for name, (digest, _) in _digests(written).items()}
-            self._folder.commit(index, files, record)
-        except BaseException:
-            self._folder.abandon()
-            raise
+        _commit(self._folder, index, written, record)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -501,19 +502,13 @@ class ShardWriter:
         written = cast("Sequence[Sequence[WrittenFile]]", parts)
         index = index_bytes(self._plan.metadata, written, self._plan.layout, self._handle.suffix)
         not_finite = [file.not_finite for part in written for file in part]
-        return index, _digests(written), manifest.marked(not_finite)
+        files = [[file._replace(places={}) for file in part] for part in written]
+        return index, files, manifest.marked(not_finite)
 
     def commit_part(self, sealed: SealedIndex) -> None:
         """Put the deciding file, on the first rank of each disk. An error removes the files of the disk."""
         if self._disks is None or self._disks.is_folder_leader:
-            content, digests, manifest = sealed
-            nodes = () if self._disks is None else self._disks.nodes
-            files = {name: (digest, nodes[rank] if nodes else None) for name, (digest, rank) in digests.items()}
-            try:
-                self.committed = self._folder.commit(content, files, manifest)
-            except BaseException:
-                self._folder.abandon()
-                raise
+            self.committed = _commit(self._folder, *sealed, () if self._disks is None else self._disks.nodes)
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files of the save unless the checkpoint is committed, or may be. May be called twice."""
