@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -106,8 +106,8 @@ def save_state_dict(
         RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is the error there.
         OSError, ObjectStoreError: the files cannot be written.
     """
-    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
-    _save(dir, lambda: _plain(state_dict), options, background=False)
+    state = functools.partial(_plain, state_dict)
+    _save(dir, state, "sync", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
 
 
 def async_save_state_dict(
@@ -134,8 +134,8 @@ def async_save_state_dict(
     Raises:
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
-    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
-    return _save(dir, lambda: _plain(state_dict), options, background=True)
+    state = functools.partial(_plain, state_dict)
+    return _save(dir, state, "async", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
 
 
 def save_model_and_optim_state(
@@ -168,9 +168,8 @@ def save_model_and_optim_state(
         ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
             in the state, other than parameters of the model.
     """
-    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    _save(dir, state, options, background=False)
+    _save(dir, state, "sync", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
 
 
 def async_save_model_and_optim_state(
@@ -195,43 +194,41 @@ def async_save_model_and_optim_state(
     Returns:
         A future, done when the checkpoint is durable, or with the error of the save.
     """
-    options = _SaveOptions(process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    return _save(dir, state, options, background=True)
+    return _save(dir, state, "async", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
 
 
-class _SaveOptions(NamedTuple):
-    """Options of all functions for saving: see :func:`save_state_dict`."""
-
-    group: Any
-    overwrite: bool
-    threads: int | None
-    processes: int | None
-    throttle: bool
-
-
-def _save(place: PathOrUri, state: Callable[[], StateDict], options: _SaveOptions, *, background: bool) -> Future[None]:
+def _save(
+    place: PathOrUri,
+    state: Callable[[], StateDict],
+    how: Literal["sync", "async"],
+    process_group: Any,
+    overwrite: bool,
+    threads: int | None,
+    processes: int | None,
+    throttle: bool,
+) -> Future[None]:
     """Save the result of ``state`` to ``place``, with all ranks.
 
     Returns:
         A future, done when the checkpoint is durable: at once, unless the save continues in the background.
     """
-    number_of(options.threads, 1)
-    number_of(options.processes, 1, "process_count")
-    group = group_of(options.group)
+    number_of(threads, 1)
+    number_of(processes, 1, "process_count")
+    group = group_of(process_group)
     with contextlib.ExitStack() as resources:
-        folder = resources.enter_context(ShardedDirectory.of(place, threads=options.threads))
+        folder = resources.enter_context(ShardedDirectory.of(place, threads=threads))
         if group.is_first:
             folder.sweep()
         writer = ShardWriter(
             state,
             folder,
             group=group,
-            overwrite=options.overwrite,
-            threads=1 if options.throttle and folder.path is None else options.threads,
+            overwrite=overwrite,
+            threads=1 if throttle and folder.path is None else threads,
         )
         job = _task(folder, writer, group)
-        if not background:
+        if how == "sync":
             job.run()
             done: Future[None] = Future()
             done.set_result(None)

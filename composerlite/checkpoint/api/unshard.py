@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -166,19 +166,31 @@ def _write_parts(
 ) -> list[Path]:
     """Write ``parts`` of a checkpoint below ``target``; return the file or the folder of each."""
     stored = reader.read_metadata().state_dict_metadata
-    keys = [_keys_of(part, stored) for part in parts]
-    if lacks := [part for part, found in zip(parts, keys, strict=True) if not found]:
-        raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {lacks[0]}.")
     is_one_file = strategy.name is UnshardStrategyType.one_file
-    paths = [target / (part + suffix if is_one_file else part) for part in parts]
+    prefixes: dict[Path, str] = {}
+    for part in parts:
+        # Runs have the model below ``state``.
+        found = [prefix for prefix in (f"{part}.", f"state.{part}.") if any(key.startswith(prefix) for key in stored)]
+        if not found:
+            raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
+        prefixes[target / (part + suffix if is_one_file else part)] = found[0]
+    paths = list(prefixes)
     for path in () if overwrite else paths:
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
             raise CheckpointExistsError(f"{str(path)!r} exists already: pass another folder, or save_overwrite=True.")
     # After a kill, no old index and no old optimizer are beside new files.
     for old in paths[1:] if is_one_file else [_index_of(path, suffix) for path in paths]:
         old.unlink(missing_ok=True)
-    for path, names in zip(paths, keys, strict=True):
-        _write_part(reader, path, names, strategy, suffix)
+    for path, prefix in prefixes.items():
+        keys = [key for key in stored if key.startswith(prefix)]
+        make_folder(path.parent if is_one_file else path)
+        if is_one_file and suffix == ".pt":
+            contents = nested(reader.read_metadata(), prefix[:-1], keys, sharded.load_flat(reader, keys))
+            write_torch(path, contents)
+        elif is_one_file:
+            _write_flat(reader, path, keys, prefix)
+        else:
+            _write_files(reader, path, keys, prefix, strategy.chunk_size_bytes, suffix)
     return paths
 
 
@@ -186,72 +198,51 @@ def _index_of(folder: Path, suffix: str) -> Path:
     return folder / f"{folder.name}{suffix}.index.json"
 
 
-def _keys_of(part: str, keys: Iterable[str]) -> dict[str, str]:
-    """Map the keys of the model or the optimizer to names without a prefix. Runs have the model below ``state``."""
-    for prefix in (f"{part}.", f"state.{part}."):
-        if found := {key: key.removeprefix(prefix) for key in keys if key.startswith(prefix)}:
-            return found
-    return {}
+def _write_flat(reader: sharded.RemoteFileSystemReader, file: Path, keys: Sequence[str], prefix: str) -> None:
+    """Write a file with the values of ``keys`` by their names without ``prefix``."""
+    contents = {key.removeprefix(prefix): value for key, value in sharded.load_flat(reader, keys).items()}
+    if file.suffix == ".safetensors":
+        write_safetensors(file, contents)
+    else:
+        write_torch(file, contents)
 
 
-def _write_part(
-    reader: sharded.RemoteFileSystemReader, path: Path, names: Mapping[str, str], strategy: UnshardStrategy, suffix: str
+def _write_files(
+    reader: sharded.RemoteFileSystemReader,
+    folder: Path,
+    keys: Sequence[str],
+    prefix: str,
+    chunk_bytes: int | None,
+    suffix: str,
 ) -> None:
-    """Write the model or the optimizer.
+    """Write a file for each key, or files of about ``chunk_bytes``; then the index. No two names differ in case alone.
 
     Args:
         reader: of the checkpoint.
-        path: of the file, or of the folder with several files and an index.
-        names: names below the model or the optimizer, by the keys of the checkpoint.
-        strategy: how keys are divided into files.
+        folder: for the files.
+        keys: of the model or the optimizer.
+        prefix: of the keys, left out in the files.
+        chunk_bytes: size of a file; ``None``: a file for each key.
         suffix: of the files.
     """
-    metadata = reader.read_metadata()
-    is_one_file = strategy.name is UnshardStrategyType.one_file
-    sizes = {key: _size_bytes(metadata.state_dict_metadata[key]) for key in names}
-    files = {path: list(names)} if is_one_file else _files(path, names, sizes, strategy.chunk_size_bytes, suffix)
-    make_folder(path.parent if is_one_file else path)
-    for file, keys in files.items():
-        values = sharded.load_flat(reader, keys)
-        contents: Any = {names[key]: values[key] for key in keys}
-        if suffix == ".safetensors":
-            write_safetensors(file, contents)
-        elif is_one_file:
-            write_torch(file, nested(metadata, keys[0].removesuffix(f".{names[keys[0]]}"), keys, values))
-        else:
-            write_torch(file, contents)
-    if not is_one_file:
-        places = {names[key]: file.name for file, keys in files.items() for key in keys}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        with atomic_write(_index_of(path, suffix)) as out:
-            out.write(json.dumps(index, indent=1).encode())
-
-
-def _files(
-    folder: Path, names: Mapping[str, str], sizes: Mapping[str, int], chunk_bytes: int | None, suffix: str
-) -> dict[Path, list[str]]:
-    """Divide keys into files. No two names of files differ in upper and lower case alone."""
-    files: dict[Path, list[str]] = {}
-    if chunk_bytes is None:
-        taken: set[str] = set()
-        for key, name in names.items():
-            stem = file = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:200]
-            if file.lower() in taken:
-                file = f"{stem}~{len(taken)}"
-            taken.add(file.lower())
-            files[folder / (file + suffix)] = [key]
-        return files
-    chunk, size = list[str](), 0
-    for key in names:
-        if not files or size + sizes[key] > chunk_bytes:
-            chunk, size = [], 0
-            files[folder / f"chunk-{len(files):05}{suffix}"] = chunk
-        chunk.append(key)
-        size += sizes[key]
-    return files
-
-
-def _size_bytes(stored: Any) -> int:
-    if not isinstance(stored, sharded.TensorStorageMetadata):
-        return _VALUE_BYTES
-    return stored.size.numel() * stored.properties.dtype.itemsize
+    metadata = reader.read_metadata().state_dict_metadata
+    files: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    total, name, size = 0, "", 0
+    for key in keys:
+        stored: Any = metadata[key]
+        is_tensor = isinstance(stored, sharded.TensorStorageMetadata)
+        own = stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else _VALUE_BYTES
+        total, size = total + own, size + own
+        if chunk_bytes is None:
+            name = re.sub(r"[^A-Za-z0-9_-]", "-", key.removeprefix(prefix))[:200]
+            name += f"~{len(files)}" if name.lower() in taken else ""
+            taken.add(name.lower())
+        elif not files or size > chunk_bytes:
+            name, size = f"chunk-{len(files):05}", own
+        files.setdefault(name + suffix, []).append(key)
+    for file, of_file in files.items():
+        _write_flat(reader, folder / file, of_file, prefix)
+    places = {key.removeprefix(prefix): file for file, of_file in files.items() for key in of_file}
+    with atomic_write(_index_of(folder, suffix)) as out:
+        out.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode())

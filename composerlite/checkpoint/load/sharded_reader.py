@@ -527,14 +527,14 @@ def _read_items(
     for batch in _batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
         targets: list[_Target] = []
         whole: list[tuple[_Item, bytearray]] = []
+        pieces: list[Piece] = []
         for item in batch:
             if (start := _start_of_numbers(item, is_raw=is_raw, is_ours=is_ours)) is None:
-                whole.append((item, bytearray(item.size_bytes)))
+                data = bytearray(item.size_bytes)
+                whole.append((item, data))
+                pieces.append((item.offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)))
             else:
                 targets += [_target_of(request, item.offset + start, ring) for request in item.requests]
-        pieces: list[Piece] = []
-        for item, data in whole:
-            pieces.append((item.offset, ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data)), len(data)))
         for target in targets:
             if target.copier is None:
                 address = (target.tensor if target.scratch is None else target.scratch).data_ptr()

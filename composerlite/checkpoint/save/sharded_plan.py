@@ -78,7 +78,7 @@ class RankState:
 
     Attributes:
         pieces: of this rank, in the order of the state.
-        paths: of the keys in the nested state.
+        paths: of all keys in the nested state.
         data: the tensor, or the bytes of the value, of each piece.
         tensors: the distributed tensors, by key.
 
@@ -88,6 +88,7 @@ class RankState:
 
     def __init__(self, state: StateDict, group: Group, *, of_run: bool = False, files: int = 1) -> None:
         found = leaves(state, as_dcp=not of_run)
+        self.paths = found.paths
         self.pieces: list[StatePiece] = []
         self.data: dict[MetadataIndex, Tensor | bytes] = {}
         self.tensors: dict[str, DTensor] = {}
@@ -115,9 +116,6 @@ class RankState:
                 image_of(value, key, must_load=not of_run).write(bytes_of_value)
                 self.data[piece.metadata_index] = bytes_of_value.file.getvalue()
             self.pieces.append(piece)
-        kept = {**self.tensors, **{piece.key: None for piece in self.pieces}}
-        is_whole = group.is_first or not of_run
-        self.paths: dict[str, Path] = {key: path for key, path in found.paths.items() if is_whole or key in kept}
 
     @functools.cached_property
     def layout(self) -> ShardLayout | None:

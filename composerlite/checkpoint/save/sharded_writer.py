@@ -12,7 +12,6 @@ import io
 import math
 import os
 import pickle
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast, final
@@ -113,10 +112,10 @@ def write_files(
     handle: SaveHandle,
     rank: int,
     data: Data,
-    *,
     threads: int,
     layout: ShardLayout | None = None,
-    watched: Mapping[MetadataIndex, str] | None = None,
+    *,
+    watched: Mapping[MetadataIndex, str] = MappingProxyType({}),
 ) -> list[WrittenFile]:
     """Write the data files of a rank, several at the same time. The files are durable when this returns.
 
@@ -133,22 +132,13 @@ def write_files(
     places = () if layout is None else layout.places(rank, handle.suffix)
     known = {part.metadata_index: place for part, place in places}
     most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
+
+    def write(number: int) -> WrittenFile:
+        part = {index: data[index] for index in files[number]}
+        return _write_file(folder, handle, file_name(rank, number, handle.suffix), part, most_chunks, known, watched)
+
     with WorkerPool(max(1, len(files)), name="checkpoint-save") as pool:
-        jobs = [
-            pool.submit(
-                functools.partial(
-                    _write_file,
-                    folder,
-                    handle,
-                    file_name(rank, number, handle.suffix),
-                    {index: data[index] for index in indices},
-                    most_chunks,
-                    known,
-                    watched or {},
-                )
-            )
-            for number, indices in enumerate(files)
-        ]
+        jobs = [pool.submit(functools.partial(write, number)) for number in range(len(files))]
         return [job.result() for job in jobs]
 
 
@@ -175,7 +165,8 @@ def _write_file(
                 if index in watched:
                     image.watch([(watched[index], tensor)])
                 image.write(sink)
-                not_finite.extend([] if image.not_finite is None else [image.not_finite])
+                if image.not_finite is not None:
+                    not_finite.append(image.not_finite)
             else:
                 sink.write(value)
             size = sink.size_bytes - start
@@ -290,7 +281,6 @@ class RemoteFileSystemWriter(StorageWriter):
         if throttle_uploads and self._folder.path is None:
             self._threads = 1
         self._overwrite = overwrite
-        self._started = time.perf_counter()
         self._handle: SaveHandle | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -298,7 +288,6 @@ class RemoteFileSystemWriter(StorageWriter):
         if checkpoint_id is not None:
             self._folder.close()
             self._folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
-        self._started = time.perf_counter()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the plan is enough for a rank.
@@ -340,7 +329,7 @@ class RemoteFileSystemWriter(StorageWriter):
                 value: Any = planner.resolve_data(item)
                 is_value = item.type is WriteItemType.BYTE_IO
                 data[item.index] = cast("io.BytesIO", value).getvalue() if is_value else value
-            written = write_files(self._folder, handle, rank, data, threads=self._threads)
+            written = write_files(self._folder, handle, rank, data, self._threads)
         except BaseException:
             if ranks == 1:  # otherwise other ranks may still write to the directory
                 self._folder.abandon()
@@ -359,7 +348,6 @@ class RemoteFileSystemWriter(StorageWriter):
         assert self._handle is not None
         written = cast("list[list[WrittenFile]]", results)
         record = record_of_directory(self._folder.name, len(results))
-        record = dataclasses.replace(record, timings={"save": round(time.perf_counter() - self._started, 6)})
         index = index_bytes(metadata, written, None, self._handle.suffix)
         _commit(self._folder, index, written, record)
 
@@ -462,12 +450,12 @@ class ShardWriter:
         """Return the storages to copy before training changes them."""
         return self._copies
 
-    def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """Read the tensors from ``memory`` from now on; the snapshot begins at the byte ``start``."""
+    def staged_in(self, memory: HostMemory) -> None:
+        """Read the tensors from ``memory`` from now on."""
         for index, tensor in self._data.items():
             if isinstance(tensor, Tensor) and tensor.numel():
                 first, end = _span(tensor)
-                place = start + self._starts[storage_id(tensor.untyped_storage())] + first
+                place = self._starts[storage_id(tensor.untyped_storage())] + first
                 storage = torch.frombuffer(memory.view(place, end - first), dtype=torch.uint8).untyped_storage()
                 copy: Any = torch.empty(0, dtype=tensor.dtype)
                 self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
@@ -475,14 +463,9 @@ class ShardWriter:
 
     def write(self, memory: HostMemory | None) -> None:
         """Write the files of this rank, durably."""
+        layout = self._plan.layout
         self._written = write_files(
-            self._folder,
-            self._handle,
-            self._rank,
-            self._data,
-            threads=self._threads,
-            layout=self._plan.layout,
-            watched=self._watched,
+            self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
         )
         self._release()
 
