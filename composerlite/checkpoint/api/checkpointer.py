@@ -62,8 +62,6 @@ from composerlite.errors import (
 from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for, is_uri
 from composerlite.types import StateDict
 
-__all__ = ["CheckpointMetadata", "Checkpointer", "CheckpointerConfig"]
-
 log = logging.getLogger(__name__)
 _ALIGNMENT = 4096
 _STEP = re.compile(r"step(0|[1-9]\d*)")

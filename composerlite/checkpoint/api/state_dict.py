@@ -53,18 +53,6 @@ from composerlite.types import StateDict, Stateful
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = [
-    "async_save_model_and_optim_state",
-    "async_save_state_dict",
-    "get_checkpoint_metadata",
-    "load_keys",
-    "load_model_and_optim_state",
-    "load_state_dict",
-    "save_model_and_optim_state",
-    "save_safetensors",
-    "save_state_dict",
-]
-
 log = logging.getLogger(__name__)
 WorkDir = str | os.PathLike[str] | None
 

@@ -16,14 +16,6 @@ from composerlite.types import StateDict
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = [
-    "check_fit",
-    "check_groups",
-    "is_flattened",
-    "is_group_members",
-    "match_settings_of_schedulers",
-]
-
 _MOST_LISTED = 20
 
 

@@ -20,8 +20,6 @@ from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import StateDict
 
-__all__ = ["CheckpointMetadata", "FoundStep", "find_step", "metadata_of", "read_train_state"]
-
 log = logging.getLogger(__name__)
 
 

@@ -11,13 +11,6 @@ from composerlite.checkpoint.api.state_dict import model_and_optim_state
 from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
-__all__ = [
-    "TrainModule",
-    "TrainModuleLike",
-    "model_and_optimizer",
-    "state_to_save",
-]
-
 
 @runtime_checkable
 class TrainModule(Protocol):

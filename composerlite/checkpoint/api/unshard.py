@@ -22,8 +22,6 @@ from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 
-__all__ = ["UnshardStrategy", "UnshardStrategyType", "unshard_checkpoint"]
-
 log = logging.getLogger(__name__)
 _VALUE_BYTES = 1024
 """Estimated bytes of a value other than a tensor."""

@@ -31,19 +31,6 @@ from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
 from composerlite.types import StateDict, items_of
 
-__all__ = [
-    "KEYS",
-    "Leaves",
-    "Path",
-    "StorageInfo",
-    "image_of",
-    "leaves",
-    "leaves_of",
-    "nested",
-    "read_index",
-    "untrusted",
-]
-
 StorageInfo = dcp_storage_info_class()
 _INDEX_TYPES: dict[str, type] = {
     **{

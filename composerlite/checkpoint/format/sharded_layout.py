@@ -35,20 +35,6 @@ from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, read
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = [
-    "ShardLayout",
-    "SplitTensor",
-    "Splits",
-    "StatePiece",
-    "balanced",
-    "chunks_at",
-    "file_name",
-    "is_layout",
-    "item_place",
-    "read_layout",
-    "split_of",
-]
-
 _MAGIC = b"composerlite sharded layout 3: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""

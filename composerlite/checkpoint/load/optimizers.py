@@ -19,14 +19,6 @@ from composerlite.checkpoint.foreign.taken import unflattened
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = [
-    "SETTINGS_OF_SCHEDULERS",
-    "flattened",
-    "optimizer_state",
-    "optimizer_state_to_fill",
-    "set_optimizer_state",
-]
-
 SETTINGS_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Names that schedulers add to the groups of an optimizer when they are made: before or after a load."""
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,22 +33,6 @@ from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
-
-__all__ = [
-    "BytesStorageMetadata",
-    "Metadata",
-    "RemoteFileSystemReader",
-    "TensorStorageMetadata",
-    "as_in_a_file",
-    "flat",
-    "load",
-    "load_directory",
-    "load_flat",
-    "model_state",
-    "read_whole",
-    "set_model_state",
-    "unread",
-]
 
 log = logging.getLogger(__name__)
 

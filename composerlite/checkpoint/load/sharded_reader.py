@@ -48,15 +48,6 @@ from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointEr
 from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
 
-__all__ = [
-    "DistCPObjectStoreReader",
-    "FileSystemReaderWithValidation",
-    "RemoteFileSystemReader",
-    "Request",
-    "requests_of",
-    "safe_contents",
-]
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FETCH_SECONDS = 7200

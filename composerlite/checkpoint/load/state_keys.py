@@ -11,8 +11,6 @@ from composerlite.types import StateDict
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-__all__ = ["merge_state_dicts", "prune_state_dict", "swap_param_keys"]
-
 log = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.dist import Group, is_dense, shard_box
 from composerlite.types import StateDict
 
-__all__ = ["LEAST_FILE_BYTES", "MOST_LISTED", "Plan", "Proposal", "RankState", "merge_pieces", "plan_save"]
-
 log = logging.getLogger(__name__)
 MOST_PLANS = 4
 """Number of plans kept for later saves."""

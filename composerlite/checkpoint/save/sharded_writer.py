@@ -44,18 +44,6 @@ from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_sav
 from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
 
-__all__ = [
-    "RemoteFileSystemWriter",
-    "SealedIndex",
-    "ShardWriter",
-    "WrittenFile",
-    "expected_bytes",
-    "files_of",
-    "in_one_piece",
-    "index_bytes",
-    "record_of_directory",
-]
-
 _ITEM_FRAME_BYTES = 16 << 10
 """Most bytes of a tensor's item in a file besides the numbers."""
 _ALIGNMENT = 64
