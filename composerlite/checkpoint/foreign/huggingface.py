@@ -10,8 +10,6 @@ from composerlite.checkpoint.foreign.taken import Counts, Taken, generators
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["is_accelerate", "is_transformers", "taken_from_accelerate", "taken_from_transformers"]
-
 _STATE = "trainer_state.json"
 _OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 

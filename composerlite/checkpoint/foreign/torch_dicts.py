@@ -11,16 +11,6 @@ from composerlite.checkpoint.foreign.keys import KeyMap, as_tensor, is_weight, p
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.types import StateDict
 
-__all__ = [
-    "is_state_dict",
-    "is_torch_dict",
-    "is_torchtitan",
-    "taken_by_map",
-    "taken_from_state_dict",
-    "taken_from_torch_dict",
-    "taken_from_torchtitan",
-]
-
 _MODELS = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")
 _OF_TORCHTITAN = ("optimizer", "lr_scheduler", "train_state", "dataloader")

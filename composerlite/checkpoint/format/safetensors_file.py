@@ -18,8 +18,6 @@ from torch import Tensor
 from composerlite.errors import SaveError
 from composerlite.storage import Sink
 
-__all__ = ["DTYPES", "TensorEntry", "header_of", "laid_out", "write_tensor"]
-
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -10,20 +10,6 @@ from typing import Any, cast
 
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = [
-    "MODEL_STATES",
-    "MOST_HEADER_BYTES",
-    "TORCH_SUFFIX",
-    "VALUES",
-    "WEIGHTS_SUFFIX",
-    "Read",
-    "are_safetensors",
-    "holds_model_states",
-    "holds_weights",
-    "is_safetensors",
-    "weight_files",
-]
-
 MOST_HEADER_BYTES = 100_000_000
 """Largest header of a file, as in the safetensors library."""
 Read = Callable[[str, int, int], bytes]

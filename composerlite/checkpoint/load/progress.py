@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator
 
 from composerlite.checkpoint.place.place import OnBytes
 
-__all__ = ["download_bar", "progress_of"]
-
 _LARGE_BYTES = 1 << 28
 """Size from which a progress bar is shown."""
 

@@ -11,8 +11,6 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.record.manifest import new_id
 from composerlite.errors import ConfigError
 
-__all__ = ["MARK", "make_private", "mark_of"]
-
 MARK = ".memory-id"
 """Name of the file with the random number of a folder or bucket."""
 

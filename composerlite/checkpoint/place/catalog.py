@@ -24,8 +24,6 @@ from composerlite.checkpoint.record.tail import (
 )
 from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
 
-__all__ = ["Catalog", "Fault", "home_of", "may_be_decider", "record_in", "record_of_index"]
-
 log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason for an unreadable record."""

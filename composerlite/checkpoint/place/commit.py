@@ -31,20 +31,6 @@ from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
 from composerlite.storage import StagedFile
 
-__all__ = [
-    "check_own",
-    "commit_file",
-    "commit_sent",
-    "delete_checkpoint",
-    "fetch_checkpoint",
-    "garbage",
-    "own_files",
-    "put_decider",
-    "quarantine_checkpoint",
-    "quarantine_file",
-    "send_files",
-]
-
 log = logging.getLogger(__name__)
 
 

@@ -44,19 +44,6 @@ from composerlite.errors import (
 )
 from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
 
-__all__ = [
-    "INDEX",
-    "LEAST_CHUNK_BYTES",
-    "MOST_CHUNKS",
-    "ON_ALL_NODES",
-    "RANK_FILE",
-    "Directory",
-    "PathOrUri",
-    "SaveHandle",
-    "ShardedDirectory",
-    "StepFolder",
-]
-
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
 """Age of files of killed saves, for saves without a lease."""

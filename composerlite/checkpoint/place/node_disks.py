@@ -14,8 +14,6 @@ from composerlite.checkpoint.record.manifest import new_id
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, make_folder
 
-__all__ = ["Disks", "disks_of", "read_part", "write_part"]
-
 _APPEARS_SECONDS = 5.0
 """Time until a network file system shows a new file on other machines."""
 

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
     from composerlite.storage import FileDigest, Sink
 
-__all__ = [
-    "LINK_SUFFIX",
-    "NewFile",
-    "OnBytes",
-    "Place",
-    "StoredFile",
-    "check_name",
-    "local_copy",
-    "map_reads",
-    "set_link",
-]
-
 LINK_SUFFIX = ".symlink"
 """Suffix of an object that is a link in a bucket."""
 _REQUESTS = 16

@@ -23,28 +23,6 @@ from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
 
-__all__ = [
-    "RESUMABLE",
-    "Count",
-    "FileRecord",
-    "Manifest",
-    "NewerManifestError",
-    "Position",
-    "SavedRun",
-    "continued",
-    "highest_attempt",
-    "in_line",
-    "json_object",
-    "living_line",
-    "manifest_from",
-    "may_be_replaced",
-    "new_attempt",
-    "new_id",
-    "new_name",
-    "recorded",
-    "relative_path",
-]
-
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """Range of whole numbers in a file."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")

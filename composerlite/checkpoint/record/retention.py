@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol, final
 from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.errors import ConfigError, did_you_mean
 
-__all__ = ["Interval", "Retention", "RetentionPolicy", "deletions", "retention_policy"]
-
 _FIELDS = {"iter": "iteration", "ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "sec": "total_wct"}
 _MODES = ("max", "min")
 

@@ -13,8 +13,6 @@ from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.storage import StagedFile, StreamWriter
 
-__all__ = ["write_safetensors", "write_torch"]
-
 log = logging.getLogger(__name__)
 
 

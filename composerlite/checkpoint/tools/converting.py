@@ -25,8 +25,6 @@ from composerlite.errors import CheckpointExistsError
 from composerlite.storage import make_folder
 from composerlite.types import StateDict
 
-__all__ = ["WEIGHT_FORMS", "write_directory", "write_file", "write_weights"]
-
 WEIGHT_FORMS = ("safetensors", "safetensors folder", "state_dict")
 """Forms that :func:`write_weights` writes."""
 

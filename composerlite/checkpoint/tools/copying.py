@@ -17,8 +17,6 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
 )
 
-__all__ = ["copy"]
-
 
 def copy(source: Place, found: Found, target: Place, *, overwrite: bool = False, progress: OnBytes = int) -> bool:
     """Copy a checkpoint of ``source`` to ``target``, under the same name. Returns false if the copy existed already.

@@ -19,8 +19,6 @@ from composerlite.checkpoint.tools.surveying import UNLISTED, Found, checkpoint_
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
 
-__all__ = ["Pointed", "place_at", "pointed"]
-
 
 class Pointed(NamedTuple):
     """A path or URI, resolved.

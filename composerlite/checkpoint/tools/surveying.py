@@ -17,8 +17,6 @@ from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, living_line
 from composerlite.errors import CheckpointError
 
-__all__ = ["UNLISTED", "Found", "abandoned", "checkpoint_at", "newest", "remove", "survey"]
-
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
     r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, final
 
 from composerlite.checkpoint.trust.trusted import Dtype, SafeConstructor, Storages, check_shape, short
 
-__all__ = ["RestrictedUnpickler"]
-
 _MALFORMED = (
     *(struct.error, pickle.UnpicklingError, IndexError, KeyError, TypeError, ValueError, AttributeError),
     *(OverflowError, RuntimeError),
