@@ -184,7 +184,8 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     from composerlite.checkpoint.place.commit import commit_sent
     from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
     from composerlite.checkpoint.record.tail import seal
-    from composerlite.storage import Digester, Transfer, chunk_bytes_for, open_store
+    from composerlite.storage import Transfer, chunk_bytes_for, open_store
+    from composerlite.storage.disk.writer import Digester
 
     stamp = dict.fromkeys(("epoch", "batch", "sample", "token", "batch_in_epoch", "sample_in_epoch"), 0)
     body = bytes(1000)

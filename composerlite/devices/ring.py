@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from composerlite.devices.copier import DeviceCopier, Devices, this_machine
-from composerlite.storage import HostMemory, WarmMemory
+from composerlite.storage import HostMemory
+from composerlite.storage.disk.memory import WarmMemory
 
 _READ_SLOTS = 3  # the host writes from a slot, the device fills another, and the third is ready
 _WAIT_SECONDS = 600.0

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, cast, final
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from composerlite.dist.rounds import (
-    Failure,
-    Round,
-    lost_error,
-    rank_error,
-    reaching_the_store,
-)
+from composerlite.dist.rounds import Failure, Round, lost_error, rank_error, reaching_the_store
 from composerlite.errors import RankError
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from composerlite.errors import ConfigError, checked_arguments
 from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
-    StagedFiles,
     Transfer,
     Uploader,
     check_name,
@@ -23,6 +22,7 @@ from composerlite.storage import (
     open_store,
     parse_uri,
 )
+from composerlite.storage.workers import StagedFiles
 
 log = logging.getLogger(__name__)
 _NAME = "{remote_file_name}"

@@ -27,7 +27,8 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import atomic_write, importing_sdk, make_folder
+from composerlite.storage import atomic_write, make_folder
+from composerlite.storage.sdk import importing_sdk
 from composerlite.types import StateDict
 
 __all__ = ["is_huggingface_folder", "kept_by_huggingface", "write_huggingface", "write_tokenizer"]

@@ -20,14 +20,7 @@ from typing import IO, final
 import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk.files import (
-    BLOCK_BYTES,
-    FileDigest,
-    StagedFile,
-    check_free,
-    reserve,
-    write_file,
-)
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, check_free, reserve, write_file
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at
 from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress

@@ -345,13 +345,7 @@ class StagedFiles:
             FileNotFoundError: ``file`` does not exist.
         """
         self.prepare()
-        staged = Path(tempfile.mkdtemp(dir=self._root)) / name
-        try:
-            shutil.copyfile(file, staged)
-        except BaseException:
-            self.give_back(staged)
-            raise
-        return staged
+        return Path(shutil.copyfile(file, Path(tempfile.mkdtemp(dir=self._root)) / name))
 
     def give_back(self, staged: Path) -> None:
         """Remove a copy that :meth:`copy` made."""

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from composerlite.core.parallelism import FSDP2Config
     from composerlite.devices import get_device
     from composerlite.errors import ObjectStoreTransientError
-    from composerlite.storage import ObjectStore, maybe_create_object_store_from_uri, parse_uri, retry
+    from composerlite.storage import ObjectStore, parse_uri, retry
     from composerlite.storage.stores.gcs import GCSObjectStore
     from composerlite.storage.stores.libcloud import LibcloudObjectStore
     from composerlite.storage.stores.oci import OCIObjectStore
     from composerlite.storage.stores.s3 import S3ObjectStore
     from composerlite.storage.stores.sftp import SFTPObjectStore
+    from composerlite.storage.uri import maybe_create_object_store_from_uri
     from composerlite.utils import checkpoint, dist, module_surgery, object_store, reproducibility
     from composerlite.utils.helpers import (
         STR_TO_DTYPE,

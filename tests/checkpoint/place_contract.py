@@ -22,7 +22,8 @@ from composerlite.checkpoint.place.place import NewFile, Place, local_copy, map_
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, Sink, parse_uri
+from composerlite.storage import FileDigest, Sink, parse_uri
+from composerlite.storage.disk.writer import Digester
 
 __all__ = ["PlaceContract"]
 

@@ -58,7 +58,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.storage import StagedFile, pinned_file
+from composerlite.storage import StagedFile
+from composerlite.storage.disk.files import pinned_file
 folder = Path(sys.argv[1])
 directory = ShardedDirectory.of(folder / "living")
 handle = SaveHandle.new(overwrite=False)

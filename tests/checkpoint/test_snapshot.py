@@ -12,7 +12,8 @@ import torch
 
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.save.snapshot import StagingMemory
-from composerlite.storage import HostMemory, available_memory
+from composerlite.storage import HostMemory
+from composerlite.storage.disk.memory import available_memory
 
 MIB = 1 << 20
 SIZE = 40 * MIB

@@ -27,7 +27,8 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.record.manifest import SavedRun
 from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
-from composerlite.storage import Digester, FileDigest, chunk_bytes_for
+from composerlite.storage import FileDigest, chunk_bytes_for
+from composerlite.storage.disk.writer import Digester
 from composerlite.types import Ancestor, Lineage
 
 CONTENTS: dict[str, Any] = {"x": torch.arange(50.0), "n": 3}

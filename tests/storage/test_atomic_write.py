@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.storage import StagedFile, abandoned_temporaries, atomic_write
+from composerlite.storage import StagedFile, atomic_write
+from composerlite.storage.disk.files import abandoned_temporaries
 
 
 def python(program: str, *arguments: object) -> list[str]:

@@ -14,7 +14,8 @@ import time
 import pytest
 
 from composerlite.errors import ComposerliteError
-from composerlite.storage import Background, StagedFiles
+from composerlite.storage import Background
+from composerlite.storage.workers import StagedFiles
 
 
 def test_everything_is_done_in_order():

@@ -10,7 +10,8 @@ import pytest
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, chunk_bytes_for, verify_file
+from composerlite.storage import FileDigest, chunk_bytes_for, verify_file
+from composerlite.storage.disk.writer import Digester
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:

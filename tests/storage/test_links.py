@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.storage import abandoned_temporaries, replace_symlink
+from composerlite.storage.disk.files import abandoned_temporaries, replace_symlink
 
 WATCHER = """
 import os, sys

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.storage import HostMemory, available_memory, copy_memory
+from composerlite.storage import HostMemory
 from composerlite.storage.disk import memory as memory_module
-from composerlite.storage.disk.memory import address_of, memory_at
+from composerlite.storage.disk.memory import address_of, available_memory, copy_memory, memory_at
 
 MiB = 1 << 20
 

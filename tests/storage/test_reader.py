@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from left_open import opened
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, ParallelReader, chunk_bytes_for, verify_file
+from composerlite.storage import FileDigest, ParallelReader, chunk_bytes_for, verify_file
 from composerlite.storage.disk import reader as reader_module
 from composerlite.storage.disk.memory import address_of
+from composerlite.storage.disk.writer import Digester
 
 MiB = 1 << 20
 SIZE = 11 * MiB + 12_345

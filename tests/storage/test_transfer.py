@@ -17,9 +17,9 @@ import pytest
 from storage.memory_store import MemoryStore
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage import RetryPolicy, Transfer, VerifiedObject
+from composerlite.storage import RetryPolicy, Transfer
 from composerlite.storage.disk.memory import address_of
-from composerlite.storage.transfer import part_bytes_for
+from composerlite.storage.transfer import VerifiedObject, part_bytes_for
 from composerlite.testing import Fault, FaultyStore
 
 MiB = 1 << 20

@@ -11,7 +11,7 @@ import torch
 from composerlite import dist
 from composerlite.core import Callback, Logger, State
 from composerlite.errors import ConfigError, checked_arguments
-from composerlite.storage import importing_sdk
+from composerlite.storage.sdk import importing_sdk
 
 
 @final

@@ -31,7 +31,8 @@ import xxhash
 from isal import igzip_lib, isal_zlib
 
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import Digester, FileDigest, Seal, WorkerPool, chunk_bytes_for
+from composerlite.storage import FileDigest, Seal, WorkerPool, chunk_bytes_for
+from composerlite.storage.disk.writer import Digester
 
 __all__ = [
     "KNOWN_COMPRESSORS",

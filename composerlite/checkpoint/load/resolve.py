@@ -12,7 +12,6 @@ from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, final
 
-from composerlite import storage
 from composerlite.checkpoint.format import INDEX, MODEL
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.format.weight_files import (
@@ -35,9 +34,10 @@ from composerlite.storage import (
     is_uri,
     open_store,
     parse_uri,
-    replace_symlink,
     without_secrets,
 )
+from composerlite.storage.disk.files import replace_symlink
+from composerlite.storage.uri import download_url
 
 __all__ = [
     "Located",
@@ -270,7 +270,7 @@ def fetched(
             what = f"downloading {without_secrets(text)}"
             try:
                 with download_bar(progress_bar) as update:
-                    RetryPolicy().run(lambda: storage.download_url(text, target, update), what)
+                    RetryPolicy().run(lambda: download_url(text, target, update), what)
             except FileNotFoundError as e:
                 raise CheckpointNotFoundError(str(e)) from e
         else:

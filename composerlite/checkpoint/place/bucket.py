@@ -20,16 +20,9 @@ from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
 from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile, map_reads
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import (
-    FileDigest,
-    ObjectStore,
-    Transfer,
-    VerifiedObject,
-    check_name,
-    is_name,
-    make_folder,
-    verify_file,
-)
+from composerlite.storage import FileDigest, ObjectStore, Transfer, check_name, make_folder, verify_file
+from composerlite.storage.object_store import is_name
+from composerlite.storage.transfer import VerifiedObject
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource

@@ -17,18 +17,8 @@ from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
 from composerlite.checkpoint.place.place import NewFile, OnBytes, Place, StoredFile
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import (
-    FileDigest,
-    ParallelReader,
-    StagedFile,
-    StreamWriter,
-    abandoned_temporaries,
-    fsync_folder,
-    is_temporary,
-    make_folder,
-    staged_symlink,
-    verify_file,
-)
+from composerlite.storage import FileDigest, ParallelReader, StagedFile, StreamWriter, make_folder, verify_file
+from composerlite.storage.disk.files import abandoned_temporaries, fsync_folder, is_temporary, staged_symlink
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from composerlite.errors import ObjectStoreError, RunInUseError
-from composerlite.storage import Transfer, make_folder, seconds_left
+from composerlite.storage import Transfer, make_folder
+from composerlite.storage.workers import seconds_left
 from composerlite.threads import start_threads
 
 __all__ = ["FileLease", "HeartbeatLease", "Lease", "lease_name", "take_leases", "this_process"]

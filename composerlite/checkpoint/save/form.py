@@ -42,7 +42,8 @@ from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, fsync_folder, make_folder
+from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, make_folder
+from composerlite.storage.disk.files import fsync_folder
 from composerlite.types import StateDict, with_items
 
 if TYPE_CHECKING:

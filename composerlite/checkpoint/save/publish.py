@@ -38,7 +38,9 @@ from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
-from composerlite.storage import ObjectStore, Transfer, Uploader, check_name, pinned_file, seconds_left
+from composerlite.storage import ObjectStore, Transfer, Uploader, check_name
+from composerlite.storage.disk.files import pinned_file
+from composerlite.storage.workers import seconds_left
 from composerlite.types import CheckpointNews
 
 __all__ = ["Publication", "Publisher", "Publishing"]

@@ -34,7 +34,7 @@ from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name, form_of
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
-from composerlite.storage import wait_at_exit, wait_no_more
+from composerlite.storage.workers import wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
 from composerlite.types import Lineage
 

@@ -26,7 +26,8 @@ from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.devices import DeviceCopier, Devices, this_machine
 from composerlite.dist import is_dense
 from composerlite.errors import SaveError
-from composerlite.storage import HostMemory, available_memory, copy_memory
+from composerlite.storage import HostMemory
+from composerlite.storage.disk.memory import available_memory, copy_memory
 from composerlite.threads import start_threads
 
 __all__ = ["Snapshot", "StagingMemory", "finish_device_work", "shared_staging"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 from urllib.parse import unquote, urlsplit
 
 from composerlite.errors import ConfigError
-from composerlite.storage import isolate_sdk_rng
+from composerlite.storage.sdk import isolate_sdk_rng
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

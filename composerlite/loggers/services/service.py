@@ -22,7 +22,8 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError
 from composerlite.loggers.values import plain, to_json
-from composerlite.storage import Background, StagedFiles
+from composerlite.storage import Background
+from composerlite.storage.workers import StagedFiles
 
 R = TypeVar("R")
 

@@ -15,7 +15,7 @@ from composerlite import dist
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.services.service import ServiceLogger, exit_code, json_of, need_package, pictures
 from composerlite.loggers.values import plain
-from composerlite.storage import isolate_sdk_rng
+from composerlite.storage.sdk import isolate_sdk_rng
 
 if TYPE_CHECKING:
     import wandb

@@ -342,12 +342,11 @@ def staged_symlink(link: Path, target: str) -> Generator[None]:
 
 
 def _move_link(temporary: Path, link: Path, target: str) -> None:
-    while True:
-        try:
-            temporary.replace(link)
-            break
-        except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
-            temporary.symlink_to(target)
+    try:
+        temporary.replace(link)
+    except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
+        temporary.symlink_to(target)
+        temporary.replace(link)
     fsync_folder(link.parent)
 
 

@@ -21,7 +21,6 @@ _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # advice for madvise(2
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
 _SMALL_BYTES = 16 << 10
 _MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads do not make memory faster; few pieces need none
-_WAIT_SECONDS = 600.0
 _LEAST_LENT_BYTES = 49 << 20  # the default size of a ring: memory of a load is large enough for a save
 _MOST_KEPT_BYTES = 65 << 20  # the blocks of a load
 
@@ -223,9 +222,6 @@ def copy_memory(copies: Iterable[Copy]) -> None:
 
     Args:
         copies: for each the address to copy to, the address to copy from, and the number of bytes.
-
-    Raises:
-        TimeoutError: a thread does not end its piece.
     """
     small: list[Copy] = []
     pieces: list[Copy] = []
@@ -251,6 +247,4 @@ def copy_memory(copies: Iterable[Copy]) -> None:
         for _ in left:  # after an interrupt: the threads end with their pieces
             pass
         for thread in threads:
-            thread.join(_WAIT_SECONDS)
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError(f"memory was not copied within {_WAIT_SECONDS:g} s")
+            thread.join()

@@ -15,13 +15,7 @@ from typing import NamedTuple, Protocol, final
 import xxhash
 from isal import isal_zlib
 
-from composerlite.storage.disk.files import (
-    FileDigest,
-    chunk_bytes_for,
-    reserve,
-    write_all,
-    write_file,
-)
+from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, reserve, write_all, write_file
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.storage.workers import WorkerPool
 

@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import io
 import logging
 import os
-import re
 import secrets
 import threading
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
-from composerlite.errors import ComposerliteError, ConfigError, ObjectStoreError, ObjectStoreTransientError
+from composerlite.errors import ComposerliteError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.object_store import (
     ObjectInfo,
     ObjectRange,
@@ -30,8 +27,6 @@ from composerlite.storage.object_store import (
     PartUpload,
     Progress,
     check_name,
-    meaning_of_status,
-    span_of,
     split_level,
 )
 from composerlite.storage.retry import RetryPolicy
@@ -329,105 +324,3 @@ class _Parts(PartUpload):
             if self.parts is None:
                 self.parts = self._store._list_parts(key, self.upload_id)
             return self.parts
-
-
-# ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-@final
-class RequestBody:
-    """Body of a request: memory that SDKs read like a file, without a copy."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data.cast("B")
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return iter(lambda: self.read(PIECE_BYTES), b"")
-
-    def read(self, size: int = -1) -> memoryview:
-        # Returns more than urllib3 asks for: urllib3 asks for 16 KiB and sends all bytes of the answer.
-        length = len(self._data) if size < 0 else max(size, PIECE_BYTES)
-        piece = self._data[self._at : self._at + length]
-        self._at += len(piece)
-        return piece
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-def range_header(offset: int, size: int) -> str:
-    """Return the value of the header ``Range`` for the arguments of ``BackendStore._read``."""
-    return f"bytes={offset}" if offset < 0 else f"bytes={offset}-{offset + size - 1}"
-
-
-def ranged_answer(
-    version: str, headers: Mapping[str, str], pieces: Iterable[bytes], offset: int, size: int
-) -> Generator[Any]:
-    """Yield the items of ``BackendStore._read`` from an answer to a request with ``Range``.
-
-    Args:
-        version: version of the object.
-        headers: headers of the answer. Without ``content-range`` the answer has the whole object.
-        pieces: body of the answer.
-        offset: as in ``_read``.
-        size: as in ``_read``.
-    """
-    content_range = headers.get("content-range")
-    total = int(headers["content-length"] if content_range is None else content_range.rpartition("/")[2])
-    start, end = span_of(offset, size, total)
-    yield version, total
-    skip, left = (start if content_range is None else 0), end - start
-    for piece in pieces:
-        wanted = piece[skip : skip + left]
-        skip = max(0, skip - len(piece))
-        left -= len(wanted)
-        if wanted:
-            yield wanted
-    if left:
-        raise ConnectionError(f"the answer was cut short: {left} bytes are missing")
-
-
-def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
-    """Translate an HTTP answer. A page of HTML comes from a proxy and does not tell if an object exists.
-
-    Args:
-        status: status of the answer.
-        cause: text for the message.
-        body: body of the answer as text.
-    """
-    kind = meaning_of_status(status)
-    if kind in (FileNotFoundError, FileExistsError) and body.lstrip().startswith("<"):
-        return ObjectStoreError, f"a page of HTML came instead of an answer: check endpoint_url and proxies. {cause}"
-    return kind, cause
-
-
-def base64_md5(data: bytes | memoryview) -> str:
-    """Return the MD5 of ``data`` in base 64."""
-    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
-
-
-def body_of(data: memoryview) -> bytes | RequestBody:
-    """Return the body of a request. A small body is bytes: before an SDK sends a file, the service must agree."""
-    return bytes(data) if data.nbytes <= PIECE_BYTES else RequestBody(data)
-
-
-def checked_url(service: str, endpoint_url: str | None) -> str | None:
-    """Return ``endpoint_url``. ConfigError: ``endpoint_url`` is neither ``None`` nor an HTTP address."""
-    if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
-        raise ConfigError(
-            f"{service}: endpoint_url={endpoint_url!r}: expected scheme and host, such as 'https://host'."
-        )
-    return endpoint_url
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the text of the innermost cause: the outer errors repeat the address."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return f"{type(error).__name__}: {error}"

@@ -10,18 +10,8 @@ from typing import IO, Any, final
 from composerlite.errors import ConfigError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.object_store import ObjectInfo
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import (
-    ABSENT,
-    CONNECTIONS,
-    PIECE_BYTES,
-    BackendStore,
-    Meaning,
-    checked_url,
-    meaning_of_answer,
-    range_header,
-    ranged_answer,
-    root_cause,
-)
+from composerlite.storage.stores import web
+from composerlite.storage.stores.base import ABSENT, CONNECTIONS, PIECE_BYTES, BackendStore, Meaning
 
 _XML_API = "https://storage.googleapis.com"
 _CHUNK_BYTES = 32 << 20
@@ -73,7 +63,7 @@ class GCSObjectStore(BackendStore):
         return S3ObjectStore(
             bucket,
             prefix,
-            endpoint_url=checked_url("GCS", endpoint_url),
+            endpoint_url=web.checked_url("GCS", endpoint_url),
             region_name="auto",
             aws_access_key_id=key,
             aws_secret_access_key=secret,
@@ -98,7 +88,7 @@ class GCSObjectStore(BackendStore):
         super().__init__(f"gs://{bucket}/", prefix)
         self.bucket = bucket
         self._always: dict[str, Any] = {"timeout": (connect_timeout_seconds, read_timeout_seconds), "retry": None}
-        endpoint_url = checked_url("GCS", endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
+        endpoint_url = web.checked_url("GCS", endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
         with importing_sdk(
             "google-cloud-storage, which GCS needs,", extra="gcs", packages=("google", "requests", "urllib3")
         ):
@@ -130,7 +120,7 @@ class GCSObjectStore(BackendStore):
         from google.api_core.exceptions import from_http_response
 
         url = self._bucket.blob(key)._get_download_url(self._client)
-        headers = {"Range": range_header(offset, size), "Accept-Encoding": "gzip"}
+        headers = {"Range": web.range_header(offset, size), "Accept-Encoding": "gzip"}
         timeout = self._always["timeout"]
         with contextlib.closing(self._client._http.get(url, headers=headers, timeout=timeout, stream=True)) as answer:
             if answer.status_code == 416:  # the range is past the end, or the object is empty
@@ -141,7 +131,7 @@ class GCSObjectStore(BackendStore):
             if "x-goog-generation" not in answer.headers:
                 raise ConnectionError(f"the answer has no generation: {_NOT_GCS}")
             pieces = answer.raw.stream(PIECE_BYTES, decode_content=False)
-            yield from ranged_answer(answer.headers["x-goog-generation"], answer.headers, pieces, offset, size)
+            yield from web.ranged_answer(answer.headers["x-goog-generation"], answer.headers, pieces, offset, size)
 
     def _stat(self, key: str) -> tuple[str, int]:
         blob = self._bucket.blob(key)
@@ -168,7 +158,7 @@ class GCSObjectStore(BackendStore):
             # Two writers at once, or the service has lost the session of an upload, which sends by PUT.
             if error.code == 409 or (error.code in (404, 410) and method == "PUT"):
                 return ObjectStoreTransientError, str(error)
-            return meaning_of_answer(error.code or 0, str(error), getattr(error.response, "text", ""))
+            return web.meaning_of_answer(error.code or 0, str(error), getattr(error.response, "text", ""))
         if isinstance(error, GoogleAuthError):
             if isinstance(error, TransportError) or error.retryable:
                 return ObjectStoreTransientError, f"the service of the credentials: {error}"
@@ -178,5 +168,5 @@ class GCSObjectStore(BackendStore):
         if isinstance(error, requests.exceptions.JSONDecodeError):
             return ObjectStoreTransientError, f"the answer is not JSON: {_NOT_GCS}"
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):
-            return ObjectStoreTransientError, root_cause(error)
+            return ObjectStoreTransientError, web.root_cause(error)
         return None

@@ -14,7 +14,8 @@ from typing import IO, Any, final
 from composerlite.errors import ConfigError, ObjectStoreTransientError, checked_arguments, did_you_mean
 from composerlite.storage.object_store import ObjectInfo, meaning_of_status, span_of
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import BackendStore, Meaning, ranged_answer
+from composerlite.storage.stores import web
+from composerlite.storage.stores.base import BackendStore, Meaning
 
 with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "requests", "urllib3")):
     import requests
@@ -37,7 +38,7 @@ _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceU
 _NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
 """Errors of drivers if a proxy answers with a page."""
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
-"""Providers with drivers that cannot list by prefix."""
+"""Providers with drivers that cannot list by prefix, and warn."""
 _TIMES = ("last_modified", "modify_time")
 """Names that drivers use for the time of an upload."""
 
@@ -123,7 +124,7 @@ class LibcloudObjectStore(BackendStore):
             if end > start and "content-range" not in headers:
                 pieces = driver.download_object_as_stream(found, chunk_size=self._chunk_size)
             version = f"{found.size} {found.hash} {[found.extra.get(time) for time in _TIMES]}"
-            yield from ranged_answer(version, headers, pieces, offset, size)
+            yield from web.ranged_answer(version, headers, pieces, offset, size)
 
     def _stat(self, key: str) -> tuple[str, int]:
         with self._driver() as driver:
@@ -133,10 +134,7 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
-            try:
-                listed = driver.list_container_objects(container, prefix=asked)
-            except ObjectDoesNotExistError as e:
-                raise ConnectionError("an object was deleted during the listing") from e
+            listed = driver.list_container_objects(container, prefix=asked)
         return [ObjectInfo(found.name, int(found.size)) for found in listed if found.name.startswith(prefix)]
 
     # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────

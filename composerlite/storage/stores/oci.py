@@ -14,20 +14,8 @@ from typing import IO, Any, final
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.object_store import ObjectInfo
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import (
-    ABSENT,
-    CONNECTIONS,
-    PIECE_BYTES,
-    BackendStore,
-    Meaning,
-    base64_md5,
-    body_of,
-    checked_url,
-    meaning_of_answer,
-    range_header,
-    ranged_answer,
-    root_cause,
-)
+from composerlite.storage.stores import web
+from composerlite.storage.stores.base import ABSENT, CONNECTIONS, PIECE_BYTES, BackendStore, Meaning
 
 with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=("oci", "urllib3")):
     import oci
@@ -80,7 +68,7 @@ class OCIObjectStore(BackendStore):
     ) -> None:
         super().__init__(f"oci://{bucket}/", prefix)
         self.bucket = bucket
-        endpoint_url = checked_url("OCI", endpoint_url or os.environ.get("OCI_ENDPOINT_URL") or None)
+        endpoint_url = web.checked_url("OCI", endpoint_url or os.environ.get("OCI_ENDPOINT_URL") or None)
         timeout = (connect_timeout_seconds, read_timeout_seconds)
         path = Path(config_file or os.environ.get("OCI_CONFIG_FILE") or "~/.oci/config").expanduser()
         self._client = _new_client(path, profile, endpoint_url, timeout)
@@ -93,14 +81,14 @@ class OCIObjectStore(BackendStore):
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         data = memoryview(file.read())
-        self._call("put_object", key, body_of(data), content_md5=base64_md5(data), **_condition(version))
+        self._call("put_object", key, web.body_of(data), content_md5=web.base64_md5(data), **_condition(version))
 
     def _delete(self, key: str) -> None:
         self._call("delete_object", key)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         try:
-            answer = self._call("get_object", key, range=range_header(offset, size))
+            answer = self._call("get_object", key, range=web.range_header(offset, size))
         except sdk.ServiceError as e:
             if e.code != "InvalidRange":
                 raise
@@ -108,7 +96,7 @@ class OCIObjectStore(BackendStore):
             return
         with contextlib.closing(answer.data):
             pieces = answer.data.raw.stream(PIECE_BYTES, decode_content=False)
-            yield from ranged_answer(answer.headers["etag"], answer.headers, pieces, offset, size)
+            yield from web.ranged_answer(answer.headers["etag"], answer.headers, pieces, offset, size)
 
     def _stat(self, key: str) -> tuple[str, int]:
         headers = self._call("head_object", key).headers
@@ -139,11 +127,11 @@ class OCIObjectStore(BackendStore):
         return {entry.part_number: (entry.etag, entry.md5) for page in pages for entry in page}
 
     def _recognized(self, part: _Part, data: memoryview) -> _Part | None:
-        return part if part[1] == base64_md5(data) else None
+        return part if part[1] == web.base64_md5(data) else None
 
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _Part:
-        md5 = base64_md5(data)
-        answer = self._call("upload_part", key, upload_id, number, body_of(data), content_md5=md5)
+        md5 = web.base64_md5(data)
+        answer = self._call("upload_part", key, upload_id, number, web.body_of(data), content_md5=md5)
         return answer.headers["etag"], md5
 
     def _complete(self, key: str, upload_id: str, parts: Sequence[_Part], version: str | None) -> None:
@@ -184,7 +172,7 @@ class OCIObjectStore(BackendStore):
             return _answered(error)
         lost = (sdk.RequestException, sdk.ConnectTimeout, HTTPError, ConnectionError, TimeoutError)
         if isinstance(error, lost):
-            return ObjectStoreTransientError, root_cause(error)
+            return ObjectStoreTransientError, web.root_cause(error)
         return (ObjectStoreError, str(error)) if isinstance(error, sdk.ClientError) else None
 
 
@@ -215,7 +203,7 @@ def _answered(error: sdk.ServiceError) -> Meaning:
         return ObjectStoreTransientError, cause
     if error.status == 401:
         cause += ". Check that user, fingerprint and key_file of the configuration match, and the clock."
-    return meaning_of_answer(error.status, cause, "" if error.code else str(error.message))
+    return web.meaning_of_answer(error.status, cause, "" if error.code else str(error.message))
 
 
 def _new_client(path: Path, profile: str, endpoint_url: str | None, timeout: tuple[float, float]) -> Any:

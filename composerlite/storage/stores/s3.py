@@ -16,18 +16,8 @@ from isal import isal_zlib
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.object_store import ObjectInfo, meaning_of_status
 from composerlite.storage.sdk import importing_sdk
-from composerlite.storage.stores.base import (
-    ABSENT,
-    CONNECTIONS,
-    PIECE_BYTES,
-    BackendStore,
-    Meaning,
-    base64_md5,
-    body_of,
-    log,
-    range_header,
-    ranged_answer,
-)
+from composerlite.storage.stores import web
+from composerlite.storage.stores.base import ABSENT, CONNECTIONS, PIECE_BYTES, BackendStore, Meaning, log
 
 with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "botocore", "s3transfer", "urllib3")):
     import boto3
@@ -194,14 +184,14 @@ class S3ObjectStore(BackendStore):
 
     def _digest(self, data: memoryview) -> dict[str, str]:
         """Return the arguments of a request by which the service verifies ``data``."""
-        return {"ChecksumCRC32": _crc32(data)} if self._checksum == "crc32" else {"ContentMD5": base64_md5(data)}
+        return {"ChecksumCRC32": _crc32(data)} if self._checksum == "crc32" else {"ContentMD5": web.base64_md5(data)}
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         data = memoryview(file.read())
         how = {**self._at(key), **self._digest(data), **self._acl}
         with self._condition(version) as condition:
-            _field(self._client.put_object(Body=body_of(data), **how, **condition), "ETag")
+            _field(self._client.put_object(Body=web.body_of(data), **how, **condition), "ETag")
 
     def _delete(self, key: str) -> None:
         answer = self._client.delete_object(**self._at(key))["ResponseMetadata"]
@@ -210,7 +200,7 @@ class S3ObjectStore(BackendStore):
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         try:
-            answer = self._client.get_object(**self._at(key), Range=range_header(offset, size))
+            answer = self._client.get_object(**self._at(key), Range=web.range_header(offset, size))
         except sdk.ClientError as e:
             if _code(e) not in ("InvalidRange", "416"):
                 raise
@@ -219,7 +209,7 @@ class S3ObjectStore(BackendStore):
         with contextlib.closing(answer["Body"]) as body:
             version, headers = _field(answer, "ETag"), answer["ResponseMetadata"]["HTTPHeaders"]
             _field(headers, "content-length")
-            yield from ranged_answer(version, headers, iter(lambda: body.read(PIECE_BYTES), b""), offset, size)
+            yield from web.ranged_answer(version, headers, iter(lambda: body.read(PIECE_BYTES), b""), offset, size)
 
     def _stat(self, key: str) -> tuple[str, int]:
         answer = self._client.head_object(**self._at(key))
@@ -264,7 +254,7 @@ class S3ObjectStore(BackendStore):
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Mapping[str, Any]:
         digest = self._digest(data)
         where = self._at(key, upload_id)
-        answer = self._client.upload_part(**where, PartNumber=number, Body=body_of(data), **digest)
+        answer = self._client.upload_part(**where, PartNumber=number, Body=web.body_of(data), **digest)
         return {"PartNumber": number, "ETag": _field(answer, "ETag"), **digest}
 
     def _complete(self, key: str, upload_id: str, parts: Sequence[Mapping[str, Any]], version: str | None) -> None:
