@@ -185,7 +185,7 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
         return
     control, _control = _control, None
     try:
-        control.meet_to_end(timeout)
+        control.meet_once("end", "the end of the run", timeout)
     except RankError as e:
         _log.debug("left without the others: %s", e)
     if _watch is not None:

@@ -75,17 +75,21 @@ class Control:
         """
         self.ticket += 1
         limit = self.timeout if timeout is None else timeout
-        self._round(f"meetings/{self.ticket}", operation, limit, error)
+        self.meet_once(f"meetings/{self.ticket}", operation, limit, error)
 
-    def meet_to_end(self, timeout: timedelta) -> None:
-        """Wait until every rank leaves the run, even if the ranks have not called :meth:`meet` equally often.
+    def meet_once(self, key: str, operation: str, timeout: timedelta, error: BaseException | None = None) -> None:
+        """Wait as :meth:`meet` does, even if the ranks have not called :meth:`meet` equally often.
+
+        Args:
+            key: of the meeting, used once.
+            operation: name of the operation, for errors.
+            timeout: of the wait.
+            error: exception of this rank in an earlier operation.
 
         Raises:
-            RankError: a rank has failed, or does not come.
+            RankError: a rank came with an error, was lost, or has left the run.
         """
-        self._round("end", "the end of the run", timeout, None)
 
-    def _round(self, key: str, operation: str, timeout: timedelta, error: BaseException | None) -> None:
         def arrive() -> str:
             if error is not None:
                 raise error
@@ -99,11 +103,8 @@ class Control:
                         [rank],
                     )
 
-        def check(_: object) -> None:
-            self.check_nobody_left(operation)
-
-        store = PrefixStore(key, self.store)
-        Round(store, self.rank, self.world_size, operation, timeout, check=check).run(arrive, compare)
+        store, check = PrefixStore(key, self.store), lambda _: self.check_nobody_left(operation)
+        Round(store, self.rank, self.world_size, operation, timeout, check).run(arrive, compare)
 
     def vote(self, operation: str, longest_work: timedelta) -> Round:
         """Return a round that may run in any thread. Called in the main thread, in the same order on every rank."""
@@ -171,7 +172,7 @@ class Control:
             An error with the numbers of the failed, lost and late ranks; ``None`` if there are none.
         """
         try:
-            self._round(f"broken/{self._run}", operation, _FIND_LOST_RANKS, None)
+            self.meet_once(f"broken/{self._run}", operation, _FIND_LOST_RANKS)
         except RankError as e:
             return e
         return None

@@ -44,7 +44,9 @@ class PeerWatch:
         self._next = (control.rank + 1) % control.world_size
         self._is_stopped = False
         what, next_key, where = "watching the next rank", f"peer/{self._next}", ""
-        self._server = socket.create_server((_own_address(), 0), backlog=128)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the address of the route to MASTER_ADDR
+            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+            self._server = socket.create_server((probe.getsockname()[0], 0), backlog=128)
         try:
             host, port = self._server.getsockname()
             control.store.set(f"peer/{control.rank}", f"{host} {port}")
@@ -66,7 +68,10 @@ class PeerWatch:
                 [self._next],
             ) from e
         _watches.add(self)
-        _keep_alive(self._ahead)
+        self._ahead.settimeout(None)
+        self._ahead.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            self._ahead.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         threads = start_threads(self._watch, 1, name="peer-watch")
         if not threads:
             self.close()
@@ -99,21 +104,6 @@ class PeerWatch:
             last = b""
         if last != _GOODBYE and not self._is_stopped:
             self._control.report_lost(self._next)
-
-
-def _own_address() -> str:
-    """Return the address at which the other ranks reach this rank: that of the route to MASTER_ADDR."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _close_in_fork() -> None:

@@ -276,15 +276,8 @@ class Transfer:
         Raises:
             FileNotFoundError: the file or the bucket does not exist.
         """
-        source = _Source(path)
-        if self._goes_in_parts(source):
-            self._send_in_parts(name, source, callback, create_only=create_only)
-            return
-        if create_only and not self.store.creates_atomically and self.exists(name):
-            raise FileExistsError(f"{self.store.get_uri(name)}: upload: there is an object of this name.")
-        how = {"create_only": True} if create_only and self.store.creates_atomically else {}
-        put = partial(self.store.upload_object, name, path, callback, **how)
-        self._put_once(f"upload of {name!r}", put, name, source)
+        put = partial(self.store.upload_object, name, path, callback)
+        self._send(name, _Source(path), put, callback, create_only=create_only)
 
     def put_bytes(self, name: str, data: bytes | bytearray | memoryview, *, create_only: bool = False) -> None:
         """Make ``data`` the content of the object ``name``, in place of the old content.
@@ -294,12 +287,11 @@ class Transfer:
             data: new content. Large data goes in parts.
             create_only: raise FileExistsError if the object exists, with other bytes if an answer was lost.
         """
-        source = _Source(memoryview(data))
-        if self._goes_in_parts(source):
-            self._send_in_parts(name, source, None, create_only=create_only)
-            return
-        put = partial(self.store.put_bytes, name, bytes(data), create_only=create_only)
-        self._put_once(f"put of {name!r}", put, name, source)
+
+        def put(**how: bool) -> None:
+            self.store.put_bytes(name, bytes(data), **how)
+
+        self._send(name, _Source(memoryview(data)), put, None, create_only=create_only)
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
@@ -318,6 +310,18 @@ class Transfer:
         """
         swap = partial(self.store.swap_bytes, name, data, version)
         self._put_once(f"swap of {name!r}", swap, name, _Source(memoryview(data)))
+
+    def _send(
+        self, name: str, source: _Source, put: Callable[..., object], callback: Progress | None, *, create_only: bool
+    ) -> None:
+        """Make ``source`` the content of an object: in parts, or by ``put`` with or without ``create_only=True``."""
+        if self.store.least_part_bytes and source.size_bytes > (self._part_bytes or _WHOLE_BYTES):
+            self._send_in_parts(name, source, callback, create_only=create_only)
+            return
+        if create_only and not self.store.creates_atomically and self.exists(name):
+            raise FileExistsError(f"{self.store.get_uri(name)}: upload: there is an object of this name.")
+        how = {"create_only": True} if create_only and self.store.creates_atomically else {}
+        self._put_once(f"upload of {name!r}", partial(put, **how), name, source)
 
     def _put_once(self, what: str, put: Callable[[], object], name: str, source: _Source) -> None:
         """Call ``put`` with retries. A refused retry is a success if the object has the content: an answer was lost."""
@@ -342,9 +346,6 @@ class Transfer:
         except FileNotFoundError:
             return False
         return all(memoryview(self.read(name, *part)) == source.view(*part) for part in source.cut(_LEAST_PART_BYTES))
-
-    def _goes_in_parts(self, source: _Source) -> bool:
-        return self.store.least_part_bytes > 0 and source.size_bytes > (self._part_bytes or _WHOLE_BYTES)
 
     def _send_in_parts(self, name: str, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         """Send an object in parts. Resume the newest unfinished upload of the name and abort older ones."""
@@ -568,17 +569,8 @@ class Transfer:
         Raises:
             CorruptCheckpointError: the object ends before.
         """
-        if offset < 0 or size < 0:
-            raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
-        data = bytearray(size)
-        if size > _LEAST_RANGE_BYTES:
-            self.read_into(name, [(offset, address_of(data), size)])
-        else:
-
-            def put(piece: memoryview, at: int) -> None:
-                data[at - offset : at - offset + len(piece)] = piece
-
-            self._stream(name, offset, offset + size, put, None, _Batch())
+        data = bytearray(max(0, size))
+        self.read_into(name, [(offset, address_of(data) if data else 0, size)])
         return bytes(data)
 
     def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:

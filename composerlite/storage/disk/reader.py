@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -303,16 +302,13 @@ class ParallelReader:
             for _ in range(count - 1):
                 threads += start_threads(work, 1, name="checkpoint-reader")
             work(progress)
-            for thread in threads:
-                thread.join()
-        except BaseException as e:
-            errors.append(e)
-            raise
         finally:
             for thread in threads:  # the caller may use the memory when no thread fills it, also after a second Ctrl-C
                 while thread.is_alive():
-                    with contextlib.suppress(KeyboardInterrupt):
+                    try:
                         thread.join()
+                    except KeyboardInterrupt as e:
+                        errors.append(e)
             blocks.clear()
             give_memory_back(memory)
         if errors:

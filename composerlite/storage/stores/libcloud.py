@@ -76,7 +76,9 @@ class LibcloudObjectStore(BackendStore):
         if chunk_size < 1:
             raise ConfigError(f"chunk_size={chunk_size!r}: expected the bytes of a piece, at least 1.")
         super().__init__(f"libcloud://{container}/", prefix)
-        self.provider, self.container = _provider(provider), container
+        if provider.lower() not in DRIVERS:
+            raise ConfigError(f"provider={provider!r} does not exist.{did_you_mean(provider.lower(), DRIVERS)}")
+        self.provider, self.container = provider.lower(), container
         self._chunk_size = chunk_size
         self._arguments: dict[str, Any] = {
             **(provider_kwargs or {}),
@@ -178,17 +180,13 @@ class LibcloudObjectStore(BackendStore):
         if isinstance(error, (*_LOST, ConnectionError, TimeoutError)):
             return ObjectStoreTransientError, f"{self.provider}: {error or type(error).__name__}"
         if isinstance(error, BaseHTTPError | LibcloudError | ObjectError):
-            return meaning_of_status(_status(error)), f"{self.provider}: {error}"
+            found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)  # drivers write it into a sentence
+            status = int(error.code) if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
+            return meaning_of_status(status), f"{self.provider}: {error}"
         if isinstance(error, _NOT_UNDERSTOOD):
             said = f"{type(error).__name__}: {error}"
             return ObjectStoreTransientError, f"{self.provider}: the driver does not understand the answer: {said}"
         return None
-
-
-def _status(error: Exception) -> int:
-    """Return the HTTP status of an error, 0 if unknown. Drivers put the status into a code or a sentence."""
-    found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)
-    return int(error.code) if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
 
 
 @final
@@ -208,13 +206,6 @@ def _hang_up(driver: Any) -> None:
     if connection.response is not None:
         connection.response.close()  # its body may not have been read
     connection.session.close()
-
-
-def _provider(name: str) -> str:
-    """Return the name of a driver, of Libcloud or registered by the user."""
-    if name.lower() not in DRIVERS:
-        raise ConfigError(f"provider={name!r} does not exist.{did_you_mean(name.lower(), DRIVERS)}")
-    return name.lower()
 
 
 def _from_environment(argument: str, key: str, variable: str | None) -> dict[str, str]:

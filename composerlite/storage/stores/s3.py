@@ -184,7 +184,9 @@ class S3ObjectStore(BackendStore):
 
     def _digest(self, data: memoryview) -> dict[str, str]:
         """Return the arguments of a request by which the service verifies ``data``."""
-        return {"ChecksumCRC32": _crc32(data)} if self._checksum == "crc32" else {"ContentMD5": web.base64_md5(data)}
+        if self._checksum == "md5":
+            return {"ContentMD5": web.base64_md5(data)}
+        return {"ChecksumCRC32": base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()}
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
@@ -321,8 +323,3 @@ def _field(answer: Mapping[str, Any], name: str) -> Any:
     if name not in answer:
         raise ConnectionError(f"the answer has no {name}: {_NOT_S3}")
     return answer[name]
-
-
-def _crc32(data: memoryview) -> str:
-    """Return the CRC-32 in base 64, as the protocol writes it."""
-    return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
