@@ -293,10 +293,8 @@ class Background:
                 self._waiting.remove(job)
                 self._running.append(job)
             failure: Exception | None = None
-            started = time.perf_counter()
             try:
                 job.work()
-                log.debug("%s: %s took %.1f s", self._who, job.what, time.perf_counter() - started)
             except Exception as e:  # noqa: BLE001 - raised by raise_failures in the training thread
                 log.error("%s: %s failed: %s", self._who, job.what, e)
                 e.add_note(f"{self._who} failed in the background: {job.what}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import ComposerModel, Trainer, dist
 from composerlite.checkpoint import load_model_and_optim_state, save_model_and_optim_state
+from composerlite.errors import ConfigError
 
-__all__ = ["ENVIRONMENTS", "spawned", "train", "who"]
+__all__ = ["ENVIRONMENTS", "on_two_machines", "spawned", "train", "who"]
 
 NAMES = (
     "RANK",
@@ -107,6 +109,24 @@ def _train(folder: Path) -> list[Any]:
         load_model_and_optim_state(folder / "functions", model, optimizer)
         told.append(sorted(path.name for path in (folder / "run").glob("*.pt")))
     return told
+
+
+def on_two_machines(folder: Path) -> str:
+    """Make a group of ranks with other host names and no variables of a launcher: what ``initialize_dist`` raises."""
+    before = {name: os.environ.pop(name) for name in NAMES if name in os.environ}
+    rank, name = int(before["RANK"]), socket.gethostname
+    socket.gethostname = lambda: f"node{rank}"
+    try:
+        store = f"file://{folder}/store"
+        torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        dist.initialize_dist("cpu", 20)
+    except ConfigError as e:
+        return str(e)
+    finally:
+        socket.gethostname = name
+        os.environ.update(before)
+        torch.distributed.destroy_process_group()
+    return ""
 
 
 def spawned(rank: int, world_size: int, folder: str, port: int) -> None:

@@ -38,6 +38,13 @@ def test_a_group_of_one_in_the_environment_of_many_is_one_process(tmp_path: Path
     assert run_ranks(made_by_hand.train, 1, tmp_path, "of another job", dist_timeout=None) == [expected(0, 1)]
 
 
+def test_a_group_by_hand_over_several_machines_needs_the_variables(tmp_path: Path) -> None:
+    """Nothing else says which ranks share a machine: all ranks raise."""
+    for raised in run_ranks(made_by_hand.on_two_machines, 2, tmp_path, dist_timeout=None):
+        assert raised.startswith("the ranks of the process group are on several machines, such as node")
+        assert "Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does." in raised
+
+
 def test_processes_of_spawn_train_together(tmp_path: Path) -> None:
     """``torch.multiprocessing.spawn`` sets no variable at all."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -123,11 +123,7 @@ def make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
     make_folder(folder.parent)
-    try:
-        folder.mkdir()
-    except FileExistsError:  # another process may have created the folder, and even removed it again
-        if not folder.is_dir() and os.path.lexists(folder):
-            raise
+    folder.mkdir(exist_ok=True)  # another process may have created the folder
     fsync_folder(folder.parent)
 
 
@@ -160,7 +156,7 @@ class StagedFile:
         while True:
             self.temporary = self.temporary_of(path, save_id)
             self.file = self.temporary.open("xb")
-            if _locked(self.file, self.temporary, fcntl.LOCK_EX):
+            if _locked(self.file, self.temporary):
                 break
         self._stays = False
 
@@ -260,26 +256,21 @@ def pinned_file(path: Path, folder: Path) -> Generator[Path]:
     Raises:
         OSError: the file does not exist, or the file system has no hard links.
     """
-    while True:
-        pin = folder / temporary_name(path.name)
-        os.link(path, pin)
-        try:
-            file = pin.open("rb")
-        except FileNotFoundError:  # a sweep removed the name before the lock
-            continue
-        if _locked(file, pin, fcntl.LOCK_SH | fcntl.LOCK_NB):  # a writer of the file in this process may hold a lock
-            break
+    pin = folder / temporary_name(path.name)
+    os.link(path, pin)
     try:
-        yield pin
+        with pin.open("rb") as file:
+            with contextlib.suppress(OSError):  # a writer of the file in this process may hold a lock
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield pin
     finally:
         pin.unlink(missing_ok=True)
-        file.close()
 
 
-def _locked(file: IO[bytes], temporary: Path, how: int) -> bool:
+def _locked(file: IO[bytes], temporary: Path) -> bool:
     """Lock a new temporary until ``file`` is closed; close ``file`` and return false if a sweep was faster."""
     with contextlib.suppress(OSError):  # on a file system without locks a sweep waits for a week
-        fcntl.flock(file, how)
+        fcntl.flock(file, fcntl.LOCK_EX)
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(temporary.stat(), os.fstat(file.fileno())):
             return True
@@ -342,11 +333,12 @@ def staged_symlink(link: Path, target: str) -> Generator[None]:
 
 
 def _move_link(temporary: Path, link: Path, target: str) -> None:
-    try:
-        temporary.replace(link)
-    except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
-        temporary.symlink_to(target)
-        temporary.replace(link)
+    while True:
+        try:
+            temporary.replace(link)
+            break
+        except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
+            temporary.symlink_to(target)
     fsync_folder(link.parent)
 
 
