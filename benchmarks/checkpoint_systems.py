@@ -205,9 +205,9 @@ class Composerlite(System):
         return begin_save(request, self.staging)
 
     def prepare(self, way: str) -> None:
-        from composerlite.checkpoint.save.form import form_of
+        from composerlite.checkpoint.save.form import Form
 
-        size_bytes = form_of(self.state).expected_bytes(self._request(Path("checkpoint"), way))
+        size_bytes = Form(self.state).expected_bytes(self._request(Path("checkpoint"), way))
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
         assert self.staging.wait_until_prepared(TIMEOUT)

@@ -145,7 +145,7 @@ class CheckpointSaver(Callback):
         self._last_was_ephemeral = False
         self._last_says: tuple[object, ...] | None = None
         self._only_ends = False
-        self._has_checked = False
+        self._has_prepared = False
         self._measured = MeasuredMetrics()
 
     # ── when ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,19 +186,17 @@ class CheckpointSaver(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
-            self.manager.wait_for_previous()
+            with self._logged():
+                self.manager.collect()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Collect the save in flight if it has ended; save if an interval is due."""
         with self._logged() as events:
             events += self.manager.poll()
-        if self._has_checked:
-            self._save_if_due(state, Event.BATCH_CHECKPOINT)
-            return
-        held = self.manager.check_contents()  # after the first step: optimizers have their state now
-        self._has_checked = True
+        if not self._has_prepared:
+            self.manager.prepare()  # after the first step: optimizers have their state now
+            self._has_prepared = True
         self._save_if_due(state, Event.BATCH_CHECKPOINT)
-        self.manager.prepare(held)
 
     def eval_end(self, state: State, logger: Logger) -> None:
         """Keep the metrics for the record."""
@@ -275,7 +273,6 @@ class CheckpointSaver(Callback):
     def _start(self, state: State, *, ephemeral: bool) -> SaveTask | None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
         with self._logged():
-            self.manager.wait_for_previous()
             self.manager.collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
@@ -326,12 +323,12 @@ class CheckpointSaver(Callback):
     @property
     def filename(self) -> PartialFilePath:
         """The name of each checkpoint."""
-        return self.manager.where.filename
+        return PartialFilePath(self.manager.where.filename, self.options.names.local_folder)
 
     @property
     def blocked_seconds(self) -> float:
         """Seconds for which saves have blocked training."""
-        return self.manager.outcomes.blocked_seconds
+        return self.manager.blocked_seconds
 
     @property
     def saved_checkpoints(self) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import io
 import logging
 import platform
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,31 +20,13 @@ from composerlite import dist
 from composerlite._version import VERSION
 from composerlite.checkpoint.format.torch_file import check_savable
 from composerlite.checkpoint.record.naming import TimestampLike
-from composerlite.devices import rng
 from composerlite.dist import is_dense
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import ObjectStore
-from composerlite.types import StateDict, items_of, with_items
+from composerlite.types import Lineage, StateDict, items_of, with_items
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.foreign.taken import Run
-
-__all__ = [
-    "EngineFiles",
-    "IgnoreKeys",
-    "Loaded",
-    "RestorePlan",
-    "TrainingState",
-    "check_ignore_keys",
-    "check_kind",
-    "check_kinds",
-    "gather",
-    "glob_filter",
-    "half_loaded",
-    "is_of_a_run",
-    "versions",
-    "without",
-]
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +49,27 @@ class EngineFiles(Protocol):
         ...
 
 
-class TrainingState(Protocol):
-    """A training state, as far as the checkpoint engine uses a state. The trainer is unknown here."""
-
-    run_name: str
+class SavedTimestamp(TimestampLike, Protocol):
+    """The time of a training state."""
 
     @property
-    def timestamp(self) -> TimestampLike: ...
+    def batch(self) -> SupportsInt: ...
+
+
+class TrainingState(Protocol):
+    """A training state, as far as the checkpoint engine uses a state. The trainer is unknown here.
+
+    Attributes:
+        lineage: attempt of the run.
+        not_finite: names of losses and gradient norms of the last batch with NaN or infinite values.
+    """
+
+    run_name: str
+    lineage: Lineage
+    not_finite: tuple[str, ...]
+
+    @property
+    def timestamp(self) -> SavedTimestamp: ...
 
     @property
     def fit_starts(self) -> Sequence[TimestampLike]: ...
@@ -181,73 +176,6 @@ def _of_no_kind(node: Any, path: str) -> Iterator[str]:
             yield f"{path!r}: {e}"
     for key, value in items_of(node):
         yield from _of_no_kind(value, f"{path}/{key}" if path else str(key))
-
-
-def gather(
-    state_dict: StateDict, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
-) -> StateDict:
-    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
-
-    Args:
-        state_dict: state dict of the training state, or of the weights. The result has the same live tensors: copy or
-            write these before training continues.
-        weights_only: ``state_dict`` has only the weights.
-        ignore_keys: keys to leave out.
-        generators: states of the random generators of all ranks; then the call is collective. Default: the state of
-            this rank's generators.
-    """
-    if weights_only:
-        return without({"state": state_dict}, ignore_keys)
-    if generators is not None:
-        state_dict = _with_all_ranks(state_dict)
-    return without({"state": state_dict, "rng": generators or [rng.of_training()]}, ignore_keys)
-
-
-def _with_all_ranks(contents: StateDict) -> StateDict:
-    """Return ``contents`` with the metric states of all ranks, and their positions in the data if these differ.
-
-    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank. The list
-    ``ranks`` has the states of this rank in a loop without a Trainer.
-    """
-    dataset_state = contents.get("dataset_state") or {}
-    position: Any = dataset_state.get("train")
-    positions: list[StateDict] = position.get("per_rank", []) if isinstance(position, dict) else []
-    train_metrics, eval_metrics = contents.get("train_metrics") or {}, contents.get("eval_metrics") or {}
-    ranks: list[StateDict] = contents.get("ranks") or []
-    if dist.get_world_size() == 1 or not (positions or train_metrics or eval_metrics or ranks):
-        return contents
-    every = _of_all_ranks((positions, train_metrics, eval_metrics, ranks))
-    contents = dict(contents)
-    if ranks:
-        contents["ranks"] = [own for *_, of_rank in every for own in of_rank]
-    if positions:
-        by_share = {tuple(entry["share"]): entry for entries, *_ in every for entry in entries}
-        in_order = [by_share[share] for share in sorted(by_share)]
-        contents["dataset_state"] = {**dataset_state, "train": {**position, "per_rank": in_order}}
-    if train_metrics or eval_metrics:
-        contents["train_metrics"] = {
-            name: {**state, "per_rank": [train[name] for _, train, _, _ in every]}
-            for name, state in every[0][1].items()
-        }
-        contents["eval_metrics"] = {
-            label: {
-                name: {**state, "per_rank": [evals[label][name] for _, _, evals, _ in every]}
-                for name, state in metrics.items()
-            }
-            for label, metrics in every[0][2].items()
-        }
-    return contents
-
-
-def _of_all_ranks(own: Any) -> list[Any]:
-    """Gather ``own`` of every rank, with tensors on the CPU. Collective."""
-    data = io.BytesIO()
-    torch.save(own, data)  # tensors of some types cannot be pickled otherwise
-    # Not the restricted unpickler: these bytes are from ranks of this run, and a loader may have any state.
-    return [
-        torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
-        for of_rank in dist.get_group().gather(data.getvalue())
-    ]
 
 
 def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:

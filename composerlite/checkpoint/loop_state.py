@@ -15,8 +15,6 @@ from composerlite.checkpoint.record.naming import TIME_VARIABLES
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import Lineage, StateDict, Stateful
 
-__all__ = ["LoopState", "Part"]
-
 log = logging.getLogger(__name__)
 Part: TypeAlias = Stateful | dict[str, Any]
 """An object with ``state_dict()`` and ``load_state_dict()``, or a dict of plain values and tensors."""
@@ -68,7 +66,7 @@ class LoopState:
         self.run_name = run_name
         self.step = 0
         self.lineage = Lineage()
-        self.world_size = dist.get_world_size()
+        self.not_finite: tuple[str, ...] = ()
         self._parts = dict(parts)
 
     @property
@@ -100,7 +98,7 @@ class LoopState:
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> StateDict:
         """Return the contents of a checkpoint. ``ranks`` has one item; the save adds those of other ranks."""
-        shared, known = {name: part.state_dict() for name, part in self._shared()}, versions()
+        shared, known = {name: _state_of(part) for name, part in self._shared()}, versions()
         own = {
             name: dict(part) if isinstance(part, dict) else part.state_dict()
             for name, part in self._parts.items()
@@ -144,7 +142,7 @@ class LoopState:
                 here, there = ("", "not ") if is_shared else ("not ", "")
                 problems.append(f"the part {name!r} was {there}a module or an optimizer, and is {here}one now")
             elif is_shared and name in state_dict:
-                live[name] = part.state_dict()
+                live[name] = _state_of(part)
                 if isinstance(part, Optimizer):
                     live[name]["state"] = _optimizer_places(
                         part, live[name]["state"], state_dict[name].get("state", {})
@@ -161,20 +159,21 @@ class LoopState:
     def load_state_dict(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
         """Restore all parts."""
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
-        if len(ranks) != self.world_size and rank == 0:
+        if len(ranks) != dist.get_world_size() and rank == 0:
             log.warning(
                 "%s was saved by %d ranks and is loaded by %d: loaders and other parts of ranks from %d on take the "
                 "state of rank 0.",
                 source,
                 len(ranks),
-                self.world_size,
+                dist.get_world_size(),
                 len(ranks),
             )
         own = ranks[rank] if rank < len(ranks) else ranks[0]
         for name, part in self._parts.items():
             saved = state_dict[name] if isinstance(part, nn.Module | Optimizer) else own[name]
             if isinstance(part, Optimizer):
-                saved = {"state": {}, **saved}  # a directory has no empty dicts
+                # A directory has no empty dicts. See _state_of.
+                saved = {**saved, "state": {int(number): one for number, one in saved.get("state", {}).items()}}
             try:
                 if isinstance(part, dict):
                     part.clear()
@@ -188,6 +187,16 @@ class LoopState:
     def load_model_state(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
         """Refuse: a loop restores all of its parts."""
         raise IncompatibleCheckpointError(f"{source} has weights alone: a loop restores all of its parts.")
+
+
+def _state_of(part: nn.Module | Optimizer) -> StateDict:
+    """Return the state of a module or an optimizer. Numbers of sharded parameters become text, as directories need."""
+    state = part.state_dict()
+    if isinstance(part, Optimizer):
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        if any(map(dist.is_distributed_tensor, parameters)):
+            state["state"] = {str(number): one for number, one in state["state"].items()}
+    return state
 
 
 def _differences(name: str, live: StateDict, saved: StateDict) -> list[str]:
@@ -206,4 +215,5 @@ def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, An
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if live or not any(map(dist.is_distributed_tensor, parameters)):
         return live
-    return dist.shards.shards_like(saved, {i: dict.fromkeys(saved.get(i, ()), one) for i, one in enumerate(parameters)})
+    numbers = {str(number): parameter for number, parameter in enumerate(parameters)}
+    return dist.shards.shards_like(saved, {key: dict.fromkeys(saved.get(key, ()), one) for key, one in numbers.items()})

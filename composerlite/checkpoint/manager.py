@@ -13,25 +13,25 @@ from types import TracebackType
 from typing import Any, final
 
 from composerlite import dist
-from composerlite.checkpoint.contents import check_kinds
+from composerlite.checkpoint.contents import TrainingState, check_kinds
 from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
 from composerlite.checkpoint.loop_state import LoopState, Part
 from composerlite.checkpoint.memory.replication import Replication
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.record.naming import varies
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import AfterCommit, SaveRequest, form_of
+from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name
 from composerlite.checkpoint.save.options import save_options
 from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes
 from composerlite.checkpoint.save.publish import Publisher, Publishing
-from composerlite.checkpoint.save.run_folder import RunFolder, SavedState, position_of
-from composerlite.checkpoint.save.save import PREVIOUS_SECONDS, SaveReport, SaveTask, begin_save
+from composerlite.checkpoint.save.run_folder import RunFolder, may_replace, position_of
+from composerlite.checkpoint.save.save import SaveTask, begin_save
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.devices import rng
-from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, RankError, RunInUseError, SaveError
-from composerlite.storage import Uploader, leave_by, open_store
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, RankError, RunInUseError
+from composerlite.storage import Uploader, leave_by
 from composerlite.types import CheckpointNews, StateDict
-
-__all__ = ["CheckpointManager"]
 
 log = logging.getLogger(__name__)
 _LEASE_WAIT_SECONDS = 10.0
@@ -80,8 +80,9 @@ class CheckpointManager:
     Attributes:
         options: settings.
         where: folder of the checkpoints.
-        saved_checkpoints: paths of the checkpoints of this run, oldest first.
+        saved: names of the checkpoints of this run, oldest first.
         outcomes: outcomes of saves and uploads.
+        pending: the save in flight, if any.
         replication: replication of checkpoints in memory to another node, if any.
 
     Raises:
@@ -105,18 +106,16 @@ class CheckpointManager:
             )
         self.options = save_options({**given, **(options or {})})
         self.where = RunFolder(self.options)
-        self.saved_checkpoints: list[str] = []
+        self.saved: list[str] = []
         self.outcomes = Outcomes(self.options.failure_limit)
         self.replication: Replication | None = None  # set by open()
-        self._state: SavedState | None = LoopState(run_name, parts) if parts else None
+        self._state: TrainingState | None = LoopState(run_name, parts) if parts else None
         self._others: Sequence[CheckpointManager] = ()
         self._staging = StagingMemory(self.options.staging_bytes)
-        self._pending: SaveTask | None = None
+        self.pending: SaveTask | None = None
         self._waited = 0.0
-        bucket = self.options.names.bucket
-        self._store = None if bucket is None else open_store(bucket)
-        self._publishing: Publishing | None = None  # set by open() if there is a bucket
-        self._saves_done = dist.PiggybackCounter(lambda: int(self._pending is not None and self._pending.done))
+        self._publishing = Publishing(self.options, self.where)
+        self._saves_done = dist.PiggybackCounter(lambda: int(self.pending is not None and self.pending.done))
         self._deletes = self.options.keep.deletes
 
     # ── a loop without a Trainer ─────────────────────────────────────────────────────────────────────────────────
@@ -175,13 +174,13 @@ class CheckpointManager:
     @property
     def counters(self) -> list[dist.PiggybackCounter]:
         """Counters that the ranks sum in the reduction of each batch, so that all ranks act at the same batch."""
-        publishing = [] if self._publishing is None else [self._publishing.ranks_with_news]
-        return [self._saves_done, *publishing, *(() if self.replication is None else self.replication.counters)]
+        replication = [] if self.replication is None else self.replication.counters
+        return [self._saves_done, self._publishing.ranks_with_news, *replication]
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def open(
         self,
-        state: SavedState,
+        state: TrainingState,
         uploaders: Sequence[tuple[Uploader, str]] = (),
         *,
         others: Sequence[CheckpointManager] = (),
@@ -205,24 +204,13 @@ class CheckpointManager:
         self._state, self._others = state, others
         group, options, where = dist.get_group(), self.options, self.where
         # 1. Names of the folder, files and links. Writes nothing.
-        form = where.name(state, [other.where for other in others], directory=directory)
+        form = where.name(state, directory=directory)
         if options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        # 2. Publishing, if there is a bucket.
-        uploads = not options.in_memory and group.from_first("finding buckets", lambda: bool(uploaders))
-        if self._store is not None or uploads:
-            self._publishing = Publishing(options, self._store, where, form)
-        elif options.keep.none_here:
-            raise ConfigError(
-                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
-                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
-            )
-        else:
-            options.names.check_buckets(())
-        # 3. A folder in memory gets a name with the key of the other folder of the run.
+        # 2. A folder in memory gets a name with the key of the other folder of the run.
         if options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
@@ -230,43 +218,45 @@ class CheckpointManager:
                 saver.where.share_key()
             key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
             where.keep_in_memory(state, key)
-        # 4. The folder: create it, and remove leftovers of killed processes.
+        # 3. The folder: create it, and remove leftovers of killed processes.
         with group.all_or_none("preparing the folder of checkpoints"):
             if group.is_first:
                 where.prepare(state)
         where.find_disks(form)
-        # 5. The bucket: check access, and refuse names of another saver.
-        if self._publishing is not None:
-            self._publishing.open(state, uploaders)
-            with group.all_or_none("comparing the names in buckets"):
-                if group.is_first:
-                    self._check_objects_are_its_own(state)
-        # 6. Replication to another node.
+        # 4. Buckets: check access. Refuse names of another saver.
+        self._publishing.open(state, form, () if options.in_memory else uploaders)
+        with group.all_or_none("comparing the names of files"):
+            if group.is_first:
+                self._check_names_are_its_own(state)
+        # 5. Replication to another node.
         if options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
             self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
 
-    def _check_objects_are_its_own(self, state: SavedState) -> None:
-        """Raise if another open manager of this run has the same names in a bucket."""
-        own = {item for publisher in self.publishers for item in publisher.objects(state).items()}
+    def _check_names_are_its_own(self, state: TrainingState) -> None:
+        """Raise if another open manager of this run has the same names in a folder or a bucket. Call on rank 0."""
+        own = self._names_now(state)
         for other in self._others:
-            theirs = (item for publisher in other.publishers for item in publisher.objects(state).items())
-            for argument, uri in theirs:
-                if (argument, uri) in own:
-                    raise ConfigError(
-                        f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, have the same "
-                        f"{argument} in a bucket, {uri!r}, and each would replace what is the other's. Give one of "
-                        f"them another {argument}."
-                    )
+            theirs = other._names_now(state)
+            for argument, name in (item for item in own if item in theirs):
+                raise ConfigError(
+                    f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, have the same "
+                    f"{argument} {name!r}, and each would replace what is the other's. Give one of them another "
+                    f"{argument}, or another folder."
+                )
+
+    def _names_now(self, state: TrainingState) -> list[tuple[str, str]]:
+        """Return argument and path or URI of a checkpoint and of the links, with the current time in the names."""
+        return self.where.names_now(state) + [item for one in self.publishers for item in one.names_now(state)]
 
     def key_of_folder(self) -> str:
         """Return an ID of the folder or bucket. After a removal and a new creation the ID differs. Call on rank 0."""
         return self.where.key([publisher.bucket for publisher in self.publishers])
 
     @property
-    def state(self) -> SavedState:
+    def state(self) -> TrainingState:
         """State to save. Raises ConfigError before :meth:`open` or :meth:`restore`."""
-        if self._state is None or not self.where.is_open:
+        if self._state is None or not self.where.run_name:
             raise ConfigError("call restore() before the first save: it opens the folder and lists its checkpoints.")
         return self._state
 
@@ -274,39 +264,34 @@ class CheckpointManager:
     def place(self) -> RunPlace:
         """Folder and buckets to resume from."""
         where = self.where
-        link = None if where.latest_filename is None else where.latest_filename.filename
         buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
         memory = None if self.replication is None else self.replication.memory
-        return RunPlace(where.catalog, where.filename.filename, link, buckets, self.options.in_memory, memory)
+        # Each node may have another folder at the user's path.
+        folder = Catalog(where.folder)
+        return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, memory)
 
     def load_existing(self) -> None:
         """List the checkpoints of this run, and complete links, deletions and uploads that a kill interrupted."""
         group, state = dist.get_group(), self.state
-        self.saved_checkpoints, self._deletes, behind = group.from_first(
+        self.saved, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._load_existing(state)
         )
         if self.replication is not None:
-            self.replication.take_up(map(self._name_of, self.saved_checkpoints))
-        publishing = self._publishing
-        again = [
-            publishing.of(name, [number], overwrite=self._may_overwrite(name))
-            for name, number in behind
-            if publishing is not None
-        ]
+            self.replication.take_up(self.saved)
+        again = [self._publishing.of(name, overwrite=self._may_overwrite(name)) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader and not group.is_first:
-                self.where.follow(self.saved_checkpoints, state, deletes=self._deletes)
+                self.where.follow(self.saved, state, deletes=self._deletes)
             for publish in again:
                 publish()
 
-    def _load_existing(self, state: SavedState) -> tuple[list[str], bool, list[tuple[str, int]]]:
-        """Return the paths of the run's checkpoints, a flag for deletions, and the checkpoints to publish again."""
+    def _load_existing(self, state: TrainingState) -> tuple[list[str], bool, list[str]]:
+        """Return the names of the run's checkpoints, a flag for deletions, and the checkpoints to publish again."""
         manifests = self.where.manifests(state)
-        paths = [self.where.path(manifest.name) for manifest in manifests]
         if manifests:
             self.where.catch_up(manifests[-1], state)
-        behind = [] if self._publishing is None else self._publishing.behind(manifests)
-        return paths, self._deletes or any(manifest.ephemeral for manifest in manifests), behind
+        deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
+        return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
 
     def begin(self, *, several: bool) -> None:
         """Raise if another process writes, a checkpoint would be overwritten, or no checkpoint can hold the model.
@@ -320,7 +305,7 @@ class CheckpointManager:
             CheckpointExistsError: this run would overwrite other files.
         """
         group, state = dist.get_group(), self.state
-        if self._publishing is not None:
+        if self._publishing.buckets:
             leave_by()  # clear the deadline of a cancelled shutdown
             if several:
                 self.where.check_remote_name()
@@ -334,11 +319,11 @@ class CheckpointManager:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
                 self.where.refuse_conflicts(state, buckets)
         keeps_one = self.options.keep.only_newest or self.options.in_memory
-        if several and group.is_first and not keeps_one and not self.where.filename.varies:
+        if several and group.is_first and not keeps_one and not varies(self.where.filename):
             log.warning(
                 "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
                 "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
-                self.where.filename.filename,
+                self.where.filename,
             )
 
     def take_leases(self, timeout: float) -> None:
@@ -355,7 +340,7 @@ class CheckpointManager:
         self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
         for publisher, own in zip(self.publishers, leases, strict=True):
             if any(lease.taken_over for lease in own.values()):
-                publisher.remove_uploads(timedelta(), run_name)
+                publisher.remove_uploads(run_name)
 
     def recover(self) -> bool:
         """Collect the last save after ``fit`` raised. Return false if the checkpoint of that save may or may not exist.
@@ -369,7 +354,7 @@ class CheckpointManager:
         if not last_is_unconfirmed:
             return True
         known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(self.state))
-        self.saved_checkpoints = [self.where.path(manifest.name) for manifest in known]  # an interrupted save may exist
+        self.saved = [manifest.name for manifest in known]  # an interrupted save may exist
         return False
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -386,20 +371,21 @@ class CheckpointManager:
             Exception: error of a save or an upload, unless the error is tolerated.
         """
         self.where.check_leases()
-        if self._pending is not None and self._saves_done.total == dist.get_world_size():
+        if self.pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
         if self.replication is not None:
-            arrived = self.replication.look(None if self.newest is None else self._name_of(self.newest))
+            arrived = self.replication.look(self.saved[-1] if self.saved else None)
             if arrived is not None:
                 self.outcomes.replicated(arrived)
-        if self._publishing is not None and self._publishing.ranks_with_news.total:
+        if self._publishing.ranks_with_news.total:
             self._note_publishing()
         return self.outcomes.take_events()
 
-    def check_contents(self) -> StateDict:
-        """Check that a checkpoint can hold the state of the run, and return the contents of the checkpoint.
+    def prepare(self) -> None:
+        """Check that a checkpoint can hold the state of the run. Prepare memory for saves in the background.
 
-        Call after the first optimizer step, when the optimizers have a state.
+        Call after the first optimizer step, when the optimizers have a state. A save before the memory is ready is
+        synchronous.
 
         Raises:
             ConfigError: a value cannot be saved.
@@ -407,38 +393,14 @@ class CheckpointManager:
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
             held = self._contents()
             check_kinds(held, self.options.ignore_keys)
-        return held
-
-    def prepare(self, held: StateDict) -> None:
-        """Prepare memory for the next save in the background. ``held`` is the result of :meth:`check_contents`.
-
-        A save before the memory is ready is synchronous.
-        """
         if self.options.asynchronous:
             request = dataclasses.replace(self._request(), state_dict=held)
-            if (size_bytes := form_of(request.state).expected_bytes(request)) is not None:
+            if (size_bytes := Form(request.state).expected_bytes(request)) is not None:
                 self._staging.prepare(size_bytes)
 
     def _contents(self) -> StateDict:
         """Gather the contents of a checkpoint, including the state of each callback."""
         return self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
-
-    def wait_for_previous(self) -> None:
-        """Wait until the save in flight has succeeded or failed. The next save counts the time of the wait.
-
-        Raises:
-            SaveError: the save does not end.
-        """
-        pending = self._pending
-        if pending is None or pending.done:
-            return
-        started = time.perf_counter()
-        if not pending.join():
-            raise SaveError(f"checkpoint {pending.name!r} is not written after {PREVIOUS_SECONDS} s: the disk hangs.")
-        seconds = time.perf_counter() - started
-        self._waited += seconds
-        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
-        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
 
     def save(
         self,
@@ -465,7 +427,6 @@ class CheckpointManager:
             RunInUseError: another process holds the lease of the run. This process must not write.
             Exception: error of this save or of the previous save, unless the error is tolerated.
         """
-        self.wait_for_previous()
         self.collect()
         options, where, state = self.options, self.where, self.state
         if isinstance(state, LoopState):
@@ -473,54 +434,58 @@ class CheckpointManager:
                 raise ConfigError(f"save({step}): expected the number of steps done, 0 or more.")
             state.step = step
             self._note_publishing()
-        name = where.name_now(state)
-        started = time.perf_counter()
+        name, started = first_name(where.filename, state), time.perf_counter()
         self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
-        is_own = self._may_overwrite(name)
-        kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
-        publishing = self._publishing
-        publish = None if publishing is None else publishing.of(name, overwrite=is_own)
-        also = {} if publishing is None else publishing.names_in_buckets(name, state)
-        retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
         if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
             self.outcomes.warn_of_missing_metric(name, options.best_metric)
+        overwrite = self._may_overwrite(name)
+        after_commit = self._after_commit(name, state, overwrite=overwrite)
         waited, self._waited = self._waited, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 held = self._contents()
-                where.check_leases()
                 where.check_folder()
             request = dataclasses.replace(
                 self._request(),
                 state_dict=held,
-                latest=None if where.latest_filename is None else where.latest_filename.filename,
-                overwrite=is_own or where.may_replace(state, name),
+                latest=where.latest,
+                overwrite=overwrite or may_replace(state, where.catalog, name),
                 occasion="ephemeral" if ephemeral else "regular",
                 metrics=metrics or {},
-                after_commit=AfterCommit(publish, also, retention, is_routine=options.in_memory),
+                after_commit=after_commit,
                 how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                 started=started,
             )
             pending = begin_save(request, self._staging, waited=waited)
         except (*FAILURES, RankError, RunInUseError) as e:
-            self.outcomes.failed(e)
+            self.outcomes.ended("saved", e)
             return None
-        self._pending = pending
+        self.pending = pending
         if not options.asynchronous:
             self.collect()
         return pending
+
+    def _after_commit(self, name: str, state: TrainingState, *, overwrite: bool) -> AfterCommit:
+        """Return the work after the commit of the checkpoint ``name``: publish, and delete older checkpoints."""
+        kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
+        retention = Retention(self.options.keep.policy, position_of(state), kept) if self._deletes else None
+        after = AfterCommit(retention=retention, is_routine=self.options.in_memory)
+        if not self._publishing.buckets:
+            return after
+        publish = self._publishing.of(name, overwrite=overwrite)
+        return after._replace(publish=publish, also=self._publishing.names_in_buckets(name, state))
 
     def save_after_exception(self, error: Exception) -> None:
         """Save the current state after training failed with ``error``, and add a note with the path to ``error``.
 
         If this save fails, add a note about the failure and do not raise: the user must see ``error``.
         """
-        folder, _, name = self.where.filename.filename.rpartition("/")
+        folder, _, name = self.where.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
         try:
-            self.where.check_leases()
             self.where.check_folder()
-            self.wait_for_previous()
+            if self.pending is not None:
+                self.pending.join()
             request = dataclasses.replace(
                 self._request(), template=template, overwrite=True, occasion="crash", how="sync"
             )
@@ -537,8 +502,8 @@ class CheckpointManager:
             state=self.state,
             weights_only=self.options.weights_only,
             ignore_keys=self.options.ignore_keys,
-            catalog=self.where.own_catalog,
-            template=self.where.filename.filename,
+            catalog=self.where.catalog,
+            template=self.where.filename,
             disks=self.where.disks,
         )
 
@@ -549,31 +514,65 @@ class CheckpointManager:
 
     def published(self, seconds: float) -> bool | None:
         """Wait at most ``seconds`` for all uploads. Return true if all ranks are done; ``None`` without a bucket."""
-        if self._publishing is None:
+        if not self._publishing.buckets:
             return None
         return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
 
     @property
+    def saved_checkpoints(self) -> list[str]:
+        """Paths of the checkpoints of this run, oldest first."""
+        return [self.where.path(name) for name in self.saved]
+
+    @property
     def newest(self) -> str | None:
         """Path of the newest checkpoint in the folder; ``None`` if there is none."""
-        return self.saved_checkpoints[-1] if self.saved_checkpoints else None
+        return self.where.path(self.saved[-1]) if self.saved else None
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Seconds that training waited for saves."""
+        return self.outcomes.blocked_seconds + self._waited
 
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
         """Wait for the save in flight, and record the outcome. Collective unless ``alone``.
 
+        The next save counts the seconds of the wait as its own.
+
         Raises:
+            SaveError: the save does not end.
             Exception: error of the save, unless the error is tolerated.
         """
-        pending = self._pending
+        pending = self.pending
         if pending is None:
             return
-        started = time.perf_counter()
         if not pending.done:
+            started = time.perf_counter()
             pending.join()
-            self.outcomes.blocked_seconds += time.perf_counter() - started
-        self._pending = None  # after the wait: if the wait is interrupted, the next call waits again
-        self._note_save(pending, alone=alone)
+            seconds = time.perf_counter() - started
+            self._waited += seconds
+            level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
+            log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
+        self.pending = None  # after the wait: if the wait is interrupted, the next call waits again
+        try:
+            report = pending.wait()
+        except (*FAILURES, RankError) as e:
+            if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
+                self.outcomes.maybe_written.add(pending.name)
+            self.outcomes.ended("saved", e)
+            return
+        self.outcomes.committed(report)
+        self._forget(pending.name, *report.deleted)
+        self.saved.append(pending.name)
+        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
+        error: Exception | None = None
+        try:
+            with group.all_or_none("deleting older checkpoints"):
+                if report.deletion_error is not None:
+                    raise report.deletion_error
+        except (*FAILURES, RankError) as e:
+            error = e
+        self.outcomes.ended("deleted", error)
 
     def path_of(self, pending: SaveTask | None) -> str:
         """Wait for the save ``pending``, the result of :meth:`save`, and return the path of the checkpoint.
@@ -584,30 +583,8 @@ class CheckpointManager:
         self.collect()
         if pending is None:
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
-        return self._path_of(pending.wait())
-
-    def _note_save(self, pending: SaveTask, *, alone: bool) -> None:
-        """Record the outcome of a finished save and of the following deletions. Collective unless ``alone``."""
-        try:
-            report = pending.wait()
-        except (*FAILURES, RankError) as e:
-            if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
-                self.outcomes.maybe_written.add(pending.name)
-            self.outcomes.failed(e)
-            return
-        self.outcomes.committed(report)
-        path = self._path_of(report)
-        self._forget(path, *(self.where.path(name) for name in report.deleted))
-        self.saved_checkpoints.append(path)
-        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
-        error: Exception | None = None
-        try:
-            with group.all_or_none("deleting older checkpoints"):
-                if report.deletion_error is not None:
-                    raise report.deletion_error
-        except (*FAILURES, RankError) as e:
-            error = e
-        self.outcomes.old_deleted(error)
+        pending.wait()
+        return self.where.path(pending.name)
 
     def _note_publishing(self, *, alone: bool = False) -> None:
         """Record the outcomes of finished uploads. Collective unless ``alone``.
@@ -615,13 +592,13 @@ class CheckpointManager:
         Raises:
             Exception: error of an upload, unless the error is tolerated.
         """
-        if self._publishing is None:
+        if not self._publishing.buckets:
             return
         outcomes = self._publishing.take_news()
         outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
         for name in [one.gone for one in outcomes if one.gone is not None]:
             self.outcomes.deleted([name], str(self.where.root))
-            self._forget(self.where.path(name))
+            self._forget(name)
         for outcome in outcomes:
             self.outcomes.published(outcome)
 
@@ -631,15 +608,10 @@ class CheckpointManager:
         A run may save again to a name that the run has used before, such as ``ep{epoch}.pt`` within an epoch. The
         earlier save may have failed after the commit, for example because too many uploads were waiting.
         """
-        is_own = self.where.path(name) in self.saved_checkpoints or name in self.outcomes.maybe_written
-        return is_own or self.options.overwrite
+        return name in self.saved or name in self.outcomes.maybe_written or self.options.overwrite
 
-    def _name_of(self, path: str) -> str:
-        """Return the name of a checkpoint in :attr:`saved_checkpoints`."""
-        return path.removeprefix(self.where.path(""))
-
-    def _forget(self, *paths: str) -> None:
-        self.saved_checkpoints = [path for path in self.saved_checkpoints if path not in paths]
+    def _forget(self, *names: str) -> None:
+        self.saved = [name for name in self.saved if name not in names]
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def finish(self) -> None:
@@ -649,7 +621,7 @@ class CheckpointManager:
             Exception: error of the save or of an upload.
         """
         self.collect()
-        if self._publishing is not None:
+        if self._publishing.buckets:
             self._publishing.wait(dist.get_group())
             self._note_publishing()
 
@@ -660,23 +632,17 @@ class CheckpointManager:
             Exception: error of the save or of an upload.
         """
         with contextlib.ExitStack() as stack:
-            if self._store is not None:
-                stack.callback(self._store.close)
+            stack.callback(self._publishing.close_store)
             stack.callback(self.where.release)  # after uploads, from which another launch resumes
-            if self._publishing is not None:
-                stack.callback(self._publishing.close)
-                stack.callback(self._end_publishing, self._publishing)
+            stack.callback(self._publishing.close)
+            stack.callback(self._note_publishing, alone=True)
+            stack.callback(self._publishing.wait, dist.SingleProcess())
             if self.options.in_memory:
                 stack.callback(self._empty)
             if self.replication is not None:
                 stack.callback(self.replication.close)
             stack.callback(self._staging.close)
-            stack.callback(self.wait_for_previous)
             self.collect(alone=True)  # other ranks may have failed and not call close()
-
-    def _end_publishing(self, publishing: Publishing) -> None:
-        publishing.wait(dist.SingleProcess())
-        self._note_publishing(alone=True)
 
     def _empty(self) -> None:
         """Delete checkpoints in memory up to the newest full checkpoint of another manager."""
@@ -695,8 +661,4 @@ class CheckpointManager:
     @property
     def publishers(self) -> list[Publisher]:
         """Publishers, one for each bucket, on the ranks that publish."""
-        return [] if self._publishing is None else self._publishing.publishers
-
-    def _path_of(self, report: SaveReport) -> str:
-        """Return the path of a checkpoint in the form of :attr:`saved_checkpoints`."""
-        return self.where.path(str(report.path.relative_to(self.where.root)))
+        return self._publishing.publishers

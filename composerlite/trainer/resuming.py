@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint import IgnoreKeys, load_checkpoint
+from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.contents import check_ignore_keys
 from composerlite.checkpoint.load.resume import Choice, advising, choose
 from composerlite.checkpoint.save.run_folder import begin_attempt
@@ -104,8 +104,9 @@ def load_or_resume(
     elif savers:
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
         places = [saver.manager.place for saver in savers]
+        folders: list[tuple[Catalog, str | None]] = [(place.catalog, None) for place in places]
         buckets = [(bucket.remote, bucket.link) for place in places for bucket in place.buckets]
-        state.lineage = begin_attempt([place.catalog for place in places], buckets, state.run_name, origin=origin)
+        state.lineage = begin_attempt([*folders, *buckets], state.run_name, origin=origin)
     return Start(resumed, differences)
 
 

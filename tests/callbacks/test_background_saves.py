@@ -171,7 +171,8 @@ def a_run_that_crashes_as_a_save_fails(where: str) -> None:
         def before_forward(self, state: State, logger: Logger) -> None:
             for saver in state.callbacks if int(state.timestamp.batch) == 6 else ():
                 if isinstance(saver, CheckpointSaver):
-                    saver.manager.wait_for_previous()
+                    if saver.manager.pending is not None:
+                        saver.manager.pending.join()
                     raise RuntimeError("crash")
 
     trainer(folder, InTheWay(folder, 3, 6), Crash(), save_filename="ba{batch}.pt", save_overwrite=True).fit()

@@ -17,9 +17,9 @@ from tiny_training import trainer
 from torch import nn
 
 from composerlite import dist
-from composerlite.checkpoint.contents import gather
 from composerlite.checkpoint.place import node_disks
 from composerlite.checkpoint.place.directory import ShardedDirectory
+from composerlite.checkpoint.save.form import gather
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, expected_bytes
 from composerlite.core import Event, State
 from composerlite.errors import ConfigError, RankError

@@ -114,7 +114,7 @@ def go_on(folder: Path) -> dict[str, Any]:
     logger = Logger(state)
     saver = CheckpointSaver("run", "ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
     saver.init(state, logger)
-    found = choose([RunPlace(saver.manager.where.catalog)], "run").place
+    found = choose([saver.manager.place], "run").place
     if found is not None:
         load_checkpoint(found, state)
     saver.after_load(state, logger)

@@ -31,7 +31,7 @@ STAGES: dict[str, list[Stage]] = {
     "copies": [
         ("gather", 1, form, "gather"),
         ("name", 0, Catalog, "check_free"),
-        ("snapshot", 1, StagingMemory, "take"),
+        ("snapshot", 0, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
         ("flush", 0, FileWriter, "finish"),
         ("commit", 0, form, "commit_file"),

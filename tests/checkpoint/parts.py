@@ -15,7 +15,7 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.save.form import FileWriter, SaveRequest, form_of
+from composerlite.checkpoint.save.form import FileWriter, Form, SaveRequest
 from composerlite.checkpoint.save.save import SaveTask, begin_save, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import StagingMemory
@@ -80,7 +80,7 @@ class Saves:
 
     def prepare(self, request: SaveRequest) -> None:
         """Get memory ready for such saves."""
-        size_bytes = form_of(request.state).expected_bytes(request)
+        size_bytes = Form(request.state).expected_bytes(request)
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
 

@@ -12,7 +12,8 @@ import torch
 from parts import Remember, new_state
 
 from composerlite.checkpoint import IgnoreKeys
-from composerlite.checkpoint.contents import check_ignore_keys, gather, glob_filter, without
+from composerlite.checkpoint.contents import check_ignore_keys, glob_filter, without
+from composerlite.checkpoint.save.form import gather
 from composerlite.errors import ConfigError
 
 WEIGHT = torch.ones(2)

@@ -334,7 +334,7 @@ def test_a_small_tensor_may_change_once_it_is_copied() -> None:
         weights[0].add_(1)
     snapshot.wait()
     assert not any(torch.frombuffer(memory.view(*place), dtype=torch.float32).any() for place in places)
-    staging.take_back(snapshot)
+    snapshot.give_back()
     staging.close()
 
 

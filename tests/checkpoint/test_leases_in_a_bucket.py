@@ -214,7 +214,8 @@ class TakenOver(Callback):
     def epoch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.epoch) == 2 and self.uploads:
             saver = self._saver(state)
-            saver.wait_for_previous()
+            if saver.pending is not None:
+                saver.pending.join()
             (publisher,) = saver.publishers
             assert publisher.uploader.wait(60)
             publisher.uploader.submit("a wait", self.may_upload.wait, lane=publisher.bucket.uri())
@@ -223,7 +224,8 @@ class TakenOver(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if int(state.timestamp.batch) == 9 and self.uploads:
-            self._saver(state).wait_for_previous()
+            if self._saver(state).pending is not None:
+                self._saver(state).pending.join()
             self.take()
             self.may_upload.set()
             assert self._saver(state).publishers[0].uploader.wait(60)

@@ -45,7 +45,6 @@ def test_a_copy_has_the_bytes_of_the_call(staging: StagingMemory) -> None:
     snapshot = staging.take(memory, image.storages(), image.size_bytes)
     for tensor in tensors.values():
         tensor.data.fill_(1.0)
-    assert snapshot.is_complete
     snapshot.wait()
     for place in places:
         assert not any(memory.view(*place)[:: 1 << 10])

@@ -100,7 +100,7 @@ def test_attempts_are_numbered_on_where_another_run_had_the_link_last(tmp_path: 
     attempts: list[int] = []
     for number, run_name in enumerate(["a", "a", "b", "a", "b"]):
         with Transfer(store) as transfer:
-            lineage = begin_attempt([], [(Catalog(Bucket(transfer, "run")), link)], run_name)
+            lineage = begin_attempt([(Catalog(Bucket(transfer, "run")), link)], run_name)
         attempts.append(lineage.attempt)
         for batch in (1, 2):
             publish(store, tmp_path / f"machine{number}", batch, number, lineage, run_name=run_name)

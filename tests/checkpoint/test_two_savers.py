@@ -37,7 +37,7 @@ def test_two_savers_never_share_a_link_or_a_file(
         CheckpointSaver(**{"folder": "saves", "filename": "full/ep{epoch}.pt", **first}),
         CheckpointSaver(**{"folder": "saves", "filename": "weights/ep{epoch}.pt", "weights_only": True, **second}),
     ]
-    with pytest.raises(ConfigError, match=r"two CheckpointSavers .* Give one of them another .*, or another folder"):
+    with pytest.raises(ConfigError, match=r"two CheckpointSavers, .* Give one of them another .*, or another folder"):
         trainer(callbacks=savers)
 
 

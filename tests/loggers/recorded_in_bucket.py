@@ -27,7 +27,8 @@ class OneByOne(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         (saver,) = [callback for callback in state.callbacks if isinstance(callback, CheckpointSaver)]
-        saver.manager.wait_for_previous()
+        if saver.manager.pending is not None:
+            saver.manager.pending.join()
         assert saver.manager.publishers[0].uploader.wait(60.0)
 
 

@@ -71,7 +71,8 @@ class Replicated(Callback):
     def before_dataloader(self, state: State, logger: Logger) -> None:
         for saver in self._savers(state):
             if self.waits:  # before ranks tell each other in this batch what is replicated: it begins the next one
-                saver.wait_for_previous()
+                if saver.pending is not None:
+                    saver.pending.join()
                 saver.replication.join()
 
     def batch_start(self, state: State, logger: Logger) -> None:

@@ -182,7 +182,7 @@ class Checkpointer:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
         job = self._begin(dir, train_module, train_state, ephemeral)
-        job.stage()
+        job.stage(shared_staging)
         self._last = job.start(functools.partial(_run, job))
         return self._last
 
@@ -230,7 +230,6 @@ class Checkpointer:
             writer=_StepWriter(folder, shards, images[0], group.rank),
             votes=[group.vote(f"saving {folder.uri}")],
             group=group,
-            staging=shared_staging,
         )
 
     def write_file(
@@ -449,7 +448,6 @@ class _StepWriter:
         rank: this rank.
     """
 
-    gathers = False
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:

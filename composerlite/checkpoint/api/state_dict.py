@@ -221,7 +221,7 @@ def _save(
             done: Future[None] = Future()
             done.set_result(None)
             return done
-        job.stage()
+        job.stage(shared_staging)
         open_folder = resources.pop_all()
 
     def finish() -> None:
@@ -238,7 +238,6 @@ def _task(folder: ShardedDirectory, writer: RankWriter, group: Group, *, kind: s
         writer=writer,
         votes=[group.vote(f"saving {folder.uri}")],
         group=group,
-        staging=shared_staging,
     )
 
 

@@ -15,7 +15,7 @@ import pickle
 import sys
 import types
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -75,7 +75,6 @@ class TorchImage:
         size_bytes: size of the file, without the comment.
         comment_bytes: size of the comment behind the file. Set before :meth:`write`.
         ring: buffers for reading from devices.
-        stand_in: maps a storage in the contents to the storage to write. Called when the storage is written.
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
     Raises:
@@ -97,7 +96,6 @@ class TorchImage:
         # By storage: name, type of numbers, and place of each watched tensor.
         self._watched: dict[int, list[tuple[str, torch.dtype, tuple[Any, ...]]]] = {}
         self.not_finite: str | None = None
-        self.stand_in: Callable[[torch.UntypedStorage], torch.UntypedStorage] | None = None
         self.ring = shared_ring
         self.comment_bytes = 0
         self.size_bytes = self._layout.size_bytes
@@ -150,8 +148,6 @@ class TorchImage:
         else:
             assert self._storages is not None
             storage = self._storages[number]
-            if self.stand_in is not None:
-                storage = self.stand_in(storage)
             copier, address = self.ring.copier_of(storage), storage.data_ptr()
         if storage is not None and copier is not None:
             pieces = self.ring.read(copier, storage)

@@ -234,6 +234,11 @@ def format_name_with_dist_and_time(
     return format_name_with_dist(template, run_name, **{**times, **extra})
 
 
+def varies(template: str) -> bool:
+    """Return true if the name changes during training."""
+    return not set(variables_in(template, "file name")).isdisjoint(TIME_VARIABLES)
+
+
 @final
 class PartialFilePath:
     """A file name template and, possibly, its folder.
@@ -246,11 +251,6 @@ class PartialFilePath:
     def __init__(self, filename: str | Path, folder: str | Path | None = None) -> None:
         self.filename = str(filename)
         self.folder = None if folder is None else str(folder)
-
-    @property
-    def varies(self) -> bool:
-        """True if the name changes during training."""
-        return not set(variables_in(self.filename, "file name")).isdisjoint(TIME_VARIABLES)
 
     def format(self, state: NamedState) -> str:
         """Return the path at the current time of ``state``."""

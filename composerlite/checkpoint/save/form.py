@@ -1,28 +1,29 @@
 """The form of a run's checkpoints: one file, a directory of all ranks, or an archive of each rank.
 
-:func:`form_of` chooses the form by how the model is sharded over ranks. A :class:`RankWriter` writes the part of a
+:class:`Form` is chosen by how the model is sharded over ranks. A :class:`RankWriter` writes the part of a
 rank: here files and archives, in ``sharded_writer`` directories.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
 import os
 import pickle
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
-from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, gather
+from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, without
 from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, tar_bytes
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
@@ -32,7 +33,6 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import (
-    FIRST_RANK,
     NamedState,
     archive_template,
     directory_template,
@@ -46,11 +46,6 @@ from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, make_
 from composerlite.storage.disk.files import fsync_folder
 from composerlite.types import StateDict, with_items
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-__all__ = ["AfterCommit", "FileWriter", "Form", "RankWriter", "SaveRequest", "first_name", "form_of", "names_of_ranks"]
-
 _ALIGNMENT = 4096
 """Alignment of each file of an archive in the memory of a copy."""
 
@@ -60,15 +55,11 @@ class RankWriter(Protocol):
     """Writer of the part of this rank in a checkpoint.
 
     Attributes:
-        gathers: :meth:`staged_in` and :meth:`write` are collective.
-        size_bytes: size of the memory for a copy.
+        size_bytes: size of the memory for a copy; 0: training changes none of the bytes to write.
         seconds: time by activity of the threads that write, complete after :meth:`finish`.
     """
 
     size_bytes: int
-
-    @property
-    def gathers(self) -> bool: ...
 
     @property
     def seconds(self) -> Mapping[str, float]: ...
@@ -112,101 +103,6 @@ class RankWriter(Protocol):
         ...
 
 
-@final
-class Gathering:
-    """The distributed tensors in ``contents``. All ranks gather the tensors together, in the same order.
-
-    Attributes:
-        contents: the contents with an empty tensor of the same shape for each distributed tensor.
-    """
-
-    def __init__(self, contents: StateDict) -> None:
-        from torch.distributed.tensor import DTensor  # slow to import
-
-        self._kind = DTensor
-        self._waiting: deque[DTensor] = deque()
-        self._places: set[int] = set()
-        self.contents: StateDict = self._with_places(contents)
-
-    def _with_places(self, node: Any) -> Any:
-        if isinstance(node, self._kind):
-            place = torch.empty(node.shape, dtype=node.dtype)  # takes no memory before it is touched
-            self._waiting.append(node)
-            self._places.add(storage_id(place.untyped_storage()))
-            return place
-        return with_items(node, lambda _, value: self._with_places(value))
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return true if ``storage`` belongs to an empty tensor in :attr:`contents`."""
-        return storage_id(storage) in self._places
-
-    def storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return ``storage``; for an empty tensor gather the next tensor, and return that storage on the CPU.
-
-        Collective, in the main thread.
-
-        Raises:
-            RuntimeError: a rank is gone. The other tensors are not gathered.
-        """
-        if not self.holds(storage):
-            return storage
-        try:
-            return self._waiting.popleft().full_tensor().detach().cpu().contiguous().untyped_storage()
-        except BaseException:
-            self._waiting.clear()
-            raise
-
-    def finish(self) -> None:
-        """Gather the remaining tensors for other ranks."""
-        try:
-            while self._waiting:
-                self._waiting.popleft().full_tensor()
-        finally:
-            self._waiting.clear()
-
-
-class NullWriter:
-    """Writer of a rank without a file, and base of :class:`FileWriter`: the rank helps the others to gather.
-
-    Args:
-        gathering: the distributed tensors that all ranks gather for the file of rank 0.
-    """
-
-    def __init__(self, gathering: Gathering | None = None) -> None:
-        self.gathers = gathering is not None
-        self.size_bytes = 0
-        self.seconds: Mapping[str, float] = {}
-        self._gathering = gathering
-
-    def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy."""
-        return []
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Gather for the other ranks."""
-        self._help()
-
-    def write(self, memory: HostMemory | None) -> None:
-        """Gather for the other ranks."""
-        self._help()
-
-    def _help(self) -> None:
-        if self._gathering is not None:
-            self._gathering.finish()
-
-    def finish(self, manifest: Manifest) -> Any:
-        """Return nothing: there is no file."""
-        return None
-
-    def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Fail: rank 0 has a file."""
-        raise AssertionError("a rank that writes nothing does not commit")
-
-    def close(self, *, may_be_committed: bool) -> None:
-        """Gather the remaining tensors for the other ranks."""
-        self._help()
-
-
 class _Written(NamedTuple):
     """Facts about the file of a rank.
 
@@ -226,7 +122,7 @@ class _Written(NamedTuple):
 
 
 @final
-class FileWriter(NullWriter):
+class FileWriter:
     """Writer of a file in the folder of ``catalog``: a whole checkpoint, or the archive of a rank.
 
     The file has a temporary name until the commit.
@@ -239,7 +135,7 @@ class FileWriter(NullWriter):
         overwrite: replace a checkpoint of the same name.
         record: the record of the checkpoint, without files. A checkpoint of one file, and the archive of each other
             rank, contain the record when they are flushed. The archive of rank 0 gets the record of all at the commit.
-        gathering: the distributed tensors of the image.
+        is_copy: training changes no tensor of the images.
     """
 
     def __init__(
@@ -251,61 +147,49 @@ class FileWriter(NullWriter):
         template: str,
         overwrite: bool,
         record: Manifest,
-        gathering: Gathering | None = None,
+        is_copy: bool = False,
     ) -> None:
-        super().__init__(gathering)
+        self.seconds: Mapping[str, float] = {}
         self._format = format_of(template)
         self._images = dict(images)
         self._starts: dict[str, int] = {}
+        self._data_bytes = 0
         for inner, image in self._images.items():
-            self._starts[inner] = -(-self.size_bytes // _ALIGNMENT) * _ALIGNMENT
-            self.size_bytes = self._starts[inner] + image.size_bytes
-            image.stand_in = None if gathering is None else gathering.storage
+            self._starts[inner] = -(-self._data_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._data_bytes = self._starts[inner] + image.size_bytes
+        self.size_bytes = 0 if is_copy else self._data_bytes
         self._room: int | None = None
         if record.form == "file" and not self._format.archive:
             (image,) = self._images.values()
-            self._room = image.comment_bytes = tail_room(record, self.size_bytes)
+            self._room = image.comment_bytes = tail_room(record, self._data_bytes)
         self._catalog = catalog
+        self._path = catalog.folder / name
         self._name = name
         self._overwrite = overwrite
         self._stack = ExitStack()  # closes the sink and removes the file, unless the file is committed
         self._sink: Sink | None = None
         self._data: StagedFile | None = None
 
-    @property
-    def _path(self) -> Path:
-        return self._catalog.folder / self._name
-
     def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them, except the storages of gathered tensors."""
+        """Return the storages to copy before training changes them."""
         return [
             StorageCopy(storage, self._starts[name] + offset)
             for name, image in self._images.items()
             for storage, offset in image.storages()
-            if self._gathering is None or not self._gathering.holds(storage)
         ]
 
     def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on. Distributed tensors are gathered there."""
+        """Read the bytes from ``memory`` from now on."""
         for name, image in self._images.items():
-            for storage, offset in () if self._gathering is None else image.storages():
-                if self._gathering is not None and self._gathering.holds(storage):
-                    whole: Any = self._gathering.storage(storage)
-                    if whole.nbytes():
-                        target = torch.frombuffer(memory.view(offset, whole.nbytes()), dtype=torch.uint8)
-                        target.copy_(torch.empty(0, dtype=torch.uint8).set_(whole))
             image.staged_in(memory, self._starts[name])
 
     def write(self, memory: HostMemory | None) -> None:
-        """Write all bytes. Distributed tensors are gathered when they are written, unless they are in ``memory``.
-
-        After an error the file is removed.
-        """
+        """Write all bytes. After an error the file is removed."""
         with ExitStack() as stack:
             make_folder(self._path.parent)
             self._data = stack.enter_context(StagedFile(self._path))
             members = [(name, image.size_bytes) for name, image in self._images.items()]
-            sink = self._format.open_sink(self._data.temporary, self.size_bytes, memory=memory, members=members)
+            sink = self._format.open_sink(self._data.temporary, self._data_bytes, memory=memory, members=members)
             self._sink = stack.enter_context(sink)
             self.seconds = sink.seconds
             for image in self._images.values():
@@ -374,26 +258,31 @@ class FileWriter(NullWriter):
         if may_be_committed and self._data is not None:
             self._data.leave_behind()
         self._stack.close()
-        self._help()
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class AfterCommit(NamedTuple):
-    """Work that a run wants done after a commit.
+    """Work of a run after the commit of a checkpoint.
 
     Attributes:
         publish: called after the commit, before older checkpoints are deleted, perhaps on another thread; on rank 0,
             or on all ranks if nodes have disks of their own.
         also: other names under which the same file is uploaded, each with the template of the name.
-        retention: which older checkpoints of the same template are deleted after that; on rank 0.
+        retention: chooses the older checkpoints of the same template to delete; on rank 0.
         is_routine: log the save below INFO.
+        links: targets of the links that this rank points to the checkpoint, by name of the link.
+        is_leader: this rank moves links and deletes checkpoints on the disk. Each disk has one such rank.
+        catalog: the checkpoints in the folder of the run; ``None``: there is no work.
     """
 
     publish: Callable[[], object] | None = None
     also: Mapping[str, str] = {}
     retention: Retention | None = None
     is_routine: bool = False
+    links: Mapping[str, str] = {}
+    is_leader: bool = False
+    catalog: Catalog | None = None
 
 
 @final
@@ -451,29 +340,91 @@ class SaveRequest:
         return self.gathered([rng.unpacked(torch.frombuffer(bytearray(one), dtype=torch.uint8)) for one in states])
 
 
+def gather(
+    state_dict: StateDict, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
+) -> StateDict:
+    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
+
+    Args:
+        state_dict: state dict of the training state, or of the weights. The result has the same live tensors: copy or
+            write these before training continues.
+        weights_only: ``state_dict`` has only the weights.
+        ignore_keys: keys to leave out.
+        generators: states of the random generators of all ranks; then the call is collective. Default: the state of
+            this rank's generators.
+    """
+    contents: StateDict = {"state": state_dict}
+    if not weights_only:
+        if generators is not None:
+            contents["state"] = _with_all_ranks(state_dict)
+        contents["rng"] = generators or [rng.of_training()]
+    return contents if ignore_keys is None else without(contents, ignore_keys)
+
+
+def _with_all_ranks(contents: StateDict) -> StateDict:
+    """Return ``contents`` with the metric states of all ranks, and their positions in the data if these differ.
+
+    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank. The list
+    ``ranks`` has the states of this rank in a loop without a Trainer.
+    """
+    dataset_state = contents.get("dataset_state") or {}
+    position: Any = dataset_state.get("train")
+    positions: list[StateDict] = position.get("per_rank", []) if isinstance(position, dict) else []
+    train_metrics, eval_metrics = contents.get("train_metrics") or {}, contents.get("eval_metrics") or {}
+    ranks: list[StateDict] = contents.get("ranks") or []
+    if dist.get_world_size() == 1 or not (positions or train_metrics or eval_metrics or ranks):
+        return contents
+    every = _of_all_ranks((positions, train_metrics, eval_metrics, ranks))
+    contents = dict(contents)
+    if ranks:
+        contents["ranks"] = [own for *_, of_rank in every for own in of_rank]
+    if positions:
+        by_share = {tuple(entry["share"]): entry for entries, *_ in every for entry in entries}
+        in_order = [by_share[share] for share in sorted(by_share)]
+        contents["dataset_state"] = {**dataset_state, "train": {**position, "per_rank": in_order}}
+    if train_metrics or eval_metrics:
+        contents["train_metrics"] = {
+            name: {**state, "per_rank": [train[name] for _, train, _, _ in every]}
+            for name, state in every[0][1].items()
+        }
+        contents["eval_metrics"] = {
+            label: {
+                name: {**state, "per_rank": [evals[label][name] for _, _, evals, _ in every]}
+                for name, state in metrics.items()
+            }
+            for label, metrics in every[0][2].items()
+        }
+    return contents
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """Gather ``own`` of every rank, with tensors on the CPU. Collective."""
+    data = io.BytesIO()
+    torch.save(own, data)  # tensors of some types cannot be pickled otherwise
+    # Not the restricted unpickler: these bytes are from ranks of this run, and a loader may have any state.
+    return [
+        torch.load(io.BytesIO(of_rank), weights_only=False, map_location="cpu")
+        for of_rank in dist.get_group().gather(data.getvalue())
+    ]
+
+
 # ── the forms of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Form:
     """Form of a run's checkpoints.
 
     Args:
-        sharding: as :attr:`TrainingState.sharding`.
+        state: state of the run.
 
     Attributes:
         kind: in records: ``'monolithic'``: a file of rank 0; ``'sharded'``: a directory of all ranks; ``'deepspeed'``:
             an archive of each rank.
         is_spread: the model is sharded over ranks.
-        is_shared: several ranks write to the folder.
-        has_names_of_ranks: each rank has a file and a link of its own.
-        may_be_lazy: between optimizer steps nothing changes weights and optimizer state.
     """
 
-    def __init__(self, sharding: str | None) -> None:
-        self.kind = sharding if sharding in ("sharded", "deepspeed") else "monolithic"
-        self.is_spread = sharding is not None
-        self.is_shared = self.kind != "monolithic"
-        self.has_names_of_ranks = self.kind == "deepspeed"
-        self.may_be_lazy = self.kind != "deepspeed"
+    def __init__(self, state: TrainingState) -> None:
+        self.kind = state.sharding if state.sharding in ("sharded", "deepspeed") else "monolithic"
+        self.is_spread = state.sharding is not None
 
     def template(self, template: str, argument: str = "save_filename") -> str:
         """Return the template of names in this form for the template of a file; ``argument`` is for errors."""
@@ -483,9 +434,7 @@ class Form:
 
     def names(self, template: str, state: TrainingState) -> list[str]:
         """Return the names of the files of a checkpoint: of all ranks if each writes a file, else of rank 0."""
-        if self.has_names_of_ranks:
-            return names_of_ranks(template, state, dist.get_world_size())
-        return [first_name(template, state)]
+        return names_of_ranks(template, state, dist.get_world_size() if self.kind == "deepspeed" else 1)
 
     def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
         """Raise ConfigError if checkpoints of this form cannot be saved with these options."""
@@ -510,7 +459,7 @@ class Form:
         Raises:
             ConfigError: nodes have disks of their own, and DeepSpeed saves.
         """
-        disks = disks_of(folder) if self.is_shared and dist.get_world_size() > 1 else None
+        disks = disks_of(folder) if self.kind != "monolithic" and dist.get_world_size() > 1 else None
         if disks is not None and self.kind == "deepspeed":
             raise ConfigError(
                 f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files "
@@ -529,8 +478,8 @@ class Form:
             return None
         return _image(request.gathered(), "checkpoint").size_bytes
 
-    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter:
-        """Return the writer of this rank. Collective.
+    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter | None:
+        """Return the writer of this rank; ``None``: the rank has no file. Collective.
 
         Args:
             request: what to save.
@@ -544,22 +493,17 @@ class Form:
         return _file_writer(request, record, names[0], gathers=self.is_spread)
 
 
-def form_of(state: TrainingState) -> Form:
-    """Return the form of the checkpoints of ``state``."""
-    return Form(state.sharding)
-
-
-def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter:
+def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter | None:
+    what = f"checkpoint {str(request.catalog.folder / name)!r}"
     contents = request.gathered_of_all_ranks()
     model: StateDict = contents.get("state", {}).get("model", {})
     trained, local = _trained_storages(request.state), {key: local_part(value) for key, value in model.items()}
     watched = [key for key, part in local.items() if _has_numbers(part) and _id_of(part) in trained]
-    gathering = Gathering(contents) if gathers else None
-    if gathering is not None:
-        contents = gathering.contents
+    if gathers:
+        contents = _copy_on_first(contents, what)
     if dist.get_global_rank() != 0:
-        return NullWriter(gathering)
-    image = _image(contents, f"checkpoint {str(request.catalog.folder / name)!r}")
+        return None
+    image = _image(contents, what)
     weights: StateDict = contents.get("state", {}).get("model", {})
     image.watch([(f"model/{key}", weights[key]) for key in watched])
     return FileWriter(
@@ -569,8 +513,37 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
         template=record.template,
         overwrite=request.overwrite,
         record=record,
-        gathering=gathering,
+        is_copy=gathers,
     )
+
+
+def _copy_on_first(contents: StateDict, what: str) -> StateDict:
+    """Return a copy of ``contents`` on rank 0, with distributed tensors gathered on the CPU. Collective.
+
+    The tensors are gathered one after the other, in the same order on all ranks.
+
+    Raises:
+        SaveError: a value cannot be copied.
+    """
+    whole: dict[int, Tensor] = {}
+
+    def gathered(node: Any) -> Any:
+        if not dist.is_distributed_tensor(node):
+            return with_items(node, lambda _, value: gathered(value))
+        tensor = node.full_tensor()
+        if dist.get_global_rank() == 0:
+            tensor = tensor.detach().to("cpu", copy=True)
+            whole[id(tensor)] = tensor
+            return tensor
+        return None
+
+    contents = gathered(contents)
+    if dist.get_global_rank() != 0:
+        return contents
+    try:
+        return copy.deepcopy(contents, {**whole})  # copies all tensors except the gathered tensors
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise SaveError(f"{what}: its contents cannot be copied: {e}") from e
 
 
 def _directory_writer(request: SaveRequest, name: str) -> RankWriter:
@@ -597,8 +570,8 @@ def _archive_writer(request: SaveRequest, record: Manifest, name: str) -> RankWr
     return FileWriter(images, request.catalog, name=name, template=name, overwrite=request.overwrite, record=record)
 
 
-def names_of_ranks(template: str, state: NamedState, world_size: int) -> list[str]:
-    """Return ``template`` filled in for each of ``world_size`` ranks, in their order."""
+def names_of_ranks(template: str, state: NamedState, count: int) -> list[str]:
+    """Return the names that ``template`` gives now on the first ``count`` ranks, in their order."""
     per_node = dist.get_local_world_size()
     return [
         format_name_with_dist_and_time(
@@ -608,20 +581,19 @@ def names_of_ranks(template: str, state: NamedState, world_size: int) -> list[st
             rank=rank,
             local_rank=rank % per_node,
             node_rank=rank // per_node,
-            world_size=world_size,
         )
-        for rank in range(world_size)
+        for rank in range(count)
     ]
 
 
 def first_name(template: str, state: NamedState) -> str:
     """Return the name that ``template`` gives now on rank 0."""
-    return format_name_with_dist_and_time(template, state.run_name, state.timestamp, **FIRST_RANK)
+    return names_of_ranks(template, state, 1)[0]
 
 
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
     """Return the tensors that optimizers change, by storage; empty if the checkpoint is already marked not finite."""
-    if getattr(state, "not_finite", ()):  # a loop of the user's own may have none
+    if state.not_finite:
         return {}
     groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
     parts = (local_part(parameter) for group in groups for parameter in group["params"])

@@ -17,8 +17,6 @@ from composerlite.errors import ConfigError, did_you_mean, naming
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["DEFAULTS", "OWN_REMOTE_LATEST", "OWN_REMOTE_NAME", "Keep", "Names", "SaveOptions", "save_options"]
-
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
 """Default names in buckets of loggers, as in Composer. With a URI as save_folder, names below its path are used."""
 
@@ -147,10 +145,9 @@ def save_options(given: Mapping[str, Any]) -> SaveOptions:
         if name not in DEFAULTS:
             raise ConfigError(f"there is no option {name!r} of checkpoints.{did_you_mean(name, DEFAULTS)}")
     arguments = {**DEFAULTS, **given}
-    staging_bytes = arguments["staging_bytes"]
     replication = arguments["replication"]
-    if staging_bytes is not None:
-        _check_number(staging_bytes, argument="save_staging_bytes")
+    if arguments["staging_bytes"] is not None:
+        _check_number(arguments["staging_bytes"], argument="save_staging_bytes")
     if replication is not None and not 0 < replication < math.inf:
         raise ConfigError(
             f"save_memory_replication={replication!r}: expected more than zero gigabytes per second, or None."
@@ -171,7 +168,7 @@ def save_options(given: Mapping[str, Any]) -> SaveOptions:
         weights_only=arguments["weights_only"],
         ignore_keys=ignore_keys,
         asynchronous=arguments["asynchronous"],
-        staging_bytes=staging_bytes,
+        staging_bytes=arguments["staging_bytes"],
         in_memory=arguments["in_memory"],
         replication=replication,
         on_exception=arguments["on_exception"],

@@ -16,12 +16,17 @@ from composerlite.checkpoint.save.save import SaveReport
 from composerlite.errors import CheckpointError, ObjectStoreError, RankError
 from composerlite.types import CheckpointNews
 
-__all__ = ["FAILURES", "Outcomes"]
-
 log = logging.getLogger(__name__)
 FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """Errors of disks, networks and stores: ``save_failure_limit`` tolerates them."""
 _REPORTS = 100
+_FAILED = {
+    "saved": "failed",
+    "deleted": "deletion failed",
+    "published": "upload failed",
+    "deleted from a bucket": "deletion failed",
+}
+"""The events of failures."""
 
 
 @final
@@ -67,7 +72,7 @@ class Outcomes:
     def committed(self, report: SaveReport) -> None:
         """The last save succeeded, and older checkpoints were deleted by retention."""
         self.last_is_unconfirmed = False
-        self._failures["saved"] = 0
+        self.ended("saved", None)
         self.reports.append(report)
         self.blocked_seconds += report.seconds["stall"]
         at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
@@ -88,49 +93,18 @@ class Outcomes:
         )
         self.deleted(report.deleted, self._begun.where, at)
 
-    def failed(self, error: Exception) -> None:
-        """The last save failed.
-
-        Raises:
-            Exception: ``error``, unless it is tolerated.
-        """
-        told = f"{type(error).__name__}: {error}"
-        self._failed("saved", error, dataclasses.replace(self._begun, what="failed", at=time.time(), error=told))
-
-    def old_deleted(self, error: Exception | None) -> None:
-        """Older checkpoints were deleted from the folder, or not, which does not affect the newest.
-
-        Raises:
-            Exception: ``error``, unless it is tolerated.
-        """
-        if error is None:
-            self._failures["deleted"] = 0
-            return
-        told = f"{type(error).__name__}: {error}"
-        failed = dataclasses.replace(self._begun, what="deletion failed", at=time.time(), error=told)
-        self._failed("deleted", error, failed)
-
     def published(self, one: Publication) -> None:
-        """An upload has ended, well or not, and so have the deletions after it, which do not affect it.
+        """Record the end of an upload and of the following deletions.
 
         Raises:
-            Exception: what made one fail, unless it is tolerated.
+            Exception: error of the upload or of a deletion, unless the error is tolerated.
         """
-        news = one.news
-        if one.error is not None:
-            self._failed("published", one.error, news)
-            return
-        numbers = {"uploaded_batch": news.batch or 0, "uploaded_bytes": news.size_bytes or 0}
-        numbers |= {"upload_seconds": news.seconds["upload"], "upload_lag_seconds": one.lag_seconds}
-        self._events.append(dataclasses.replace(news, metrics=numbers))
-        self.deleted(one.deleted, news.where, news.at)
-        self._failures["published"] = 0
-        if one.deletion_error is None:
-            self._failures["deleted from a bucket"] = 0
-            return
-        told = f"{type(one.deletion_error).__name__}: {one.deletion_error}"
-        failed = dataclasses.replace(news, what="deletion failed", error=told)
-        self._failed("deleted from a bucket", one.deletion_error, failed)
+        if one.error is None:
+            self._events.append(one.news)
+            self.deleted(one.deleted, one.news.where, one.news.at)
+        self.ended("published", one.error, one.news)
+        if one.error is None:
+            self.ended("deleted from a bucket", one.deletion_error, one.news)
 
     def replicated(self, name: str) -> None:
         """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
@@ -144,12 +118,23 @@ class Outcomes:
             at = time.time() if at is None else at
             self._events.append(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
 
-    def _failed(self, what: str, error: Exception, news: CheckpointNews) -> None:
-        """Count a failure, keep its event, and warn.
+    def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
+        """Count a failure, keep its event, and warn. A success ends a row of failures.
+
+        Args:
+            what: ``"saved"``, ``"deleted"``, ``"published"`` or ``"deleted from a bucket"``. A failure of one of the
+                latter three does not affect the newest checkpoint.
+            error: reason of a failure.
+            news: event of the upload; ``None``: the event of the last save.
 
         Raises:
             Exception: ``error``, if there are more in a row than the limit, or if it is a bug or a lost rank.
         """
+        if error is None:
+            self._failures[what] = 0
+            return
+        base = dataclasses.replace(self._begun, at=time.time()) if news is None else news
+        news = dataclasses.replace(base, what=_FAILED[what], error=f"{type(error).__name__}: {error}", metrics={})
         self._failures[what] += 1
         count = self._failures[what]
         causes = error.causes if isinstance(error, RankError) else (error,)

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -38,20 +38,16 @@ from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
-from composerlite.storage import ObjectStore, Transfer, Uploader, check_name
+from composerlite.storage import Transfer, Uploader, check_name, open_store
 from composerlite.storage.disk.files import pinned_file
 from composerlite.storage.workers import seconds_left
 from composerlite.types import CheckpointNews
-
-__all__ = ["Publication", "Publisher", "Publishing"]
 
 log = logging.getLogger(__name__)
 _MOST_WAITING = 2
 """Largest number of checkpoints waiting for upload. If saves outpace the network, the next save waits."""
 _LONGEST_UPLOAD = timedelta(hours=2)
 """Longest upload of a live rank. A rank with a longer upload no longer counts as alive."""
-_STALE = timedelta(days=1)
-"""Age from which an unfinished upload counts as a leftover of a killed process."""
 
 
 @final
@@ -60,7 +56,6 @@ class Publication(NamedTuple):
 
     Attributes:
         news: event for loggers: name and place, time of the end, and the seconds from the first request to the link.
-        lag_seconds: wall-clock seconds from the call of the save to the end of the upload.
         error: reason for a failure; ``None``: the checkpoint is published.
         gone: name of the checkpoint in the folder, if the publisher deleted the folder's copy after the upload.
         deleted: names of the older checkpoints deleted from the bucket.
@@ -68,7 +63,6 @@ class Publication(NamedTuple):
     """
 
     news: CheckpointNews
-    lag_seconds: float
     error: Exception | None
     gone: str | None
     deleted: Sequence[str]
@@ -114,10 +108,10 @@ class Publisher:
         return self.links[0] if self.links else None
 
     # ── names, leases and unfinished uploads ─────────────────────────────────────────────────────────────────────
-    def objects(self, state: NamedState) -> dict[str, str]:
-        """Return the URIs of a checkpoint and link with the current time in the names, by argument name."""
-        link = {} if self.link is None else {"latest_remote_file_name": self.bucket.transfer.store.get_uri(self.link)}
-        return {"remote_file_name": self.bucket.uri(first_name(self.template, state)), **link}
+    def names_now(self, state: NamedState) -> list[tuple[str, str]]:
+        """Return argument and URI of a checkpoint and of the link, with the current time in the names."""
+        links = [("latest_remote_file_name", self.bucket.transfer.store.get_uri(link)) for link in self.links[:1]]
+        return [("remote_file_name", self.bucket.uri(first_name(self.template, state))), *links]
 
     def leases(self, run_name: str) -> dict[str, HeartbeatLease]:
         """Return the leases of the checkpoint names and of the link, by the URI of each.
@@ -132,24 +126,20 @@ class Publisher:
             leases[self.bucket.transfer.store.get_uri(name)] = lease
         return leases
 
-    def remove_uploads(self, older_than: timedelta, run_name: str | None = None) -> None:
-        """Remove the parts of unfinished uploads below the root. Parts are not listed, and cost money.
+    def remove_uploads(self, run_name: str) -> None:
+        """Remove the parts of unfinished uploads of the run's checkpoints.
 
-        Args:
-            older_than: minimum age of an upload to remove.
-            run_name: remove only uploads of this run's checkpoint names. A process does this after the takeover of a
-                lease: the previous holder may be suspended, and may continue an upload later.
+        Call after the takeover of a lease: the previous holder may be suspended, and may continue an upload later.
         """
         prefix = f"{self.bucket.root}/" if self.bucket.root else ""
-        names = ".*" if run_name is None else rf"{name_pattern(self.template, run_name).pattern}(?:/.*)?"
+        names = rf"{name_pattern(self.template, run_name).pattern}(?:/.*)?"
         try:
-            for upload in self.bucket.transfer.stale(prefix, older_than):
+            for upload in self.bucket.transfer.stale(prefix, timedelta()):
                 if re.fullmatch(re.escape(prefix) + names, upload.name):
                     upload.abort()
                     log.info("removed the parts of the upload of %s by another process", upload.name)
         except (PermissionError, ObjectStoreError) as e:
-            level = logging.INFO if run_name is None else logging.WARNING  # parts of killed processes only take space
-            log.log(level, "unfinished uploads below %s were not removed: %s", self.bucket.uri(), e)
+            log.warning("unfinished uploads below %s were not removed: %s", self.bucket.uri(), e)
 
     def is_behind(self, manifest: Manifest) -> bool:
         """Return true if the link to the latest checkpoint is missing or has a target older than ``manifest``."""
@@ -187,72 +177,61 @@ class Publisher:
                 index = index_of(catalog.place.read(decider), catalog.place.uri(decider))
                 files[there.files[0].path] = seal_index(replace(there, files=there.files[1:]), index)
             held = stack.pop_all()  # pins the files until closed
-        publish = functools.partial(self._publish, manifest, there, files, held, vote, overwrite=overwrite)
-        work = functools.partial(publish, folder=catalog if moves else None)
-        self.uploader.submit(self.bucket.uri(there.name), work, lane=self.bucket.uri(), dropped=held.close)
 
-    def _publish(
-        self,
-        manifest: Manifest,
-        there: Manifest,
-        files: Mapping[str, Path | bytes],
-        held: contextlib.ExitStack,
-        vote: dist.Vote,
-        *,
-        overwrite: bool,
-        folder: Catalog | None,
-    ) -> None:
-        """Publish a checkpoint, then delete older checkpoints from the bucket. Rank 0 stores the outcome of all ranks.
+        def publish() -> None:
+            began, error = time.time(), None
+            try:
+                with held:
+                    for call in self.before_each:
+                        call()
+                    self.check()
+                    send = functools.partial(send_files, self.bucket, there, files, overwrite=overwrite)
+                    commit = functools.partial(self._commit, there, files[there.files[0].path], overwrite=overwrite)
+                    vote.run(send, commit)
+                if moves:
+                    delete_checkpoint(catalog.place, manifest)
+            except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
+                log.error("checkpoint %s could not be published: %s", self.bucket.uri(there.name), e)
+                error = e
+            if dist.get_global_rank() == 0:
+                self._note(there, began, error, gone=manifest.name if moves and error is None else None)
+
+        self.uploader.submit(self.bucket.uri(there.name), publish, lane=self.bucket.uri(), dropped=held.close)
+
+    def _note(self, there: Manifest, began: float, error: Exception | None, *, gone: str | None) -> None:
+        """Store the outcome of all ranks on rank 0. After a success delete older checkpoints from the bucket.
 
         Args:
-            manifest: record in the folder.
             there: record in the bucket.
-            files: files to send from this process, by path in the bucket.
-            held: pins of the files, closed after the upload.
-            vote: vote of the ranks that send files of the checkpoint.
-            overwrite: replace another checkpoint of the same name.
-            folder: catalog to delete the checkpoint from after the upload; ``None``: keep the checkpoint there.
+            began: time of the first request.
+            error: reason for a failure.
+            gone: name of the checkpoint in the folder, if the folder's copy was deleted.
         """
-        uri, began = self.bucket.uri(there.name), time.time()
-        error = deletion_error = None
-        deleted: list[str] = []
-        try:
-            with held:
-                for call in self.before_each:
-                    call()
-                self.check()
-                send = functools.partial(send_files, self.bucket, there, files, overwrite=overwrite)
-                commit = functools.partial(self._commit, there, files[there.files[0].path], overwrite=overwrite)
-                vote.run(send, commit)
-            if folder is not None:
-                delete_checkpoint(folder.place, manifest)
-        except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
-            log.error("checkpoint %s could not be published: %s", uri, e)
-            error = e
         ended = time.time()
         seconds = max(0.0, ended - began)  # the clock may have been set back
-        if dist.get_global_rank() != 0:
-            return
+        lag = max(0.0, ended - datetime.fromisoformat(there.saved_at).timestamp())
+        deleted: list[str] = []
+        deletion_error: Exception | None = None
         if error is None:
-            log.info("uploaded checkpoint %s (%s in %.2f s)", uri, bytes_text(there.size_bytes), seconds)
+            size = bytes_text(there.size_bytes)
+            log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(there.name), size, seconds)
             try:
                 deleted.extend(self._delete_old(there))
             except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
-                log.error("a checkpoint before %s could not be deleted: %s", uri, e)
+                log.error("a checkpoint before %s could not be deleted: %s", self.bucket.uri(there.name), e)
                 deletion_error = e
+        numbers = {"uploaded_batch": there.batch, "uploaded_bytes": there.size_bytes}
         news = CheckpointNews(
-            what="uploaded" if error is None else "upload failed",
+            what="uploaded",
             name=there.name,
             where=self.bucket.uri(),
             batch=there.batch,
             at=ended,
             size_bytes=there.size_bytes,
             seconds={"upload": seconds},
-            error=None if error is None else f"{type(error).__name__}: {error}",
+            metrics={**numbers, "upload_seconds": seconds, "upload_lag_seconds": lag},
         )
-        lag = max(0.0, ended - datetime.fromisoformat(there.saved_at).timestamp())
-        gone = manifest.name if folder is not None and error is None else None
-        self.outcomes.append(Publication(news, lag, error, gone, deleted, deletion_error))
+        self.outcomes.append(Publication(news, error, gone, deleted, deletion_error))
 
     def _commit(
         self, there: Manifest, decider: Path | bytes, replaced: Sequence[Manifest | None], *, overwrite: bool
@@ -302,78 +281,103 @@ class Publishing:
 
     Args:
         options: options of the saver.
-        store: store of the saver's URI, left open by :meth:`close`; ``None``: the loggers have stores.
         where: folder to publish from.
-        form: form of the checkpoints in the folder.
 
     Attributes:
+        buckets: URIs of the buckets, on every rank, after :meth:`open`; empty: nothing is published.
         publishers: a publisher for each bucket, on the ranks that publish, after :meth:`open`.
         ranks_with_news: counter of the ranks with outcomes: rank 0 or none.
     """
 
-    def __init__(self, options: SaveOptions, store: ObjectStore | None, where: RunFolder, form: Form) -> None:
+    def __init__(self, options: SaveOptions, where: RunFolder) -> None:
+        bucket = options.names.bucket
         self._options = options
-        self._store = store
+        self._store = None if bucket is None else open_store(bucket)
         self._where = where
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
-        self._buckets: list[str] = []  # URIs, on every rank
+        self.buckets: list[str] = []
         # The ranks sum this number in the reduction of each batch, so that all act at the same batch.
         self.ranks_with_news = dist.PiggybackCounter(lambda: int(any(one.outcomes for one in self.publishers)))
-        self._root, template = root_and_template(options.names.remote_filename, options.names.filename)
-        same = template == options.names.filename
-        self._template = where.filename.filename if same else form.template(template, "save_remote_file_name")
-        self._links_ranks = form.has_names_of_ranks
-        if self._links_ranks and self._template != where.filename.filename:
-            raise ConfigError(
-                f"save_remote_file_name={options.names.remote_filename!r}: each rank of DeepSpeed has a file, and they "
-                f"name each other, so they have the same names in a bucket: let it end with {options.names.filename!r}."
-            )
-        latest = options.names.remote_latest
-        self._link = None if latest is None else form.template(latest, "save_latest_remote_file_name")
+        self._root = self._template = ""
+        self._links: list[str] = []  # templates
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
-    def open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> None:
+    def open(self, state: NamedState, form: Form, uploaders: Sequence[tuple[Uploader, str]]) -> None:
         """Find the buckets, and check writes and any needed deletions. Collective.
 
         Args:
             state: state of the run.
+            form: form of the checkpoints in the folder.
             uploaders: uploaders of the run's loggers, each with a prefix for names in the bucket.
 
         Raises:
-            ConfigError: a rank publishes from the disk of a node, and has other loggers than rank 0.
+            ConfigError: there is no bucket for the checkpoints or names of the options; the names do not fit the form;
+                or a rank publishes from the disk of a node, and has other loggers than rank 0.
             PermissionError: a bucket refuses writes, or refuses deletions although old checkpoints must be deleted.
             FileNotFoundError: a bucket does not exist.
             ObjectStoreError: a store does not answer, or fails.
         """
         group = dist.get_group()
-        self._buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
+        self._name(form)
+        self.buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
         with group.all_or_none("finding buckets"):
             others = self._where.is_leader and not group.is_first
-            if others and (own := self._open(state, uploaders)) != self._buckets:
+            if others and (own := self._open(state, uploaders)) != self.buckets:
                 raise ConfigError(
-                    f"loggers upload checkpoints to {own} here and to {self._buckets} on rank 0: give every rank the "
+                    f"loggers upload checkpoints to {own} here and to {self.buckets} on rank 0: give every rank the "
                     "same loggers, for each node uploads what is on its disk."
                 )
 
+    def _name(self, form: Form) -> None:
+        """Find the templates of the names in buckets."""
+        names, local = self._options.names, self._where.filename
+        self._root, template = root_and_template(names.remote_filename, names.filename)
+        same = template == names.filename
+        self._template = local if same else form.template(template, "save_remote_file_name")
+        if form.kind == "deepspeed" and self._template != local:
+            raise ConfigError(
+                f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file, and they name "
+                f"each other, so they have the same names in a bucket: let it end with {names.filename!r}."
+            )
+        if names.remote_latest is not None:
+            link = form.template(names.remote_latest, "save_latest_remote_file_name")
+            self._links = [link] * (dist.get_world_size() if form.kind == "deepspeed" else 1)
+
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
         """Create the publishers of this rank, and check the buckets. Return the URIs of the buckets."""
+        timeout, keep = self._options.upload_timeout, self._options.keep.in_bucket
         if self._store is not None:
-            timeout = self._options.upload_timeout
             # A thread for checkpoints, and a thread for other work.
             self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=timeout)
             uploaders = [(self._uploader, "")]
-        self.publishers = [self._publisher(uploader, prefix, state) for uploader, prefix in uploaders]
+        for uploader, prefix in uploaders:
+            root = prefix + format_name_with_dist(self._root, state.run_name, **FIRST_RANK)
+            links = [
+                check_name(prefix + format_name_with_dist(link, state.run_name, **{**FIRST_RANK, "rank": rank}))
+                for rank, link in enumerate(self._links)
+            ]
+            publisher = Publisher(
+                uploader=uploader,
+                bucket=Bucket(uploader.transfer, root),
+                template=self._template,
+                links=links,
+                timeout=timeout,
+                keep=keep,
+                check=self._where.confirm_leases,
+            )
+            self.publishers.append(publisher)
         self._options.names.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
-        keep = self._options.keep.in_bucket
+        if self._options.keep.none_here and not self.publishers:
+            raise ConfigError(
+                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
+                "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
+            )
         argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
         for publisher in self.publishers:
             bucket, uploader = publisher.bucket, publisher.uploader
             if uploader is self._uploader:  # loggers check their own buckets
                 bucket.transfer.check_writable(bucket.name_of("file"))
-            if uploader is self._uploader and bucket.root:  # without a root, uploads of other programs would match
-                what = f"removing unfinished uploads of killed processes in {bucket.root!r}"
-                uploader.submit(what, functools.partial(publisher.remove_uploads, _STALE))
             try:
                 if keep != -1 or self._options.keep.any_ephemeral:
                     bucket.put(".deletable", b"")
@@ -386,35 +390,17 @@ class Publishing:
                 raise
         return [publisher.bucket.uri() for publisher in self.publishers]
 
-    def _publisher(self, uploader: Uploader, prefix: str, state: NamedState) -> Publisher:
-        root = prefix + format_name_with_dist(self._root, state.run_name, **FIRST_RANK)
-        links = [
-            check_name(prefix + format_name_with_dist(self._link, state.run_name, **{**FIRST_RANK, "rank": rank}))
-            for rank in range(dist.get_world_size() if self._links_ranks else 1)
-            if self._link is not None
-        ]
-        return Publisher(
-            uploader=uploader,
-            bucket=Bucket(uploader.transfer, root),
-            template=self._template,
-            links=links,
-            timeout=self._options.upload_timeout,
-            keep=self._options.keep.in_bucket,
-            check=self._where.confirm_leases,
-        )
-
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
-    def behind(self, manifests: Sequence[Manifest]) -> list[tuple[str, int]]:
-        """Return the checkpoints of a run to publish again, oldest first: name, and number of the bucket.
+    def behind(self, manifests: Sequence[Manifest]) -> list[str]:
+        """Return the names of the checkpoints of a run to publish again, oldest first.
 
         A kill may have interrupted the newest upload. If the folder keeps none, return all that are there.
         """
-        every = self._options.keep.none_here
-        newest = manifests if every else manifests[-1:]
-        buckets = list(enumerate(self.publishers))
-        return [(one.name, number) for number, its in buckets for one in newest if every or its.is_behind(one)]
+        if self._options.keep.none_here:
+            return [manifest.name for manifest in manifests]
+        return [newest.name for newest in manifests[-1:] if any(one.is_behind(newest) for one in self.publishers)]
 
-    def of(self, name: str, buckets: Sequence[int] | None = None, *, overwrite: bool) -> Callable[[], object]:
+    def of(self, name: str, *, overwrite: bool) -> Callable[[], object]:
         """Return a function that publishes the checkpoint ``name`` of the folder in the background.
 
         All ranks must call this method, in the training thread. After the commit of the checkpoint, the publishing
@@ -422,27 +408,25 @@ class Publishing:
 
         Args:
             name: name of the checkpoint.
-            buckets: numbers of the buckets; ``None``: all.
             overwrite: replace another checkpoint of the same name in the buckets.
         """
         group = dist.SingleProcess() if self._where.disks is None else dist.get_group()
-        numbers = range(len(self._buckets)) if buckets is None else buckets
         what = f"publishing checkpoint {name!r}"
-        votes = {number: group.vote(what, longest_work=_LONGEST_UPLOAD) for number in numbers}
+        votes = [group.vote(what, longest_work=_LONGEST_UPLOAD) for _ in self.buckets]
         return functools.partial(self._publish, name, votes, overwrite=overwrite)
 
-    def _publish(self, name: str, votes: Mapping[int, dist.Vote], *, overwrite: bool) -> None:
+    def _publish(self, name: str, votes: Sequence[dist.Vote], *, overwrite: bool) -> None:
         if not self._where.is_leader:  # nothing to send, and no need for the outcome
-            for vote in votes.values():
+            for vote in votes:
                 vote.pass_by()
             return
-        catalog = self._where.own_catalog
+        catalog = self._where.catalog
         manifest = catalog.manifest_of(name)
         if manifest is None:
             raise CheckpointError(f"checkpoint {name!r} is gone from {catalog.place.uri()!r} before it was published.")
         moves = self._options.keep.none_here
-        for number, vote in votes.items():
-            self.publishers[number].submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
+        for publisher, vote in zip(self.publishers, votes, strict=True):
+            publisher.submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
         """Return the name of the next checkpoint in buckets, with the template; empty if ``name`` is the same."""
@@ -478,3 +462,8 @@ class Publishing:
         """
         if self._uploader is not None:
             self._uploader.close()
+
+    def close_store(self) -> None:
+        """Close the store of the saver's URI, after the leases are released. Stores of loggers stay open."""
+        if self._store is not None:
+            self._store.close()

@@ -155,7 +155,6 @@ class SafetensorsWriter:
         overwrite: bool,
         largest_file_bytes: int = LARGEST_FILE_BYTES,
     ) -> None:
-        self.gathers = True
         self.size_bytes = 0
         self.seconds: Mapping[str, float] = {}
         self._folder = folder

@@ -9,6 +9,7 @@ different writers.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -17,7 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,17 +32,14 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.manifest import Manifest, SavedRun, new_id
 from composerlite.checkpoint.record.naming import check_template
-from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name, form_of
+from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
 from composerlite.storage.workers import wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
-from composerlite.types import Lineage
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.save.sharded_writer import SealedIndex, ShardWriter
-
-__all__ = ["FollowUp", "SaveReport", "SaveTask", "begin_save", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 _in_background: dict[int, SaveTask] = {}
@@ -73,7 +71,6 @@ class SaveReport:
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
         deleted: names of the older checkpoints to delete by retention.
         deletion_error: error of this rank while deleting older checkpoints.
-        not_finite: names of NaN or infinite values, see :class:`Manifest`.
     """
 
     path: Path
@@ -83,7 +80,6 @@ class SaveReport:
     seconds: Mapping[str, float]
     slowest_rank: int | None = None
     deleted: Sequence[str] = ()
-    not_finite: Sequence[str] = ()
     deletion_error: Exception | None = None
 
 
@@ -110,8 +106,7 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     started = (time.perf_counter() if request.started is None else request.started) - waited
     # 1. Names and votes. Ranks number votes in order of creation, so create all votes before any step that can fail.
     state, disks, group = request.state, request.disks, dist.get_group()
-    form = form_of(state)
-    form.check(weights_only=request.weights_only, ignore_keys=request.ignore_keys)
+    form = Form(state)
     names = form.names(form.template(request.template), state)
     what = f"checkpoint {names[0]!r}"
     votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
@@ -133,15 +128,15 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         writer=writer,
         votes=votes,
         group=group,
-        follow_up=FollowUp(request.after_commit, request.catalog, own_links, is_leader),
-        staging=staging,
+        after_commit=request.after_commit._replace(links=own_links, is_leader=is_leader, catalog=request.catalog),
         started=started,
         blocking=request.how == "sync",
     )
     # 4. Copy the state, then do all further work in the background.
     try:
         if not task.blocking:
-            task.stage(state.optimizers if request.how == "lazy" and form.may_be_lazy else ())
+            # DeepSpeed changes weights between two steps of an optimizer.
+            task.stage(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
         task.stall_seconds = time.perf_counter() - started
         if task.snapshot is not None:  # has a counter of its own, which grows until the next step
             task.stall_seconds -= task.snapshot.stall_seconds
@@ -170,9 +165,9 @@ def _record_of(
             },
             fit_calls=len(state.fit_starts),
             world_size=dist.get_world_size(),
-            lineage=getattr(state, "lineage", Lineage()),  # the state of a custom loop may have no lineage
+            lineage=state.lineage,
             metrics={name: value for name, value in request.metrics.items() if math.isfinite(value)},
-            not_finite=tuple(getattr(state, "not_finite", ())),
+            not_finite=tuple(state.not_finite),
         ),
         files=(),
         left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
@@ -193,23 +188,6 @@ class _RankPart(NamedTuple):
 
 
 @final
-class FollowUp(NamedTuple):
-    """Work of a run after the commit of a checkpoint.
-
-    Attributes:
-        wanted: publication and retention for the run.
-        catalog: the checkpoints in the folder.
-        links: targets of the links that this rank points to the checkpoint, by name of the link.
-        is_leader: this rank moves links and deletes checkpoints on the disk. Each disk has one such rank.
-    """
-
-    wanted: AfterCommit
-    catalog: Catalog
-    links: Mapping[str, str]
-    is_leader: bool
-
-
-@final
 @dataclass(kw_only=True)
 class SaveTask:
     """A save that all ranks of ``group`` have planned. Create it on the training thread.
@@ -217,11 +195,10 @@ class SaveTask:
     Attributes:
         manifest: record of the checkpoint, without its files.
         path: path or URI of the checkpoint.
-        writer: writer of the files of this rank.
+        writer: writer of the files of this rank; ``None``: this rank has no file.
         votes: one or two votes of all ranks. The ranks vote after every rank has written. If nodes have separate
             disks, the ranks vote again after every disk has the deciding file, which makes the checkpoint valid there.
-        follow_up: work after the commit; ``None``: the checkpoint belongs to no run.
-        staging: memory for the copy.
+        after_commit: work of a run after the commit; nothing if the checkpoint belongs to no run.
         started: time of the call.
         blocking: training waits until the end.
         stall_seconds: how long training waited, without ``snapshot.stall_seconds``, which grows until the next step.
@@ -232,11 +209,10 @@ class SaveTask:
 
     manifest: Manifest
     path: str | Path
-    writer: RankWriter
+    writer: RankWriter | None
     votes: Sequence[dist.Vote]
     group: dist.Group
-    follow_up: FollowUp | None = None
-    staging: StagingMemory | None = None
+    after_commit: AfterCommit = field(default_factory=AfterCommit)
     started: float = field(default_factory=time.perf_counter)
     blocking: bool = False
     stall_seconds: float = 0.0
@@ -246,48 +222,38 @@ class SaveTask:
     _written: bool = field(default=False, init=False)
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
-    def stage(self, lazy: Sequence[Optimizer] = ()) -> None:
+    def stage(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> None:
         """Copy the state. If no memory is ready for a copy, write the state itself while training waits.
 
         A single rank raises an error at once. With several ranks, this rank stores the error in ``failure`` until the
-        vote, because the other ranks wait for the vote.
+        vote, because the other ranks wait for the vote. Ctrl-C is raised at once.
 
         Args:
+            staging: memory for the copy.
             lazy: optimizers. Tensors that only optimizers change may be copied from accelerators until the next step.
         """
-        staging, writer = self.staging, self.writer
-        assert staging is not None
+        writer = self.writer
+        if writer is None or not writer.size_bytes:
+            return
         try:
-            memory = staging.reserve(writer.size_bytes)
-            copies = memory is not None
-            if writer.gathers:
-                copies = self.group.broadcast(copies)
-            if copies:
-                if memory is None:
-                    raise SaveError(f"no memory for this rank's part of a copy of {self.path}.")
+            if (memory := staging.reserve(writer.size_bytes)) is not None:
                 self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
                 writer.staged_in(memory)
                 return
-            if memory is not None:  # rank 0 has no memory, so all ranks write directly
-                staging.give_back(memory)
             log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
-            self._write()
+            self._write(writer)
             staging.prepare(writer.size_bytes)
         except BaseException as e:
             self._close(may_be_committed=False)
-            if self.group.size == 1:
+            if self.group.size == 1 or not isinstance(e, Exception):
                 raise
             self.failure = e
 
-    def _write(self) -> None:
-        try:
-            memory = None if self.snapshot is None else self.snapshot.memory
-            if memory is None:
-                finish_device_work(self.writer.storages())
-            self.writer.write(memory)
-        except BaseException:
-            self.writer.close(may_be_committed=False)
-            raise
+    def _write(self, writer: RankWriter) -> None:
+        memory = None if self.snapshot is None else self.snapshot.memory
+        if memory is None:
+            finish_device_work(writer.storages())
+        writer.write(memory)
         self._written = True
 
     def start(self, work: Callable[[], T]) -> Future[T]:
@@ -299,9 +265,9 @@ class SaveTask:
         """
 
         def run() -> None:
-            if not self.future.set_running_or_notify_cancel():
-                return
             try:
+                if not self.future.set_running_or_notify_cancel():
+                    return
                 result = work()
             except BaseException as e:  # noqa: BLE001 - the future raises the error
                 self._failed(e)
@@ -314,13 +280,9 @@ class SaveTask:
 
         wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], PREVIOUS_SECONDS)
         _in_background[id(self)] = self
-        try:
-            if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
-                self.blocking = True
-                run()
-        except BaseException:
-            self.cancel()
-            raise
+        if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
+            self.blocking = True
+            run()
         return self.future
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
@@ -347,10 +309,10 @@ class SaveTask:
         return dataclasses.replace(report, path=Path(self.path), seconds=seconds, deletion_error=error)
 
     def _close(self, *, may_be_committed: bool) -> None:
-        self.writer.close(may_be_committed=may_be_committed)
-        snapshot, staging = self.snapshot, self.staging
-        if snapshot is not None and staging is not None:
-            staging.take_back(snapshot)
+        if self.writer is not None:
+            self.writer.close(may_be_committed=may_be_committed)
+        if self.snapshot is not None:
+            self.snapshot.give_back()
 
     def _finish(self) -> _RankPart:
         """Write the files of this rank, and wait until the files are durable. Raise the error of :meth:`stage`."""
@@ -358,9 +320,11 @@ class SaveTask:
             raise self.failure
         if self.snapshot is not None:
             self.snapshot.wait()
-        if not self._written:
-            self._write()
-        written = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
+        written: Any = None
+        if self.writer is not None:
+            if not self._written:
+                self._write(self.writer)
+            written = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
         seconds = time.perf_counter() - self.started - self.manifest.timings.get("waiting", 0.0)
         return _RankPart(written, seconds, self._stall_seconds())
 
@@ -371,18 +335,18 @@ class SaveTask:
 
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
         """Commit on rank 0, after all ranks have written."""
+        assert self.writer is not None, "rank 0 has a file"
         timings, slowest = self._compare_ranks(parts)
         before_commit = time.perf_counter()
         manifest = dataclasses.replace(self.manifest, timings=timings)
         with self._pointing():
             manifest = self.writer.commit(manifest, [part.written for part in parts])
-        return self._after_commit(manifest, before_commit, slowest)
+        return self._conclude(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
         """Prepare this rank's links, run the block (the commit), move the links. A full disk fails before the block."""
-        if (after := self.follow_up) is None:
-            return contextlib.nullcontext()
-        return after.catalog.place.pointing(after.links)
+        catalog = self.after_commit.catalog
+        return contextlib.nullcontext() if catalog is None else catalog.place.pointing(self.after_commit.links)
 
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
         """Commit on nodes with separate disks. The checkpoint exists if every disk has the deciding file.
@@ -406,24 +370,24 @@ class SaveTask:
         def conclude(_: object) -> SaveReport:
             assert writer.committed is not None
             stack.close()  # moves the links of rank 0 before publishing
-            return self._after_commit(writer.committed, before_commit, slowest)
+            return self._conclude(writer.committed, before_commit, slowest)
 
         with contextlib.ExitStack() as stack:
             sealed, slowest = all_wrote.run(finish, seal)
             before_commit = time.perf_counter()
             report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
-        if not self.group.is_first and self.follow_up is not None and self.follow_up.wanted.publish is not None:
-            self.follow_up.wanted.publish()  # publishes the files on the disk of this node
+        if not self.group.is_first and self.after_commit.publish is not None:
+            self.after_commit.publish()  # publishes the files on the disk of this node
         return report
 
-    def _after_commit(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
+    def _conclude(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
-        after, deleted = self.follow_up, list[str]()
+        after, deleted = self.after_commit, list[str]()
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
-        if after is not None:
+        if after.catalog is not None:
             size = bytes_text(manifest.size_bytes)
-            level = logging.DEBUG if after.wanted.is_routine or after.wanted.publish is not None else logging.INFO
+            level = logging.DEBUG if after.is_routine or after.publish is not None else logging.INFO
             log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
             if manifest.not_finite != self.manifest.not_finite:
                 log.warning(
@@ -432,11 +396,11 @@ class SaveTask:
                     self.path,
                     manifest.not_finite[0],
                 )
-            if after.wanted.publish is not None:
-                after.wanted.publish()
-            if after.wanted.retention is not None:
+            if after.publish is not None:
+                after.publish()
+            if after.retention is not None:
                 known = after.catalog.manifests()
-                deleted = [old.name for old in after.wanted.retention.given_up(known, manifest.template)]
+                deleted = [old.name for old in after.retention.given_up(known, manifest.template)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -445,7 +409,6 @@ class SaveTask:
             seconds=seconds,
             slowest_rank=slowest_rank,
             deleted=deleted,
-            not_finite=manifest.not_finite,
         )
 
     def _delete_old(self, names: Sequence[str]) -> Exception | None:
@@ -453,11 +416,11 @@ class SaveTask:
 
         An error does not affect the new checkpoint, which exists.
         """
-        if self.follow_up is None or not self.follow_up.is_leader or not names:
+        catalog = self.after_commit.catalog
+        if catalog is None or not self.after_commit.is_leader:
             return None
-        catalog = self.follow_up.catalog
         try:
-            for manifest in catalog.manifests(names):
+            for manifest in catalog.manifests(names) if names else ():
                 delete_checkpoint(catalog.place, manifest)
         except Exception as e:  # noqa: BLE001 - stored in deletion_error; the saver raises or counts the error
             return e
@@ -477,24 +440,24 @@ class SaveTask:
             compared["straggler"] = max(0.0, slowest - statistics.median(writers.values()))
         if len(parts) > 1:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
-        return {**self._own_seconds(), **compared, **self.writer.seconds}, slowest_rank
+        own = {} if self.writer is None else self.writer.seconds
+        return {**self._own_seconds(), **compared, **own}, slowest_rank
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
     def _failed(self, error: BaseException) -> None:
         """Log ``error`` on rank 0: of a run at exit, unless :meth:`wait` raises the error; without a run, now."""
         what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
-        if self.follow_up is not None and self.group.is_first and not self.blocking:
+        if self.after_commit.catalog is not None and self.group.is_first and not self.blocking:
             wait_at_exit(self, lambda: [what], 0.0)
             return
         wait_no_more(self)
-        if self.follow_up is None and self.group.is_first:  # the caller may never read the future
+        if self.after_commit.catalog is None and self.group.is_first:  # the caller may never read the future
             log.error("could not save %s", what)
 
     def cancel(self) -> None:
         """Cancel the save and remove all files if the work has not begun. Otherwise wait for the thread."""
         if self.future.cancel():
             wait_no_more(self)
-            _in_background.pop(id(self), None)
             self._close(may_be_committed=False)
         elif not self.blocking:
             self.join()
@@ -509,41 +472,38 @@ class SaveTask:
         """True after the save has succeeded, failed or been cancelled."""
         return self.future.done()
 
-    def wait(self, timeout: float | None = PREVIOUS_SECONDS) -> SaveReport:
+    def wait(self, timeout: float = PREVIOUS_SECONDS) -> SaveReport:
         """Wait at most ``timeout`` seconds until the checkpoint is committed, and return the report.
 
         Raises:
-            TimeoutError: the save did not end in time.
-            SaveError: the contents could not be written.
+            SaveError: the save did not end in time, or the contents could not be written.
             OSError: no space, no permission, and the like.
         """
-        if not self.join(timeout):
-            raise TimeoutError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+        self.join(timeout)
         try:
             return self.future.result()
         except BaseException:
             wait_no_more(self)
             raise
 
-    def join(self, timeout: float | None = PREVIOUS_SECONDS) -> bool:
-        """Wait at most ``timeout`` seconds for the end of the save. Return true if the save has ended."""
-        try:
-            self.future.exception(timeout)
-        except TimeoutError:
-            return self.future.done()
-        except CancelledError:  # the caller of begin_save was interrupted
-            pass
-        return True
+    def join(self, timeout: float = PREVIOUS_SECONDS) -> None:
+        """Wait at most ``timeout`` seconds for the end of the save.
+
+        Raises:
+            SaveError: the save did not end in time.
+        """
+        if not concurrent.futures.wait([self.future], timeout).done:
+            raise SaveError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
 
 
 def _fail_in_forked_process() -> None:
     """Fail the saves that a forked process inherits: the threads for the saves run in the parent process."""
-    for pending in _in_background.values():
-        pending.future.__init__()  # a thread of the parent may have held the lock
-        pending.future.set_exception(
+    for task in _in_background.values():
+        task.future.__init__()  # a thread of the parent may have held the lock
+        task.future.set_exception(
             SaveError(
-                f"checkpoint {str(pending.path)!r}: the process that this one was forked from saves it. Wait for the "
-                "save there, or before the fork."
+                f"checkpoint {str(task.path)!r}: the process that this one was forked from saves it. Wait for the save "
+                "there, or before the fork."
             )
         )
     _in_background.clear()
@@ -578,7 +538,8 @@ def save_checkpoint(
     Returns:
         Path of the checkpoint.
     """
-    form = form_of(state)
+    form = Form(state)
+    form.check(weights_only=weights_only, ignore_keys=ignore_keys)
     folder = Path(first_name(str(Path(filename).parent), state))
     request = SaveRequest(
         state=state,

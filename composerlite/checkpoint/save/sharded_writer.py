@@ -365,7 +365,6 @@ class ShardWriter:
         committed: the record of the checkpoint, on the first rank of each disk after the commit.
     """
 
-    gathers = False
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(

@@ -30,8 +30,6 @@ from composerlite.storage import HostMemory
 from composerlite.storage.disk.memory import available_memory, copy_memory
 from composerlite.threads import start_threads
 
-__all__ = ["Snapshot", "StagingMemory", "finish_device_work", "shared_staging"]
-
 log = logging.getLogger(__name__)
 _SPARE_BYTES = 4 << 20  # room for a growing checkpoint, and for small tensors of devices
 _LITTLE_BYTES = 8 << 20  # new memory of this size costs nothing
@@ -67,15 +65,18 @@ class Snapshot:
         memory: with the copy; ``None`` after the memory was given back.
         seconds: duration of the copy on the training thread.
         stall_seconds: how long training waited, on devices too.
-        is_complete: nothing is written to ``memory`` any more.
     """
 
     def __init__(
-        self, memory: HostMemory, device_copies: Sequence[_DeviceCopy], late_tensors: Sequence[Tensor]
+        self,
+        staging: StagingMemory,
+        memory: HostMemory,
+        device_copies: Sequence[_DeviceCopy],
+        late_tensors: Sequence[Tensor],
     ) -> None:
+        self._staging = staging
         self.memory: HostMemory | None = memory
         self.seconds = self.stall_seconds = 0.0
-        self.is_complete = not device_copies
         self._device_copies = device_copies
         self._counts = [(tensor, change_count(tensor)) for tensor in late_tensors]
         self._was_changed = False
@@ -97,8 +98,18 @@ class Snapshot:
         """
         for copy in self._device_copies:
             self.stall_seconds += copy.wait()
-        self.is_complete = True
         self._device_copies = ()  # frees tensors replaced by training
+
+    def give_back(self) -> None:
+        """Give the memory back when no device writes to the memory any more. May be called twice.
+
+        Raises:
+            TimeoutError: a device does not finish. The memory stays lent.
+        """
+        if (memory := self.memory) is not None:
+            self.finish_copies()
+            self.memory = None
+            self._staging.give_back(memory)
 
     def wait(self) -> None:
         """Wait until everything is copied. For any thread.
@@ -286,17 +297,6 @@ class StagingMemory:
                 return
         self._release(memory)  # closed meanwhile
 
-    def take_back(self, snapshot: Snapshot) -> None:
-        """Take the memory of ``snapshot`` back when no device writes to the memory any more. May be called twice.
-
-        Raises:
-            TimeoutError: a device does not finish. The memory stays lent.
-        """
-        if (memory := snapshot.memory) is not None:
-            snapshot.finish_copies()
-            snapshot.memory = None
-            self.give_back(memory)
-
     def close(self) -> None:
         """Give memory back to the system; lent memory when it is given back. May be called twice, and used again."""
         with self._lock:
@@ -365,7 +365,7 @@ class StagingMemory:
                 else may change the tensors before.
 
         Returns:
-            The copy. After the file is written, :meth:`take_back` takes the memory.
+            The copy. After the file is written, :meth:`Snapshot.give_back` gives the memory back.
         """
         started = time.perf_counter()
         on_this_machine: list[tuple[int, int, int]] = []
@@ -394,7 +394,7 @@ class StagingMemory:
             raise
         late_ids = set[int]().union(*(copy.late_ids for copy in device_copies))
         late_tensors = [tensor for tensor in tensors if storage_id(tensor.untyped_storage()) in late_ids]
-        snapshot = Snapshot(memory, device_copies, late_tensors)
+        snapshot = Snapshot(self, memory, device_copies, late_tensors)
         if late_tensors:
             self._late = snapshot
             for optimizer in lazy:
