@@ -149,7 +149,7 @@ def is_packed(path: Path) -> bool:
 
 def is_packed_beginning(beginning: bytes) -> bool:
     """Check whether a file is compressed or an archive. ``beginning``: the first 512 bytes, or the whole file."""
-    return codec_of(beginning) is not None or is_tar_header(beginning)
+    return not beginning.startswith(b"PK") and (codec_of(beginning) is not None or is_tar_header(beginning))
 
 
 @contextlib.contextmanager
