@@ -40,7 +40,6 @@ __all__ = [
     "multiply_each",
     "negative_view",
     "observe_out_of_memory",
-    "rebuild_quantized_tensor",
     "rebuild_tensor",
     "record_memory_history",
     "savable_dtypes",
@@ -62,14 +61,6 @@ EXTRA_STATE: str = _module._EXTRA_STATE_KEY_SUFFIX
 # ── tensors and storages ─────────────────────────────────────────────────────────────────────────────────────────────
 rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
 """The function that a file of ``torch.save`` names for each tensor; its name is part of the format."""
-
-
-def rebuild_quantized_tensor(
-    storage: Any, offset: int, shape: Any, stride: Any, quantizer: Any, *, requires_grad: bool
-) -> Tensor:
-    """A quantized tensor in ``storage``. The public functions quantize numbers; none takes those that are."""
-    made: Any = torch._utils._rebuild_qtensor(storage, offset, shape, stride, quantizer, requires_grad, {})
-    return made
 
 
 def wrapper_tensor(kind: Any, shape: Any, *, requires_grad: bool, **how: Any) -> Any:

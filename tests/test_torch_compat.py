@@ -67,19 +67,6 @@ def test_change_count_counts_changes_in_place() -> None:
         assert compat.change_count(torch.zeros(1)) == -1
 
 
-@seen_with("rebuild_quantized_tensor", "2.11", "2.12", "2.13", "2.15")
-def test_rebuild_quantized_tensor_makes_what_was_saved() -> None:
-    """From what pickling a quantized tensor gives."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that quantized tensors will go
-        tensor = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
-        arguments = tensor.__reduce_ex__(2)[1]
-        storage, offset, shape, stride, quantizer = arguments[:5]
-        made = compat.rebuild_quantized_tensor(storage, offset, shape, stride, quantizer, requires_grad=False)
-        assert torch.equal(made.int_repr(), tensor.int_repr())
-        assert (made.q_scale(), made.q_zero_point()) == (0.5, 1)
-
-
 class Wrapper(Tensor):
     """A tensor whose numbers are elsewhere."""
 

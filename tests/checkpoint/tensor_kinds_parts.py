@@ -82,10 +82,6 @@ def kinds() -> dict[str, Tensor]:
         "csc": torch.eye(3).to_sparse_csc(),
         "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
         "bsc": torch.eye(4).to_sparse_bsc((2, 2)),
-        "quantized": torch.quantize_per_tensor(torch.tensor([0.5, 1.0, -1.0]), 0.1, 3, torch.qint8),
-        "quantized by row": torch.quantize_per_channel(
-            torch.ones(2, 2), torch.tensor([0.1, 0.2]).double(), torch.tensor([0, 1]), 0, torch.quint8
-        ),
         "complex": torch.tensor([1 + 2j, 3 - 1j]),
         "half complex": torch.tensor([1 + 2j, 3 - 1j]).to(torch.complex32),
         "bool": torch.tensor([True, False]),
@@ -114,6 +110,7 @@ def refused() -> dict[str, Tensor]:
         "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
         "mkldnn": torch.ones(3).to_mkldnn(),
+        "quantized": torch.quantize_per_tensor(torch.tensor([0.5, 1.0, -1.0]), 0.1, 3, torch.qint8),
         "never quantized": torch.empty(4, dtype=torch.quint4x2),
         "four bits": torch.empty(4, dtype=torch.uint4),
         "unknown class": Unknown(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1)),
@@ -122,12 +119,7 @@ def refused() -> dict[str, Tensor]:
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether the two are of one kind, and equal bit for bit."""
-    if (one.layout, one.dtype, one.shape, one.is_quantized) != (
-        other.layout,
-        other.dtype,
-        other.shape,
-        other.is_quantized,
-    ):
+    if (one.layout, one.dtype, one.shape) != (other.layout, other.dtype, other.shape):
         return False
     if isinstance(one, Scaled) or isinstance(other, Scaled):
         is_one = isinstance(one, Scaled) and type(one) is type(other) and isinstance(other, Scaled)
@@ -140,16 +132,6 @@ def same(one: Tensor, other: Tensor) -> bool:
             (t.crow_indices() if rows else t.ccol_indices(), t.col_indices() if rows else t.row_indices(), t.values())
             for t in (one, other)
         ]
-    elif one.is_quantized:
-        by_row = one.qscheme() is torch.per_channel_affine
-        parts = [
-            (t.int_repr(), t.q_per_channel_scales(), t.q_per_channel_zero_points())
-            if by_row
-            else (t.int_repr(), torch.tensor(t.q_scale()), torch.tensor(t.q_zero_point()))
-            for t in (one, other)
-        ]
-        if one.qscheme() is not other.qscheme():
-            return False
     else:
         parts = [(_bytes_of(t),) for t in (one, other)]
     return all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
@@ -164,14 +146,6 @@ def zeros_like(tensor: Tensor) -> Tensor:
     """One of the same kind with other numbers."""
     if isinstance(tensor, Scaled):
         return type(tensor)(torch.zeros_like(tensor.codes), torch.zeros_like(tensor.scale))
-    if tensor.is_quantized:
-        return (
-            torch.quantize_per_tensor(torch.zeros(tensor.shape), 0.7, 1, tensor.dtype)
-            if tensor.qscheme() is torch.per_tensor_affine
-            else torch.quantize_per_channel(
-                torch.zeros(tensor.shape), torch.tensor([0.7, 0.3]).double(), torch.tensor([1, 1]), 0, tensor.dtype
-            )
-        )
     if tensor.layout is torch.strided:
         return (
             torch.empty(tensor.shape, dtype=tensor.dtype).view(torch.uint8).zero_().view(tensor.dtype)

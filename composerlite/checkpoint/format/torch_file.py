@@ -329,6 +329,8 @@ class _Pickler(pickle.Pickler):
             return collections.deque, (list(obj), obj.maxlen)
         if kind is collections.defaultdict:
             return collections.defaultdict, (obj.default_factory, dict(obj))
+        if isinstance(obj, np.dtype) and obj.kind in "mMV":
+            raise SaveError(f"numbers of the numpy type {obj} cannot be saved. Keep the fields, or integers or text.")
         if self._must_load and not (isinstance(obj, _NAMED) and is_loadable(obj)):
             self.has_objects = True
         if isinstance(obj, _NAMED) and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
@@ -378,7 +380,6 @@ def _warn_if_not_loadable(thing: Any) -> None:
 
 
 # ── kinds of tensors ─────────────────────────────────────────────────────────────────────────────────────────────────
-_QUANTIZED = (torch.per_tensor_affine, torch.per_channel_affine)
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -403,34 +404,21 @@ def check_savable(tensor: Tensor) -> None:
         )
     if is_lazy(tensor):
         return
-    if kind not in (Tensor, nn.Parameter) and not tensor.is_nested:
+    if tensor.is_nested:
+        raise SaveError("a nested tensor cannot be saved. Keep its values and offsets, which are plain tensors.")
+    if kind not in (Tensor, nn.Parameter):
         if not is_loadable(kind):
             raise SaveError(
                 f"a tensor of the class {_name(kind)} would be saved, and refused when it is loaded. If it can be "
                 f"pickled, allow it where the script begins: torch.serialization.add_safe_globals([{kind.__name__}])."
             )
-        return
-    if tensor.is_nested:
-        raise SaveError("a nested tensor cannot be saved. Keep its values and offsets, which are plain tensors.")
-    if tensor.dtype not in savable_dtypes():
+    elif tensor.is_quantized or tensor.dtype not in savable_dtypes():
         raise SaveError(
-            f"a tensor of {tensor.dtype} cannot be saved: torch has no way to. Keep tensor.view(torch.uint8)."
+            f"a tensor of {tensor.dtype} cannot be saved. Keep tensor.view(torch.uint8), or of a quantized tensor "
+            "int_repr() and the scales."
         )
-    if tensor.is_quantized:
-        if (scheme := _scheme(tensor)) not in _QUANTIZED:
-            raise SaveError(
-                f"a tensor of {tensor.dtype}, quantized with {scheme}, cannot be saved: only per_tensor_affine and "
-                "per_channel_affine can. Keep its int_repr() and its scales."
-            )
     elif tensor.layout is not torch.strided and tensor.layout not in _SPARSE:
         raise SaveError(f"a tensor of the layout {tensor.layout} cannot be saved. Keep tensor.to_dense().")
-
-
-def _scheme(tensor: Tensor) -> torch.qscheme | None:
-    try:
-        return tensor.qscheme()
-    except RuntimeError:  # a type for quantized numbers, without quantization
-        return None
 
 
 def _name(kind: type) -> str:

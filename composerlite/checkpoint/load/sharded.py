@@ -180,7 +180,7 @@ def load(
 ) -> None:
     """Fill ``state``, of nested dicts, in place: tensors are filled, values are replaced. Collective.
 
-    Sparse and quantized tensors, and tensors of a class of their own, are replaced by tensors of the same kind. A value
+    Sparse tensors, and tensors of a class of their own, are replaced by tensors of the same kind. A value
     of ``None`` is replaced by any value of the checkpoint.
 
     Args:

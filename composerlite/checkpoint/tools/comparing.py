@@ -122,7 +122,6 @@ def _change(key: str, a: Tensor, b: Tensor) -> Change:
 def _numbers(tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor of any layout as a dense one-dimensional tensor."""
     tensor = tensor.detach()
-    tensor = tensor.dequantize() if tensor.is_quantized else tensor
     return (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
 
 

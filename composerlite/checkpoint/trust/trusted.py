@@ -27,7 +27,6 @@ from torch.torch_version import TorchVersion
 
 from composerlite._torch_compat import (
     negative_view,
-    rebuild_quantized_tensor,
     storage_dtypes,
     untyped_storage,
     wrapper_tensor,
@@ -49,11 +48,8 @@ _MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
 _MOST_NAME_CHARACTERS = 1000
 _MOST_DIMENSIONS = 64
 _SPARE_ITEMS = 1_000_000
-_MERSENNE = (1 << 61) - 1  # hashes of numbers are modulo this prime: larger numbers can have equal hashes
-_MOST_EQUAL_HASHES = 1000
 _BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
-_DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SUV]\d{0,9}|[mM]8)")
-_TIME_UNITS = ("generic", "Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
+_DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SU]\d{0,9})")
 
 
 class RefusedError(Exception):
@@ -141,7 +137,6 @@ class _Maker:
     """Stands for an allowed function on the stack of the unpickler."""
 
     call: Callable[..., Any]
-    is_class: bool = False
 
 
 @final
@@ -160,7 +155,6 @@ class SafeConstructor:
         self._user = {**_user_types(), **types}
         self._user_ids = {id(thing) for thing in self._user.values()}
         self._fresh_arrays: dict[int, Any] = {}
-        self._equal_hashes: collections.Counter[int] = collections.Counter()
 
     def named(self, module: str, name: str) -> Any:
         """Return the class ``module.name``, or a placeholder for the function of this name.
@@ -185,7 +179,7 @@ class SafeConstructor:
         if (own := _own_enum(full)) is not None:
             return own
         if full.startswith(_OF_COMPOSER):
-            return _Maker(functools.partial(_described, full), is_class=True)
+            return _Maker(functools.partial(_described, full))
         raise RefusedError(full, allowable=True)
 
     def make(self, kind: Any, arguments: Any) -> Any:
@@ -217,8 +211,6 @@ class SafeConstructor:
             raise ValueError(f"arguments that are {type(arguments).__name__} and {type(keywords).__name__}")
         if isinstance(kind, type) and self.is_users(kind):
             return kind.__new__(kind, *arguments, **(keywords or {}))
-        if keywords and type(kind) is _Maker and kind.is_class:
-            return self.make(kind, (*arguments, keywords))
         if keywords:
             raise ValueError("keywords for what takes none")
         return self.make(kind, arguments)
@@ -256,15 +248,10 @@ class SafeConstructor:
         return type(target) in _DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
 
     def keys(self, items: list[Any]) -> list[Any]:
-        """Return ``items``. Checks that the time for hashing and finding all items is bounded."""
+        """Return ``items``. Checks that the time for hashing an item is bounded."""
         for item in items:
-            if type(item) is str:
-                continue
-            _check_key(item, [_MOST_KEY_PARTS], 0)
-            if isinstance(item, int | float) and not -_MERSENNE < item < _MERSENNE:
-                self._equal_hashes[hash(item)] += 1
-                if self._equal_hashes[hash(item)] > _MOST_EQUAL_HASHES:
-                    raise ValueError("keys that were chosen to be slow")
+            if type(item) is not str:
+                _check_key(item, [_MOST_KEY_PARTS], 0)
         return items
 
     def charge(self, items: int) -> None:
@@ -392,29 +379,10 @@ def _restore(target: Any, state: Any) -> None:
 
 
 def _built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
-    """Return ``dtype`` with the ``state`` in the form of numpy."""
-    _, order, inner, names, fields, size, _, flags, *metadata = state
-    if inner is not None:
-        base, shape = inner
-        _check_numbers(base, b"", 0)
-        _check_counts(shape)
-        return np.dtype((base, shape))
-    if names is not None:
-        if type(size) is not int or not 0 <= size < 1 << 31 or len(names) > 1000:
-            raise ValueError("a dtype of many bytes")
-        formats, offsets = [fields[name][0] for name in names], [fields[name][1] for name in names]
-        for part in formats:
-            _check_numbers(part, b"", 0)
-        layout = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": size}
-        return np.dtype(cast("Any", layout), align=bool(flags & 0x80))
-    if dtype.kind in "mM" and metadata:
-        unit, count, divisor, _ = metadata[0][1]
-        unit = unit.decode() if type(unit) is bytes else unit
-        if unit not in _TIME_UNITS or divisor != 1:
-            raise ValueError(f"a time in {short(unit)}")
-        dtype = dtype if unit == "generic" else np.dtype(f"{dtype.kind}8[{int(count)}{unit}]")
-    if order not in ("<", ">", "|", "="):
-        raise ValueError(f"the byte order {short(order)}")
+    """Return ``dtype`` with the ``state`` in the form of numpy. Only the byte order is taken."""
+    order, inner, names = state[1:4]
+    if dtype.kind in "mMV" or inner is not None or names is not None or order not in ("<", ">", "|", "="):
+        raise RefusedError(f"numpy.dtype({dtype})", allowable=False)
     return dtype.newbyteorder(order) if order in "<>" else dtype
 
 
@@ -497,15 +465,6 @@ def _tensor_v3(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stri
         elif name == "neg" and value is True:
             made = negative_view(made)
     return made
-
-
-def _quantized(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """Return a quantized tensor. ``rest``: quantizer, requires_grad, hooks."""
-    quantizer, requires_grad, _ = rest
-    _check_extent(storage, storage.dtype.itemsize, offset, shape, stride)
-    own.charge(math.prod(shape))
-    own.read_now()
-    return rebuild_quantized_tensor(storage, offset, shape, stride, quantizer, requires_grad=requires_grad)
 
 
 def _sparse(own: SafeConstructor, layout: Any, data: Any) -> Tensor:
@@ -602,13 +561,10 @@ _NAMED: dict[str, Any] = {
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_CLASSES, *_MAKERS)},
     "builtins.long": int,  # the names of protocol 2
     "builtins.unicode": str,
-    "torch.Size": torch.Size,
-    "torch.device": torch.device,
     "torch.nn.parameter.Parameter": nn.Parameter,
     "torch.Tensor": Tensor,
     "torch._tensor.Tensor": Tensor,
     "numpy.ndarray": np.ndarray,
-    "numpy.dtype": np.dtype,
     # Python 3.13 calls the module pathlib._local. Every version of Python reads the files of all versions.
     **{f"{module}.{kind.__name__}": kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
 }
@@ -622,7 +578,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_parameter": _parameter,
