@@ -46,14 +46,10 @@ def check_key_map(key_map: Any) -> KeyMap | None:
     pairs = cast("Mapping[Any, Any]", key_map).items() if isinstance(key_map, Mapping) else None
     if not pairs or not all(isinstance(text, str) and text for pair in pairs for text in pair):
         raise ConfigError(f"load_key_map={key_map!r}: expected a dict such as {{'model': 'net.*', 'batch': 'step'}}.")
-    for ours, _ in pairs:
-        part = ours.partition(".")[0]
-        if part not in PARTS or (part != ours and part != "model"):
-            raise ConfigError(
-                f"load_key_map={key_map!r}: {ours!r} is no part of a run.{did_you_mean(part, PARTS)} Want 'model', "
-                "'model.<name>' or 'model.<names>.*' for some of its weights, 'optimizer', 'scheduler', 'epoch' or "
-                "'batch'."
-            )
+    for part, _ in pairs:
+        if part not in PARTS:
+            hint = did_you_mean(part, PARTS)
+            raise ConfigError(f"load_key_map={key_map!r}: {part!r} is no part of a run.{hint} Want {', '.join(PARTS)}.")
     return dict(pairs)
 
 
@@ -61,28 +57,17 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
     """Return the parts of a run by name, each from its key of ``key_map`` in ``contents``.
 
     Raises:
-        ConfigError: a key is missing, holds no weight for a model, or holds a weight of another key.
+        ConfigError: a key is missing, or holds no weight for a model.
     """
     found: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for ours, theirs in key_map.items():
+    for part, theirs in key_map.items():
         value = _found_at(contents, theirs)
         if value is _NOTHING:
             have = sorted({".".join(map(str, path[:2])) for path in itertools.islice(_paths(contents), 1000)})
             raise ConfigError(f"load_key_map: {source} has nothing at {theirs!r}.{did_you_mean(theirs, have)}")
-        part, _, inner = ours.partition(".")
-        if part != "model":
-            found[part] = value
-            continue
-        prefix = inner.removesuffix("*")
-        weights = {prefix + name: weight for name, weight in flat_weights(value, source).items()}
-        if not weights:
-            raise ConfigError(f"load_key_map: {source}: {theirs!r} holds no weight for {ours!r}.")
-        for name in weights:
-            if name in origin:
-                raise ConfigError(f"load_key_map: {source}: {theirs!r} has {name!r}, which {origin[name]!r} has too.")
-            origin[name] = theirs
-        found["model"] = {**found.get("model", {}), **weights}
+        found[part] = flat_weights(value, source) if part == "model" else value
+        if part == "model" and not found[part]:
+            raise ConfigError(f"load_key_map: {source}: {theirs!r} holds no weight.")
     return found
 
 

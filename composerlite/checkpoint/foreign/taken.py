@@ -170,52 +170,51 @@ def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str)
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: the optimizer is of another kind, or has other groups.
+        IncompatibleCheckpointError: the optimizer is of another kind, or has other groups, or is damaged.
     """
-    way_out = "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+    try:
+        return _by_names(saved, live, rename, source)
+    except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise IncompatibleCheckpointError(
+            f"{source}: its optimizer cannot be taken over: {e if type(e) is ValueError else repr(e)}. "
+            "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+        ) from e
 
-    def refused(why: str) -> IncompatibleCheckpointError:
-        return IncompatibleCheckpointError(f"{source}: its optimizer cannot be taken over: {why}. {way_out}")
 
-    if not isinstance(saved, Mapping):
-        raise refused(f"it is {type(saved).__name__}")
-    state = cast("Mapping[Any, Any]", saved)
+def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
+    """Return the result of :func:`optimizer_by_names`. Errors of other types have the same reasons."""
     if "param_groups" not in state:
         back = Rename(rename.add, rename.strip)
         state = unflattened(state, [[back.of(name) for name in group["params"]] for group in live["param_groups"]])
-    groups, values = state.get("param_groups"), state.get("state", {})  # none before the first step
-    if not isinstance(groups, list) or not isinstance(values, Mapping):
-        raise refused("it has no 'state' and no 'param_groups'")
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):  # pyright: ignore
-        raise refused("a group of it has no parameters")
-    if odd := [name for group in groups for name in group["params"] if not isinstance(name, str | int)]:  # pyright: ignore
-        raise refused(f"{odd[0]!r} is no name and no number of a parameter")
-    if odd := [key for group in cast("list[dict[Any, Any]]", groups) for key in group if not isinstance(key, str)]:
-        raise refused(f"a setting of it is called {odd[0]!r}, which is no name")
-    its, own = cast("list[StateDict]", groups), cast("list[StateDict]", live["param_groups"])
+    its: list[StateDict] = state["param_groups"]
+    own: list[StateDict] = live["param_groups"]
+    if not isinstance(its, list):  # pyright: ignore[reportUnnecessaryIsInstance] - from a file
+        raise ValueError("it has no 'param_groups'")
+    if odd := [key for group in its for key in group if not isinstance(key, str)]:  # pyright: ignore
+        raise ValueError(f"{odd[0]!r} is no name of a setting")
+    if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
+        raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
     numbered = any(not isinstance(name, str) for group in its for name in group["params"])
     named = _named(its, own, rename, source) if numbered else None
     if numbered and named is None:
         have, want = ([len(group["params"]) for group in each] for each in (its, own))
         if have != want:
-            raise refused(f"its groups have {have} parameters, and those of this run {want}")
+            raise ValueError(f"its groups have {have} parameters, and those of this run {want}")
     new_name: dict[Any, str] = {}
     made: list[StateDict] = []
     for number, group in enumerate(its):
         here = own[number] if number < len(own) else {}
         lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
         if lacks:
-            raise refused(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
+            raise ValueError(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
         if named is not None:
             names = named[number]
         else:
             names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
         new_name |= dict(zip(group["params"], names, strict=True))
         made.append({**here, **{key: value for key, value in group.items() if key != "param_names"}, "params": names})
-    try:
-        return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
-    except KeyError as e:
-        raise refused(f"it has state of parameter {e}, which is in no group") from e
+    values: StateDict = state.get("state", {})  # none before the first step
+    return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
 
 
 def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]] | None:
@@ -223,12 +222,10 @@ def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, s
 
     ``None``: the optimizer has no ``param_names``, or no name is the run's: then the order of parameters counts.
     """
-    named: list[list[str]] = []
-    for group in its:
-        names: Any = group.get("param_names")
-        if not isinstance(names, list) or len(names) != len(group["params"]):  # pyright: ignore[reportUnknownArgumentType]
-            return None
-        named.append([str(name).replace("_orig_mod.", "") for name in cast("list[Any]", names)])
+    saved: list[Any] = [group.get("param_names") for group in its]
+    if any(names is None or len(names) != len(group["params"]) for names, group in zip(saved, its, strict=True)):
+        return None
+    named = [[str(name).replace("_orig_mod.", "") for name in names] for names in saved]
     every = [name for names in named for name in names]
     live = {name for group in own for name in group["params"]}
     for change in (rename, common_rename(every, live, all_must=True)):
