@@ -1,10 +1,10 @@
 """The archives of a checkpoint of DeepSpeed, an archive for each rank, read in place, without extraction.
 
-Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files that DeepSpeed writes on its
-rank, unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
+Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files of DeepSpeed for the rank,
+unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
 
-The restricted reader loads the pickles. Beside the types of every checkpoint the pickles hold a few classes of
-DeepSpeed: placeholders, or DeepSpeed's own classes where DeepSpeed is installed.
+The restricted reader loads the pickles. Pickles may hold a few classes of DeepSpeed: the reader makes placeholders, or
+objects of DeepSpeed's own classes where DeepSpeed is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import final
 
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
-from composerlite.checkpoint.format.byte_sources import ByteSource, Window
+from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import TorchFile
@@ -53,39 +53,24 @@ _HEAD_BYTES = 512
 
 
 @final
+@dataclass(frozen=True)
 class RankFiles:
     """The files in the archive of a rank.
 
     Attributes:
-        names: of DeepSpeed's files in the archive.
-        path: of the archive, for messages.
+        path: path of the archive, for messages.
         check_sums: compare the files with their own checksums, since there is no record.
-
-    Args:
-        source: the bytes of the archive, uncompressed.
-        size_bytes: of the archive, uncompressed.
-        path: see above.
-        check_sums: see above.
-
-    Raises:
-        CorruptCheckpointError: the archive is damaged, or holds links or devices.
-        IncompatibleCheckpointError: the file is no archive of DeepSpeed.
+        files: DeepSpeed's files, and ``composer_states.pt``, by name.
     """
 
-    def __init__(self, source: ByteSource, size_bytes: int, path: Path, *, check_sums: bool) -> None:
-        self.path = path
-        self.check_sums = check_sums
-        lack = "it is no archive"
-        if size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
-            lack = f"it has no {DEEPSPEED!r} in it"
-            members = members_of(source, size_bytes)
-            self._files = {match[1]: members[name] for name in members if (match := _FILE.fullmatch(name)) is not None}
-            self.names = sorted(self._files)
-            if STATES in members:
-                self._files[STATES] = members[STATES]
-            if self.names:
-                return
-        raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
+    path: Path
+    check_sums: bool
+    files: Mapping[str, Window]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of DeepSpeed's files."""
+        return sorted(set(self.files) - {STATES})
 
     def member(self, name: str) -> Window:
         """Return one of DeepSpeed's files, or ``composer_states.pt``.
@@ -93,9 +78,9 @@ class RankFiles:
         Raises:
             CorruptCheckpointError: there is no such file.
         """
-        if name not in self._files:
+        if name not in self.files:
             raise CorruptCheckpointError(f"it has no {name!r} in it")
-        return self._files[name]
+        return self.files[name]
 
     def the_file(self, end: str) -> str:
         """Return the name of the one file of DeepSpeed that ends with ``end``.
@@ -123,8 +108,8 @@ class RankFiles:
 
         Args:
             name: of the file.
-            types: the classes that may be in the file; ``None``: placeholders for the classes of DeepSpeed.
-            trust: load any type, **running whatever code the file holds**.
+            types: allowed classes; ``None``: placeholders for the classes of DeepSpeed.
+            trust: load any type, **running any code in the file**.
             prune: selects the parts of the contents to read.
 
         Raises:
@@ -132,9 +117,7 @@ class RankFiles:
         """
         member, types = self.member(name), stand_ins() if types is None else types
         try:
-            file = TorchFile(
-                member, member.size_bytes, peek=member.read, trust=trust, check_sums=self.check_sums, types=types
-            )
+            file = TorchFile(member, member.size_bytes, trust=trust, check_sums=self.check_sums, types=types)
             file.contents = file.contents if prune is None else prune(file.contents)
             file.read()
         except CorruptCheckpointError as e:
@@ -147,25 +130,33 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
     """Open the archive ``path``, compressed or not.
 
     Args:
-        path: of the archive.
-        digest: of the archive, from the record; ``None``: checksums in its files verify them.
-        unpacked_bytes: size up to which the archive may be decompressed, whatever the ratio.
+        path: path of the archive.
+        digest: digest of the archive in the record; ``None``: the checksums in the files verify the files.
+        unpacked_bytes: an archive of up to this size is decompressed, whatever the ratio.
 
     Raises:
-        CorruptCheckpointError: the bytes differ from the saved bytes.
+        CorruptCheckpointError: the bytes differ from the saved bytes, or the archive holds links or devices.
         IncompatibleCheckpointError: the file is no archive of DeepSpeed.
-        OSError: the file is missing or cannot be read, or there is no space to decompress it.
+        OSError: the file is missing or cannot be read, or there is no space to decompress the file.
     """
-    with path.open("rb") as file:
-        is_compressed = codec_of(file.read(_HEAD_BYTES)) is not None
-    if not is_compressed:
-        with ParallelReader(path, digest) as reader:
-            yield RankFiles(reader, reader.size_bytes, path, check_sums=digest is None)
-        return
-    if digest is not None:
-        verify_file(path, digest)
-    with unpacked(path, keep_archive=True, most_bytes=unpacked_bytes) as archive:
-        yield RankFiles(archive, archive.size_bytes, path, check_sums=digest is None)
+    with contextlib.ExitStack() as stack:
+        with path.open("rb") as file:
+            is_compressed = codec_of(file.read(_HEAD_BYTES)) is not None
+        if not is_compressed:
+            source = stack.enter_context(ParallelReader(path, digest))
+        else:
+            if digest is not None:
+                verify_file(path, digest)
+            source = stack.enter_context(unpacked(path, keep_archive=True, most_bytes=unpacked_bytes))
+        found: dict[str, Window] = {}
+        if source.size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
+            found = members_of(source, source.size_bytes)
+        files = {match[1]: member for name, member in found.items() if (match := _FILE.fullmatch(name)) is not None}
+        if not files:
+            lack = f"it has no {DEEPSPEED!r} in it" if found else "it is no archive"
+            raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
+        files |= {STATES: found[STATES]} if STATES in found else {}
+        yield RankFiles(path, digest is None, files)
 
 
 def holds_deepspeed(path: Path) -> bool:

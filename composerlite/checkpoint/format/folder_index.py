@@ -175,7 +175,7 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
     """Return the tensors of a state dict that torch has saved, read by the restricted unpickler."""
     source = _Bytes(file, read)
     try:
-        opened = TorchFile(source, size_bytes, peek=source.read, map_location="meta", check_sums=True)
+        opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
     except RefusedError as e:
         raise UntrustedCheckpointError(
             f"{file!r} holds {e.name}, which is not known to be safe to load: a folder of weights is tensors by name."

@@ -66,7 +66,7 @@ class TorchFile:
     Args:
         source: bytes of the file.
         size_bytes: size of the file.
-        peek: reads bytes without verification. The bytes are verified when the tensors are read.
+        peek: reads bytes without verification. The bytes are verified when the tensors are read. Default: ``source``.
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
         check_sums: compare the CRC-32 of each record with the directory; for files without other digests.
@@ -83,7 +83,7 @@ class TorchFile:
         source: ByteSource,
         size_bytes: int,
         *,
-        peek: Callable[[int, int], bytes],
+        peek: Callable[[int, int], bytes] | None = None,
         map_location: MapLocation = "cpu",
         trust: bool = False,
         check_sums: bool = False,
@@ -91,6 +91,7 @@ class TorchFile:
         comment_bytes: int = 0,
     ) -> None:
         self._source = source
+        peek = peek or source.read
         self.ring = shared_ring
         try:
             listed = entries(size_bytes, source.read, peek, comment_bytes=comment_bytes)
@@ -295,7 +296,6 @@ def item_contents(data: bytes | bytearray) -> Any:
         CorruptCheckpointError: the item is no torch file, or is damaged according to its checksums.
         RefusedError: the item names a class or function outside of the allowed list.
     """
-    source = UnverifiedFile(io.BytesIO(data))
-    file = TorchFile(source, len(data), peek=source.read, check_sums=True)
+    file = TorchFile(UnverifiedFile(io.BytesIO(data)), len(data), check_sums=True)
     file.read()
     return file.contents

@@ -103,14 +103,8 @@ def _contents(place: Place, path: str, *, trust: bool) -> StateDict:
     if here is not None:
         validate(here)
     with readable(Path(uri) if here is None else here), place.opened(path, None, threads=1) as source:
-        file = TorchFile(
-            source,
-            place.size(path),
-            peek=source.read,
-            trust=trust,
-            check_sums=True,
-            types=None if trust else stand_ins(),
-        )
+        types = None if trust else stand_ins()
+        file = TorchFile(source, place.size(path), trust=trust, check_sums=True, types=types)
         file.read()
     if not isinstance(file.contents, dict):
         raise CorruptCheckpointError(f"checkpoint {uri!r} holds {type(file.contents).__name__} and no dict.")
