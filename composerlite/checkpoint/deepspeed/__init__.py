@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed: one archive per rank, read in place, loaded into a run, or merged to a file of weights."""
+"""Checkpoints of DeepSpeed: an archive for each rank, read in place, loaded into a run, or merged to a file."""

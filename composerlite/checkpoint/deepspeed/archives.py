@@ -132,7 +132,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
     Args:
         path: path of the archive.
         digest: digest of the archive in the record; ``None``: the checksums in the files verify the files.
-        unpacked_bytes: an archive of up to this size is decompressed, whatever the ratio.
+        unpacked_bytes: an archive of up to this size is decompressed at any ratio.
 
     Raises:
         CorruptCheckpointError: the bytes differ from the saved bytes, or the archive holds links or devices.
@@ -225,7 +225,7 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
         IncompatibleCheckpointError: the checkpoint was saved without DeepSpeed.
-        ConfigError: ``template`` names one file without a record, so the names of the other ranks are unknown.
+        ConfigError: ``template`` names a file without a record, so the names of the other ranks are unknown.
     """
     first = format_name_with_dist(template, run_name, **FIRST_RANK)
     with engine_folder(first, object_store) as found:

@@ -1,7 +1,7 @@
 """Loading a checkpoint into a run that DeepSpeed trains.
 
-Each rank reads its own archive, and rank 0 the files for all ranks. If another number of ranks saved the checkpoint,
-DeepSpeed converts the files. For weights alone, rank 0 merges the weights and sends the result to the others.
+Each rank reads the archive of the rank, and rank 0 the files for all ranks. If another number of ranks saved the
+checkpoint, DeepSpeed converts the files. For weights alone, rank 0 merges and sends the weights.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def load_archives(
         template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
         plan: parts of the state to restore.
         object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
-        trust: load any type, **running whatever code the files hold**.
+        trust: load any type, **running any code in the files**.
 
     Raises:
         ConfigError: ``load_ignore_keys`` excludes a part of DeepSpeed's files.
@@ -171,7 +171,7 @@ class _Load:
     def from_other_ranks(self, archives: Archives) -> StateDict:
         """Load model and optimizer that another number of ranks saved, and return the rest of the state to restore.
 
-        The first rank of each node converts the files for the ranks of its node.
+        The first rank of each node converts the files for all ranks of the node.
         """
         is_first = dist.get_local_rank() == 0
         every: list[RankFiles] = []

@@ -64,7 +64,7 @@ def unshard_zero(
     Args:
         path: path or URI of the archive of rank 0, or of a link to that archive; archives without a record, as
             Composer saves them, need ``{rank}`` in the name.
-        target: the file. With the suffix ``.safetensors`` it is one of safetensors, otherwise of torch.
+        target: the file. The suffix ``.safetensors`` means safetensors, any other suffix torch.
         save_overwrite: replace a file of that name.
         quiet: do not log the name of the file.
 

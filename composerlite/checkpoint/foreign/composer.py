@@ -1,4 +1,4 @@
-"""Checkpoints of Composer: averages of weights in our form, and our checkpoints in a form that Composer loads."""
+"""Checkpoints of Composer: averages of weights in our form, and our checkpoints in a form for Composer."""
 
 from __future__ import annotations
 

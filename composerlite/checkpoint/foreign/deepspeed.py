@@ -1,6 +1,6 @@
-"""Checkpoints of DeepSpeed: merging the parts of its ranks, and selecting the parts that a run continues from.
+"""Checkpoints of DeepSpeed: merging the parts of all ranks, and selecting the parts for a run.
 
-In stages 1 and 2 each rank has a consecutive piece of one vector per group of parameters; in stage 3 each rank has a
+In stages 1 and 2 each rank has a consecutive piece of a vector per group of parameters; in stage 3 each rank has a
 piece of every parameter. The files of model states say where parameters are in the vectors: see ``zero_to_fp32.py`` of
 DeepSpeed. The state of the optimizer is divided like the weights.
 """
@@ -45,7 +45,7 @@ _SETTINGS = {
     *MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     "skipped_steps", "global_samples", "sparse_tensor_module_names",
 }  # fmt: skip
-"""Keys that a run elsewhere does not need; all other keys are logged as not taken over."""
+"""Keys without a use in a run elsewhere; all other keys are logged as not taken over."""
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
@@ -83,6 +83,16 @@ class Piece(NamedTuple):
         return self.state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
 
+@contextlib.contextmanager
+def _fitting() -> Generator[None]:
+    """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
+        raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
+
+
+@_fitting()
 def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     """Return the state dict of the model: parameters in fp32, buffers as they were saved.
 
@@ -92,8 +102,22 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     Raises:
         CorruptCheckpointError: the pieces do not fit together.
     """
-    with _fitting():
-        return _merged(pieces)
+    first = pieces[0]
+    shapes: _Shapes = first.model["param_shapes"]
+    trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
+    shared: dict[str, str] = dict(first.model.get("shared_params") or {})
+    buffers = set(first.model["buffer_names"])
+    merged: dict[str, Tensor] = {}
+    for name, saved in first.model["module"].items():
+        if name in buffers:
+            merged[name] = saved
+        elif name in trained or shared.get(name) in trained:
+            merged[name] = trained[name if name in trained else shared[name]]
+        elif first.stage < 3:
+            merged[name] = saved.float()
+        else:
+            raise ValueError(f"no rank has {name!r}")
+    return merged
 
 
 def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
@@ -104,6 +128,7 @@ def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in merged_weights(pieces).items() if name not in trained}
 
 
+@_fitting()
 def merged_contents(pieces: Sequence[Piece]) -> StateDict:
     """Return the model states of the first rank, with whole weights and the whole state of the optimizer.
 
@@ -117,37 +142,7 @@ def merged_contents(pieces: Sequence[Piece]) -> StateDict:
     made = {key: value for key, value in first.model.items() if key not in MODEL_KEYS}
     if "optimizer_state_dict" not in first.optimizer:  # stage 0: each rank has all weights
         return {**made, "module": first.model.get("module")}
-    with _fitting():
-        return {**made, "module": _merged(pieces), "optimizer": _merged_optimizer(pieces)}
-
-
-@contextlib.contextmanager
-def _fitting() -> Generator[None]:
-    """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
-        raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
-
-
-def _merged(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    first = pieces[0]
-    shapes: _Shapes = first.model["param_shapes"]
-    trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
-    shared: Any = first.model.get("shared_params") or {}
-    shared = dict(shared)
-    buffers = set(first.model["buffer_names"])
-    merged: dict[str, Tensor] = {}
-    for name, saved in first.model["module"].items():
-        if name in buffers:
-            merged[name] = saved
-        elif name in trained or shared.get(name) in trained:
-            merged[name] = trained[name if name in trained else shared[name]]
-        elif first.stage < 3:
-            merged[name] = saved.float()
-        else:
-            raise ValueError(f"no rank has {name!r}")
-    return merged
+    return {**made, "module": merged_weights(pieces), "optimizer": _merged_optimizer(pieces)}
 
 
 def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
@@ -216,14 +211,8 @@ def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
         else:
             alone[key] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
     names = [list(group) for group in shapes]
-    state = {
-        name: {
-            **copy.deepcopy(alone),
-            **{key: tensors[name] for key, tensors in whole.items()},
-        }  # each counts its steps
-        for group in names
-        for name in group
-    }
+    parts = {name: {key: tensors[name] for key, tensors in whole.items()} for group in names for name in group}
+    state = {name: {**copy.deepcopy(alone), **part} for name, part in parts.items()}  # each parameter counts steps
     groups = [
         {**group, "params": [name for number in group["params"] for name in names[number]]}
         for group in first.inner["param_groups"]
@@ -240,7 +229,7 @@ def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
     """Take weights, optimizer, scheduler and step.
 
     Raises:
-        IncompatibleCheckpointError: ``contents`` are one file of several.
+        IncompatibleCheckpointError: ``contents`` are a single file of a checkpoint.
     """
     if contents.get("param_shapes"):
         raise IncompatibleCheckpointError(

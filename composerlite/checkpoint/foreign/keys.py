@@ -1,4 +1,4 @@
-"""Keys in checkpoints of other systems: where a part is, and the names of its weights in a run."""
+"""Keys in checkpoints of other systems: places of parts, and the names of weights in a run."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def flat_weights(node: Any, source: str) -> StateDict:
     Other values are left out with a warning.
 
     Args:
-        node: the dicts, or one weight with the empty name.
+        node: the dicts, or a single weight with the empty name.
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: two weights have one name.
+        IncompatibleCheckpointError: two weights have the same name.
     """
     found: StateDict = {}
     left: list[str] = []
@@ -174,7 +174,7 @@ def renamed(weights: Mapping[str, Any], rename: Rename) -> StateDict:
     """Return ``weights`` under their new names, for the option ``--rename``.
 
     Raises:
-        ConfigError: two weights would have one name, or no name has the old prefix.
+        ConfigError: two weights would have the same name, or no name has the old prefix.
     """
     asked = f"--rename {rename.strip}={rename.add}"
     if rename.strip and not any(name.startswith(rename.strip) for name in weights):

@@ -1,4 +1,4 @@
-"""Files of Lightning: a ``.ckpt`` of ``torch.save`` with the contents that Lightning documents."""
+"""Files of Lightning: a ``.ckpt`` of ``torch.save`` with contents documented by Lightning."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def _progress(contents: StateDict) -> Counts | None:
         done, in_all = batches["current"]["processed"], batches["total"]["processed"]
         if not done or batches["is_last_batch"]:
             return progress._replace(epoch=progress.epoch + bool(done), batch_in_epoch=0)
-        return progress._replace(batch_in_epoch=done * progress.batch // in_all)  # several may have made one step
+        return progress._replace(batch_in_epoch=done * progress.batch // in_all)  # several batches may make a step
     except (KeyError, TypeError, ArithmeticError):
         return progress

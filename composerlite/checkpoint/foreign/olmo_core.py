@@ -1,4 +1,4 @@
-"""Steps of OLMo-core: ``model_and_optim``, with the train state of each rank beside it."""
+"""Steps of OLMo-core: ``model_and_optim``, beside the train state of each rank."""
 
 from __future__ import annotations
 

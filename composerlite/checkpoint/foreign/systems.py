@@ -47,7 +47,7 @@ class System(NamedTuple):
     Attributes:
         name: for messages.
         is_one: returns true for contents of this system; tensors need not have been read.
-        take: selects the parts that a run continues from. Arguments: the contents, and the checkpoint for messages.
+        take: selects the parts for a run. Arguments: the contents, and the checkpoint for messages.
     """
 
     name: str

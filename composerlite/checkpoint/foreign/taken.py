@@ -65,7 +65,7 @@ class Taken:
         optimizer: state of ``torch.optim.Optimizer``, or a state by names of parameters, nested or flat.
         scheduler: state of a scheduler.
         progress: counts of training; ``None``: unknown, and the run starts at zero.
-        rng: states of random generators, one for each rank.
+        rng: states of random generators, an entry for each rank.
         left: keys that are not taken over.
     """
 
