@@ -88,6 +88,8 @@ def _fitting() -> Generator[None]:
     """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
     try:
         yield
+    except CorruptCheckpointError:
+        raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
         raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
 

@@ -5,11 +5,13 @@ A folder with weights gets the index of a sharded directory with the same tensor
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pickle
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -116,7 +118,7 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     (length,) = struct.unpack("<Q", read(file, 0, 8)) if size_bytes >= 8 else (size_bytes,)
     if length > min(MOST_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
-    entries = json.loads(read(file, 8, length).decode(), object_pairs_hook=_each_once)
+    entries = json.loads(read(file, 8, length).decode())
     if not isinstance(entries, dict):
         raise ValueError("its header is no dict")
     header = cast("dict[str, Any]", entries)
@@ -148,32 +150,9 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     return found
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-@final
-class _Bytes(NamedTuple):
-    """A file of the folder, for the reader of torch files. No tensors are read here."""
-
-    name: str
-    read_of: Read
-
-    def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes."""
-        return self.read_of(self.name, offset, size)
-
-    def read_into(self, targets: object, progress: object = None) -> None:
-        """Fail: no tensor is read for an index."""
-        raise AssertionError("no tensor is read for an index")
-
-
 def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     """Return the tensors of a state dict that torch has saved, read by the restricted unpickler."""
-    source = _Bytes(file, read)
+    source: Any = SimpleNamespace(read=functools.partial(read, file))  # no tensor is read here
     try:
         opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
     except RefusedError as e:

@@ -15,7 +15,7 @@ import pickle
 import sys
 import types
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -68,7 +68,6 @@ class TorchImage:
 
     Args:
         contents: a dict of tensors and plain values.
-        known: classes allowed by the reader. The log reports other classes.
         must_load: refuse contents that need ``trust_checkpoint`` to load.
 
     Attributes:
@@ -82,8 +81,8 @@ class TorchImage:
         Exception: errors of pickle.
     """
 
-    def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
-        pickled = Pickled(contents, known, must_load=must_load)
+    def __init__(self, contents: StateDict, *, must_load: bool = False) -> None:
+        pickled = Pickled(contents, must_load=must_load)
         self._index = pickled.index
         self._storages: list[torch.UntypedStorage] | None = pickled.storages
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
@@ -243,7 +242,6 @@ class Pickled:
 
     Args:
         contents: a dict of tensors and plain values.
-        known: classes allowed by the reader. The log reports other classes.
         must_load: refuse contents that need ``trust_checkpoint`` to load.
 
     Attributes:
@@ -256,9 +254,9 @@ class Pickled:
         Exception: errors of pickle.
     """
 
-    def __init__(self, contents: StateDict, known: Collection[str] = (), *, must_load: bool = False) -> None:
+    def __init__(self, contents: StateDict, *, must_load: bool = False) -> None:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, known, must_load=must_load)
+        pickler = _Pickler(buffer, must_load=must_load)
         pickler.dump(contents)
         self.data = buffer.getvalue()
         self.storages = pickler.storages
@@ -299,9 +297,9 @@ class _Pickler(pickle.Pickler):
         has_objects: the contents have objects besides tensors, plain values and containers. Set only if ``must_load``.
     """
 
-    def __init__(self, file: io.BytesIO, known: Collection[str], *, must_load: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, *, must_load: bool) -> None:
         super().__init__(file, _PROTOCOL)
-        self._known, self._must_load = known, must_load
+        self._must_load = must_load
         self.storages: list[torch.UntypedStorage] = []
         self.index: dict[int, int] = {}
         self.has_objects = False
@@ -333,10 +331,10 @@ class _Pickler(pickle.Pickler):
             raise SaveError(f"numbers of the numpy type {obj} cannot be saved. Keep the fields, or integers or text.")
         if self._must_load and not (isinstance(obj, _NAMED) and is_loadable(obj)):
             self.has_objects = True
-        if isinstance(obj, _NAMED) and f"{obj.__module__}.{obj.__qualname__}" not in self._known:
+        if isinstance(obj, _NAMED):
             if not self._must_load:
                 _warn_if_not_loadable(obj)
-        elif isinstance(obj, Tensor) and f"{kind.__module__}.{kind.__qualname__}" not in self._known:
+        elif isinstance(obj, Tensor):
             check_savable(obj)
         return NotImplemented
 
@@ -369,7 +367,7 @@ class _Pickler(pickle.Pickler):
 @functools.cache
 def _warn_if_not_loadable(thing: Any) -> None:
     """Warn at the save, once per class, that a load will refuse the class."""
-    if not is_loadable(thing):
+    if not is_loadable(thing) and not str(thing.__module__).startswith("deepspeed."):  # the reader has placeholders
         log.warning(
             "the checkpoint holds %s.%s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
             "trust_checkpoint=True",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, without
-from composerlite.checkpoint.format.archive import DEEPSPEED, DEEPSPEED_TYPES, STATES, tar_bytes
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, tar_bytes
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
@@ -565,7 +565,7 @@ def _archive_writer(request: SaveRequest, record: Manifest, name: str) -> RankWr
     assert engine is not None, "the engine exists before the first save"
     images = {STATES: TorchImage(request.gathered_of_all_ranks())}
     for file, contents in engine.saved().items():
-        image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents, DEEPSPEED_TYPES)
+        image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents)
         image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
     return FileWriter(images, request.catalog, name=name, template=name, overwrite=request.overwrite, record=record)
 
