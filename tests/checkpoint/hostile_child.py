@@ -179,6 +179,7 @@ def started(whole: Path) -> Watch:
     logging.disable(logging.CRITICAL)
     for found in pkgutil.walk_packages(composerlite.checkpoint.__path__, "composerlite.checkpoint."):
         importlib.import_module(found.name)  # those for other systems, too
+    "".encode("cp437")  # zipfile decodes names so
     read_checkpoint(whole)
     load_checkpoint(whole, new_state(callbacks=[Remember()]), progress_bar=False)
     for bad in (b"", b"PK"):

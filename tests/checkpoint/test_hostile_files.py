@@ -321,8 +321,6 @@ ARCHIVES = {
     "a directory elsewhere": put("<I", "end", 16, 7),
     "a directory beyond the end": put("<I", "end", 16, 0x7FFFFFFF),
     "a directory larger than the file": put("<I", "end", 12, 0x7FFFFFFF),
-    "more records than there are": put("<H", "end", 10, 0xFFFE),
-    "no records": put("<H", "end", 10, 0),
     "a record elsewhere": put("<I", "entry", 42, 99),
     "a record beyond the end": put("<I", "entry", 42, 0x7FFFFFFF),
     "a record larger than the file": put("<Q", "entry", 20, 0x7FFFFFFF_7FFFFFFF),
@@ -346,14 +344,14 @@ def test_an_archive_that_lies_about_itself_is_refused(
         read_checkpoint(patched(tmp_path, change))
 
 
-def test_a_million_records_that_are_not_there(tmp_path: Path) -> None:
-    """A count in a wide directory costs nothing until the records are there."""
+def test_a_wide_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A size in a wide directory costs nothing until the bytes are there."""
     path = archive(tmp_path, holding(tensor()), FOUR)
     data = path.read_bytes()
     end = data.index(b"PK\5\6")
     _, _, _, _, count, size, start, _ = struct.unpack("<4s4H2IH", data[end:])
-    for claimed, wide_size, wide_start in ((1 << 60, size, start), (count, 1 << 62, start), (count, size, 1 << 62)):
-        wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, claimed, claimed, wide_size, wide_start)
+    for wide_size, wide_start in ((1 << 62, start), (size, 1 << 62)):
+        wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, wide_size, wide_start)
         path.write_bytes(data[:end] + wide + struct.pack("<4sIQI", b"PK\6\7", 0, end, 1) + data[end:])
         with pytest.raises(CorruptCheckpointError):
             read_checkpoint(path)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast, final
 
-from composerlite.checkpoint.format.byte_sources import ByteSource, Window
+from composerlite.checkpoint.format.byte_sources import ByteSource, SourceFile, Window
 from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter
@@ -120,28 +120,6 @@ def is_tar_header(block: bytes) -> bool:
     return True
 
 
-@final
-class _AsFile:
-    """The part of the interface of a file that :mod:`tarfile` needs, for the bytes of ``source``."""
-
-    def __init__(self, source: ByteSource, size_bytes: int) -> None:
-        self._source = source
-        self._size_bytes = size_bytes
-        self._position = 0
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        size = max(0, min(size, self._size_bytes - self._position))
-        data = self._source.read(self._position, size) if size else b""
-        self._position += size
-        return data
-
-
 def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
     """Return the files in an archive by name. Nothing is extracted. Folders are left out.
 
@@ -155,7 +133,7 @@ def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
     """
     found: dict[str, Window] = {}
     try:
-        with tarfile.open(fileobj=cast("Any", _AsFile(source, size_bytes)), mode="r:") as archive:
+        with tarfile.open(fileobj=cast("Any", SourceFile(source.read, size_bytes)), mode="r:") as archive:
             for member in archive:
                 if member.size < 0 or member.offset_data + member.size > size_bytes:
                     raise CorruptCheckpointError(f"it is an archive that is cut off, or no {member.name!r} is in it")

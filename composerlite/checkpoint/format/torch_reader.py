@@ -70,7 +70,6 @@ class TorchFile:
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
         check_sums: compare the CRC-32 of each record with the directory; for files without other digests.
-        comment_bytes: size of the comment behind the archive, if ``size_bytes`` does not include the comment.
         types: further allowed classes, by full name, created and filled as pickle does.
 
     Raises:
@@ -88,13 +87,12 @@ class TorchFile:
         trust: bool = False,
         check_sums: bool = False,
         types: Mapping[str, type] | None = None,
-        comment_bytes: int = 0,
     ) -> None:
         self._source = source
         peek = peek or source.read
         self.ring = shared_ring
         try:
-            listed = entries(size_bytes, source.read, peek, comment_bytes=comment_bytes)
+            listed = entries(size_bytes, source.read, peek)
         except CorruptCheckpointError as e:
             if size_bytes < len(_LEGACY) or peek(0, len(_LEGACY)) != _LEGACY:
                 raise

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import struct
+import zipfile
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
+from composerlite.checkpoint.format.byte_sources import SourceFile
 from composerlite.errors import CorruptCheckpointError
 
 __all__ = ["ROOT", "Layout", "ZipRecord", "data_layout", "entries", "records_root", "trailer"]
@@ -141,49 +143,51 @@ def _is_large(count: int, size: int, start: int) -> bool:
 
 
 # ── archives of any origin ───────────────────────────────────────────────────────────────────────────────────────────
-_MOST_RECORDS = 1 << 20
-_TAIL_BYTES = 22 + 0xFFFF  # the end of an archive with the longest comment
 _USUAL_HEADER_BYTES = 4096 + 64  # ours, filled up to the next page, and torch's are shorter
 Read = Callable[[int, int], bytes]  # offset, size
-_Listed = tuple[int, int, int]  # offset of the local header, size, CRC-32
 
 
-def entries(size_bytes: int, read: Read, peek: Read, *, comment_bytes: int = 0) -> dict[str, ZipRecord]:
+def entries(size_bytes: int, read: Read, peek: Read) -> dict[str, ZipRecord]:
     """Return the records of a zip archive, by name.
 
     Args:
-        size_bytes: size of the archive.
+        size_bytes: size of the archive. The comment at the end may be missing.
         read: returns bytes of the directory.
         peek: returns bytes of local headers, possibly unverified. Then the caller compares ``header`` later.
-        comment_bytes: size of the archive's comment, if ``size_bytes`` does not include the comment.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
-            file, have the same name, or are too many.
+            file, or have the same name.
     """
-    start, size, count = _directory(size_bytes, read, comment_bytes)
-    if not 0 < count <= _MOST_RECORDS or count * _CENTRAL.size > size or start + size > size_bytes:
-        raise CorruptCheckpointError(f"its directory claims {count} records in {size} bytes at {start}")
-    directory = read(start, size)
-    ordered = sorted(_listed(directory, count).items(), key=lambda item: item[1][0])
-    if (own := _own_entries(ordered, directory, start)) is not None:
+    try:
+        archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
+        raise CorruptCheckpointError(f"it does not end as a zip archive does: {e}") from e
+    start = archive.start_dir
+    ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+    if (own := _own_entries(ordered, start, read)) is not None:
         return own
     found: dict[str, ZipRecord] = {}
     end = 0
-    for name, (header, length, crc) in ordered:
+    for entry in ordered:
+        name, header = entry.orig_filename, entry.header_offset
+        if entry.compress_type != 0 or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+            raise CorruptCheckpointError(f"its record {name!r} is compressed or encrypted: torch writes none such")
+        if name in found:
+            raise CorruptCheckpointError(f"its directory holds {name!r} twice")
         if header < end or header + _LOCAL.size > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
         header_bytes = peek(header, min(_USUAL_HEADER_BYTES, start - header))
         fixed = _LOCAL.unpack_from(header_bytes)
         offset = header + _LOCAL.size + fixed[9] + fixed[10]
-        end = offset + length
+        end = offset + entry.file_size
         if fixed[0] != b"PK\x03\x04" or fixed[3] != 0 or end > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} is not where the directory says")
         longer = offset - header > len(header_bytes)
         header_bytes = peek(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
-        found[name] = ZipRecord(name, length, header_bytes, header, crc)
+        found[name] = ZipRecord(name, entry.file_size, header_bytes, header, entry.CRC)
     return found
 
 
@@ -199,86 +203,18 @@ def records_root(names: dict[str, ZipRecord]) -> str:
     return roots[0]
 
 
-def _directory(size_bytes: int, read: Read, comment_bytes: int) -> tuple[int, int, int]:
-    """Find the directory: offset, size in bytes, and number of records."""
-    tail_start = max(0, size_bytes - _TAIL_BYTES)
-    tail = read(tail_start, size_bytes - tail_start)
-    place = tail.rfind(b"PK\x05\x06")
-    while place >= 0:
-        if place + _END.size <= len(tail):
-            fields = _END.unpack_from(tail, place)
-            if place + _END.size + fields[7] == len(tail) + comment_bytes:
-                break
-        place = tail.rfind(b"PK\x05\x06", 0, place)
-    else:
-        raise CorruptCheckpointError("it does not end as a zip archive does")
-    count, size, start = fields[4], fields[5], fields[6]
-    locator = place + tail_start - _LOCATOR_64.size
-    if locator >= 0:
-        mark, _, end_64, _ = _LOCATOR_64.unpack(read(locator, _LOCATOR_64.size))
-        if mark == b"PK\x06\x07":
-            if end_64 + _END_64.size > locator:
-                raise CorruptCheckpointError("the end of its directory lies outside of the file")
-            mark, *_, count, size, start = _END_64.unpack(read(end_64, _END_64.size))
-            if mark != b"PK\x06\x06":
-                raise CorruptCheckpointError("the end of its directory is not where it says")
-    return start, size, count
-
-
-def _listed(directory: bytes, count: int) -> dict[str, _Listed]:
-    """Parse the entries of the central directory."""
-    listed: dict[str, _Listed] = {}
-    place = 0
-    for _ in range(count):
-        if place + _CENTRAL.size > len(directory):
-            raise CorruptCheckpointError(f"its directory ends after {len(listed)} of {count} records")
-        fields = _CENTRAL.unpack_from(directory, place)
-        mark, flags, method, crc, packed, size = fields[0], fields[3], fields[4], *fields[7:10]
-        name_size, extra_size, comment_size, header = *fields[10:13], fields[16]
-        place += _CENTRAL.size
-        name_bytes = directory[place : place + name_size]
-        extra = directory[place + name_size : place + name_size + extra_size]
-        place += name_size + extra_size + comment_size
-        if mark != b"PK\x01\x02" or place > len(directory):
-            raise CorruptCheckpointError(f"its directory is damaged after {len(listed)} of {count} records")
-        try:
-            name = name_bytes.decode()
-        except UnicodeDecodeError as e:
-            raise CorruptCheckpointError(f"its directory holds the name {name_bytes[:80]!r}") from e
-        if _MAX_32 in (size, packed, header):
-            size, packed, header = _wide(extra, [size, packed, header], name)
-        if method != 0 or packed != size or flags & 1:
-            raise CorruptCheckpointError(f"its record {name!r} is compressed or encrypted: torch writes none such")
-        if name in listed:
-            raise CorruptCheckpointError(f"its directory holds {name!r} twice")
-        listed[name] = (header, size, crc)
-    return listed
-
-
-def _own_entries(ordered: Sequence[tuple[str, _Listed]], directory: bytes, start: int) -> dict[str, ZipRecord] | None:
+def _own_entries(ordered: Sequence[zipfile.ZipInfo], start: int, read: Read) -> dict[str, ZipRecord] | None:
     """Return the records if the directory equals the directory of our own layout. Then the headers are known, too.
 
     Reading the headers would touch the whole file. The headers are compared when the data are read.
     """
     layout = Layout()
-    for name, (header, size, _) in ordered:
-        if header != layout.end or header > start or not name.startswith(f"{ROOT}/"):
+    for entry in ordered:
+        if entry.header_offset != layout.end or layout.end > start or not entry.orig_filename.startswith(f"{ROOT}/"):
             return None
-        layout.add(name.removeprefix(f"{ROOT}/"), size)
-    crcs = [crc for _, (_, _, crc) in ordered]
-    if layout.end != start or not trailer(layout.records, crcs, start).startswith(directory):
+        layout.add(entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size)
+    crcs = [entry.CRC for entry in ordered]
+    size = layout.directory_bytes
+    if layout.end != start or read(start, size) != trailer(layout.records, crcs, start)[:size]:
         return None
     return {record.name: record._replace(crc=crc) for record, crc in zip(layout.records, crcs, strict=True)}
-
-
-def _wide(extra: bytes, values: list[int], name: str) -> list[int]:
-    """Return ``values``. Values of more than 32 bits come from the extra field."""
-    place = 0
-    while place + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, place)
-        if kind == 1:
-            wide = extra[place + 4 : place + 4 + size]
-            numbers = iter(struct.unpack(f"<{len(wide) // 8}Q", wide[: len(wide) // 8 * 8]))
-            return [next(numbers, value) if value == _MAX_32 else value for value in values]
-        place += 4 + size
-    raise CorruptCheckpointError(f"its record {name!r} has no room for its size")

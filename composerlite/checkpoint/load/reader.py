@@ -55,7 +55,6 @@ class RawFile(NamedTuple):
         size_bytes: size of the torch file.
         peek: reads bytes that are verified later, or not at all.
         check_sums: only the checksums in the file verify the bytes.
-        comment_bytes: size of the zip comment behind the torch file.
         verified: numbers of the chunks of the file that were read and verified so far.
     """
 
@@ -63,7 +62,6 @@ class RawFile(NamedTuple):
     size_bytes: int
     peek: Callable[[int, int], bytes]
     check_sums: bool
-    comment_bytes: int = 0
     verified: Collection[int] = ()
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
@@ -75,7 +73,6 @@ class RawFile(NamedTuple):
             map_location=map_location,
             trust=trust,
             check_sums=self.check_sums,
-            comment_bytes=self.comment_bytes,
         )
 
 
@@ -137,12 +134,11 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
                 verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            raw = RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified=verified)
+            raw = RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified)
         else:
             beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
             source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-            size_bytes, tail_bytes, verified = source.size_bytes, source.tail_bytes, source.verified
-            raw = RawFile(source, size_bytes, beside.read, manifest is None, tail_bytes, verified)
+            raw = RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified)
         yield raw, progress
 
 
@@ -272,10 +268,10 @@ def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFi
                 source.read_headers(raw, trust=trust)
         except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
             raise _untrusted(what, e) from e
-    size_bytes, check_sums, comment_bytes = source.share(f"reading {what}")
+    size_bytes, check_sums = source.share(f"reading {what}")
     # The other ranks get bytes that rank 0 has compared with the sums.
     check_sums = check_sums and group.is_first
-    yield RawFile(source, size_bytes, source.read, check_sums, comment_bytes=comment_bytes).torch_file(trust=trust)
+    yield RawFile(source, size_bytes, source.read, check_sums).torch_file(trust=trust)
 
 
 @final
@@ -297,17 +293,17 @@ class _SharedBytes:
     def read_headers(self, raw: RawFile, *, trust: bool) -> None:
         """Read the headers, on rank 0."""
         if trust:  # the code in the file would run here, and again on every rank
-            entries(raw.size_bytes, self.read, self._peek, comment_bytes=raw.comment_bytes)
+            entries(raw.size_bytes, self.read, self._peek)
         else:
-            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", comment_bytes=raw.comment_bytes)
+            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta")
 
-    def share(self, what: str) -> tuple[int, bool, int]:
-        """Broadcast the headers; return size, ``check_sums`` and size of the comment of the file on every rank.
+    def share(self, what: str) -> tuple[int, bool]:
+        """Broadcast the headers; return size and ``check_sums`` of the file on every rank.
 
         ``what`` is the operation, for errors of ranks.
         """
         raw = self._raw
-        fields = None if raw is None else (raw.size_bytes, raw.check_sums, raw.comment_bytes)
+        fields = None if raw is None else (raw.size_bytes, raw.check_sums)
         self._headers, shared = dist.get_group().from_first(what, lambda: (self._headers, fields))
         self._what = what
         assert shared is not None

@@ -133,8 +133,8 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
         verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
         with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
             if not is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
-                body, comment = (size, 0) if verifiable is None else (verifiable.body_bytes, verifiable.tail_bytes)
-                raw = RawFile(source, body, unverified.read, digest is None, comment_bytes=comment)
+                body = size if verifiable is None else verifiable.body_bytes
+                raw = RawFile(source, body, unverified.read, digest is None)
                 with readable(Path(place.uri(path))):
                     return raw.torch_file(map_location="meta").contents
     with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as (file, *_):
