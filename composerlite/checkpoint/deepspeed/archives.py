@@ -36,14 +36,6 @@ from composerlite.errors import (
 from composerlite.storage import FileDigest, ObjectStore, ParallelReader, verify_file
 from composerlite.types import StateDict
 
-__all__ = [
-    "MODEL_STATES",
-    "Archives",
-    "RankFiles",
-    "find_archives",
-    "holds_deepspeed",
-]
-
 log = logging.getLogger(__name__)
 
 MODEL_STATES = "model_states.pt"

@@ -38,8 +38,6 @@ from composerlite.errors import ConfigError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
-__all__ = ["DeepSpeedEngine", "load_archives"]
-
 log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, make_folder, parse_uri
 from composerlite.types import StateDict
 
-__all__ = ["pieces_of", "unshard_zero"]
-
 log = logging.getLogger(__name__)
 
 _OPTIMIZER = "optim_states.pt"

@@ -12,8 +12,6 @@ from composerlite.checkpoint.foreign.keys import Rename
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["in_current_form", "make_loadable_in_composer"]
-
 _DDP = Rename("module.")
 
 

@@ -21,16 +21,6 @@ from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = [
-    "MODEL_KEYS",
-    "Piece",
-    "is_deepspeed",
-    "merged_contents",
-    "merged_weights",
-    "taken_from_deepspeed",
-    "untrained",
-]
-
 MODEL_KEYS = (
     "module",
     "param_shapes",

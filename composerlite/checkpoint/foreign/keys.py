@@ -15,19 +15,6 @@ from composerlite._torch_compat import EXTRA_STATE
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
 
-__all__ = [
-    "PARTS",
-    "KeyMap",
-    "Rename",
-    "as_tensor",
-    "check_key_map",
-    "common_rename",
-    "flat_weights",
-    "is_weight",
-    "picked",
-    "tensors_of",
-]
-
 KeyMap = Mapping[str, str]
 """Maps the key of a part of a run to a key of another program's checkpoint."""
 PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")

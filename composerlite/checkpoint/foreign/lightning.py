@@ -8,8 +8,6 @@ from typing import Any, cast
 from composerlite.checkpoint.foreign.taken import Counts, Taken
 from composerlite.types import StateDict
 
-__all__ = ["is_lightning", "taken_from_lightning"]
-
 _TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "pytorch-lightning_version")
 
 

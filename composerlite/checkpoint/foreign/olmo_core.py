@@ -9,8 +9,6 @@ from composerlite.checkpoint.foreign.taken import Counts, Taken, generators
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["is_olmo_core", "taken_from_olmo_core"]
-
 _TAKEN = ("global_step", "global_train_tokens_seen", "data_loader", "epoch", "world_size", "rng", "max_steps")
 
 

@@ -28,17 +28,6 @@ from composerlite.checkpoint.foreign.torch_dicts import (
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict, items_of
 
-__all__ = [
-    "SYSTEMS",
-    "System",
-    "as_of_a_run",
-    "model_in",
-    "no_model_error",
-    "recognised",
-    "system_of",
-    "what_is_recognised",
-]
-
 
 @final
 class System(NamedTuple):

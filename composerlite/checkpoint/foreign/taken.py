@@ -14,8 +14,6 @@ from composerlite.checkpoint.foreign.keys import Rename, common_rename, flat_wei
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["Counts", "Run", "Taken", "generators", "optimizer_by_names", "settle_time", "state_of", "unflattened"]
-
 log = logging.getLogger(__name__)
 
 

@@ -12,18 +12,6 @@ from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter
 
-__all__ = [
-    "DEEPSPEED",
-    "DEEPSPEED_TYPES",
-    "STATES",
-    "TarSink",
-    "is_tar_header",
-    "members_of",
-    "stand_ins",
-    "states_in",
-    "tar_bytes",
-]
-
 STATES = "composer_states.pt"
 """The file in every archive."""
 DEEPSPEED = "deepspeed"

@@ -11,8 +11,6 @@ from typing import IO, NamedTuple, Protocol, final
 from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
-__all__ = ["ByteSource", "SourceFile", "UnverifiedFile", "Window"]
-
 
 class ByteSource(Protocol):
     """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""

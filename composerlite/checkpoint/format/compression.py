@@ -34,16 +34,6 @@ from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, Seal, WorkerPool, chunk_bytes_for
 from composerlite.storage.disk.writer import Digester
 
-__all__ = [
-    "KNOWN_COMPRESSORS",
-    "Compressor",
-    "PackedSink",
-    "codec_of",
-    "get_compressor",
-    "is_compressed_pt",
-    "last_frame",
-]
-
 _PIECE_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
 _MOST_FRAME_DATA_BYTES = 0xFFFF  # more does not fit into a stored block of gzip

@@ -39,8 +39,6 @@ from composerlite.checkpoint.format.weight_files import (
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 
-__all__ = ["folder_index", "index_of", "is_folder_index"]
-
 _MOST_DIMENSIONS = 64
 _MARK = b'{"folder": '
 _OFFSETS = "DCP_SHARDING_INFO"

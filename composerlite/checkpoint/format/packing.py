@@ -24,8 +24,6 @@ from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compre
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import HostMemory, Sink, StreamWriter
 
-__all__ = ["Format", "format_of", "is_packed", "is_packed_beginning", "is_tar", "unpacked"]
-
 # '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
 _ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
 _OTHER_KINDS = re.compile(

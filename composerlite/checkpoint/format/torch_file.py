@@ -41,14 +41,6 @@ from composerlite.errors import SaveError
 from composerlite.storage import HostMemory, Sink
 from composerlite.types import StateDict
 
-__all__ = [
-    "FileInMemory",
-    "Pickled",
-    "StorageCopy",
-    "TorchImage",
-    "check_savable",
-]
-
 log = logging.getLogger(__name__)
 
 

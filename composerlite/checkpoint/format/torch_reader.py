@@ -25,13 +25,6 @@ from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
-__all__ = [
-    "MapLocation",
-    "Sieve",
-    "TorchFile",
-    "item_contents",
-]
-
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 """Devices of tensors, in the forms of ``torch.load``."""
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, cast, final
 from composerlite.checkpoint.format.byte_sources import SourceFile
 from composerlite.errors import CorruptCheckpointError
 
-__all__ = ["ROOT", "Layout", "ZipRecord", "data_layout", "entries", "records_root", "trailer"]
-
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
 _LARGE_ALIGNMENT, _ALIGNMENT = 4096, 64

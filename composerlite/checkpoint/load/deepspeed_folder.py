@@ -21,8 +21,6 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-__all__ = ["deepspeed_contents", "merged_file"]
-
 log = logging.getLogger(__name__)
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

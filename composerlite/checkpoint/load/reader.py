@@ -32,18 +32,6 @@ from composerlite.errors import (
 from composerlite.storage import ParallelReader
 from composerlite.types import Piece
 
-__all__ = [
-    "OpenCheckpoint",
-    "RawFile",
-    "checkpoints_near",
-    "opened",
-    "opened_together",
-    "readable",
-    "safe_torch_load",
-    "spread_file",
-    "validate",
-]
-
 log = logging.getLogger(__name__)
 
 

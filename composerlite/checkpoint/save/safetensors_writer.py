@@ -31,8 +31,6 @@ from composerlite.errors import ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink, chunk_bytes_for
 from composerlite.types import StateDict
 
-__all__ = ["LARGEST_FILE_BYTES", "SafetensorsWriter", "most_chunks"]
-
 log = logging.getLogger(__name__)
 LARGEST_FILE_BYTES = 5 * 10**9
 """As in ``save_pretrained``: every tool and hub takes files of this size."""

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from composerlite.checkpoint.tools.reading import leaves_in, shortened
 
-__all__ = ["Change", "Comparison", "compared", "flat"]
-
 _STEP = 1 << 24
 """Count of numbers to compare at a time."""
 

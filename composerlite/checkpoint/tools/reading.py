@@ -28,20 +28,6 @@ from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-__all__ = [
-    "Leaf",
-    "contents_of",
-    "leaves_in",
-    "leaves_of_contents",
-    "metadata_of",
-    "model_and_integrations",
-    "model_directory",
-    "read_without_record",
-    "shortened",
-    "weights_of",
-    "whole_contents",
-]
-
 _MODELS = ("model.", "state.model.")
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512

@@ -32,17 +32,6 @@ from composerlite._torch_compat import (
     wrapper_tensor,
 )
 
-__all__ = [
-    "Dtype",
-    "RefusedError",
-    "SafeConstructor",
-    "Storages",
-    "check_shape",
-    "is_loadable",
-    "short",
-    "storage_dtype",
-]
-
 _MOST_DEPTH = 200
 _MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
 _MOST_NAME_CHARACTERS = 1000
