@@ -80,7 +80,7 @@ def looked_up(path: Path) -> tuple[dict[str, ZipRecord], list[int]]:
         asked.append(offset)
         return data[offset : offset + size]
 
-    return entries(len(data), lambda offset, size: data[offset : offset + size], peek), asked
+    return entries(len(data), lambda offset, size: data[offset : offset + size], peek, is_whole=True), asked
 
 
 def headers_in(path: Path) -> list[int]:

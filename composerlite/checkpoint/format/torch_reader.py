@@ -62,7 +62,8 @@ class TorchFile:
         peek: reads bytes without verification. The bytes are verified when the tensors are read. Default: ``source``.
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
-        check_sums: compare the CRC-32 of each record with the directory; for files without other digests.
+        check_sums: compare the CRC-32 of each record with the directory; for files without other digests. The comment
+            behind the archive may then not be missing.
         types: further allowed classes, by full name, created and filled as pickle does.
 
     Raises:
@@ -85,7 +86,7 @@ class TorchFile:
         peek = peek or source.read
         self.ring = shared_ring
         try:
-            listed = entries(size_bytes, source.read, peek)
+            listed = entries(size_bytes, source.read, peek, is_whole=check_sums)
         except CorruptCheckpointError as e:
             if size_bytes < len(_LEGACY) or peek(0, len(_LEGACY)) != _LEGACY:
                 raise

@@ -141,17 +141,19 @@ def _is_large(count: int, size: int, start: int) -> bool:
 
 
 # ── archives of any origin ───────────────────────────────────────────────────────────────────────────────────────────
+_TAIL_BYTES = 22 + 0xFFFF  # the end of an archive with the longest comment
 _USUAL_HEADER_BYTES = 4096 + 64  # ours, filled up to the next page, and torch's are shorter
 Read = Callable[[int, int], bytes]  # offset, size
 
 
-def entries(size_bytes: int, read: Read, peek: Read) -> dict[str, ZipRecord]:
+def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[str, ZipRecord]:
     """Return the records of a zip archive, by name.
 
     Args:
-        size_bytes: size of the archive. The comment at the end may be missing.
+        size_bytes: size of the archive.
         read: returns bytes of the directory.
         peek: returns bytes of local headers, possibly unverified. Then the caller compares ``header`` later.
+        is_whole: the comment may not be missing.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
@@ -161,6 +163,11 @@ def entries(size_bytes: int, read: Read, peek: Read) -> dict[str, ZipRecord]:
         archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)))
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
         raise CorruptCheckpointError(f"it does not end as a zip archive does: {e}") from e
+    tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
+    comment = tail[tail.rfind(b"PK\x05\x06") + _END.size :]
+    claimed = int.from_bytes(tail[: len(tail) - len(comment)][-2:], "little")
+    if len(comment) != claimed and (comment or is_whole):
+        raise CorruptCheckpointError("it is cut off, or has something behind its end")
     start = archive.start_dir
     ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     if (own := _own_entries(ordered, start, read)) is not None:

@@ -281,9 +281,9 @@ class _SharedBytes:
     def read_headers(self, raw: RawFile, *, trust: bool) -> None:
         """Read the headers, on rank 0."""
         if trust:  # the code in the file would run here, and again on every rank
-            entries(raw.size_bytes, self.read, self._peek)
+            entries(raw.size_bytes, self.read, self._peek, is_whole=raw.check_sums)
         else:
-            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta")
+            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", check_sums=raw.check_sums)
 
     def share(self, what: str) -> tuple[int, bool]:
         """Broadcast the headers; return size and ``check_sums`` of the file on every rank.

@@ -10,15 +10,13 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
-import functools
 import math
 import pathlib
 import re
 import sys
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -33,11 +31,11 @@ from composerlite._torch_compat import (
 )
 
 _MOST_DEPTH = 200
-_MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
-_MOST_NAME_CHARACTERS = 1000
+MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
+MOST_NAME_CHARACTERS = 1000
 _MOST_DIMENSIONS = 64
-_SPARE_ITEMS = 1_000_000
-_BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
+SPARE_ITEMS = 1_000_000
+BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
 _DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SU]\d{0,9})")
 
 
@@ -55,24 +53,12 @@ class RefusedError(Exception):
         self.allowable = allowable
 
 
-class Storages(Protocol):
-    """The source of the bytes of tensors."""
-
-    def storage(self, identity: Any) -> Any:
-        """Return the storage with the persistent id ``identity``. Its bytes may be read later."""
-        ...
-
-    def read_now(self) -> None:
-        """Read the bytes of all storages so far. Later storages are read at once."""
-        ...
-
-
 def storage_dtype(module: str, name: str) -> torch.dtype | None:
     """Return the type of the numbers in a storage of the class ``module.name``. ``None``: no class of storages."""
     return _STORAGE_DTYPES.get(name) if module in ("torch", "torch.storage", "torch.cuda") else None
 
 
-def _user_types() -> dict[str, Any]:
+def user_types() -> dict[str, Any]:
     """Return the classes and functions allowed by the user, by full name."""
     allowed: dict[str, Any] = {}
     for item in torch.serialization.get_safe_globals():
@@ -84,7 +70,7 @@ def _user_types() -> dict[str, Any]:
     return allowed
 
 
-def _own_enum(name: str) -> type[enum.Enum] | None:
+def own_enum(name: str) -> type[enum.Enum] | None:
     """Return the imported enumeration of composerlite with this full name, or with this full name in Composer."""
     module, _, kind = name.rpartition(".")
     module = f"composerlite.{rest}" if (rest := module.removeprefix("composer.")) != module else module
@@ -97,8 +83,8 @@ def is_loadable(thing: Any) -> bool:
     """Check that checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
     module, name = thing.__module__, thing.__qualname__
     full = f"{module}.{name}"
-    known = full in _KNOWN or full in _user_types()
-    return known or _own_enum(full) is not None or storage_dtype(module, name) is not None
+    known = full in KNOWN or full in user_types()
+    return known or own_enum(full) is not None or storage_dtype(module, name) is not None
 
 
 @final
@@ -122,162 +108,28 @@ class Dtype:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Maker:
+class Maker:
     """Stands for an allowed function on the stack of the unpickler."""
 
     call: Callable[..., Any]
 
 
-@final
-class SafeConstructor:
-    """Creates the objects of a pickle, if allowed.
-
-    Args:
-        size_bytes: size of the pickle. Bounds the number of objects.
-        storages: provides the storages of tensors.
-        types: further classes, by full name, treated like classes allowed by the user.
-    """
-
-    def __init__(self, size_bytes: int, storages: Storages, types: Mapping[str, type]) -> None:
-        self.read_now = storages.read_now
-        self._budget = 8 * size_bytes + _SPARE_ITEMS
-        self._user = {**_user_types(), **types}
-        self._user_ids = {id(thing) for thing in self._user.values()}
-        self._fresh_arrays: dict[int, Any] = {}
-
-    def named(self, module: str, name: str) -> Any:
-        """Return the class ``module.name``, or a placeholder for the function of this name.
-
-        Raises:
-            RefusedError: the class or function is not allowed.
-        """
-        if len(module) + len(name) > _MOST_NAME_CHARACTERS:
-            raise ValueError(f"a name of {len(module) + len(name)} characters")
-        if f"{module}.{name}" not in self._user:  # protocol 2 has the names of Python 2, such as xrange
-            module, name = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
-        full = f"{module}.{name}"
-        if module in _BLOCKED or full in _BLOCKED:
-            raise RefusedError(full, allowable=False)
-        if (dtype := storage_dtype(module, name)) is not None:
-            return dtype
-        if full in _KNOWN:
-            return _KNOWN[full]
-        if full in self._user:
-            self.read_now()  # the user's code may read the numbers of tensors
-            return self._user[full]
-        if (own := _own_enum(full)) is not None:
-            return own
-        if full.startswith(_OF_COMPOSER):
-            return _Maker(functools.partial(_described, full))
-        raise RefusedError(full, allowable=True)
-
-    def make(self, kind: Any, arguments: Any) -> Any:
-        """Call the class or function ``kind`` if allowed."""
-        if type(arguments) is not tuple:
-            raise ValueError(f"arguments that are {type(arguments).__name__}")
-        self.charge(sum(len(value) for value in arguments if type(value) in _SIZED))
-        if type(kind) is _Maker:
-            return kind.call(self, *arguments)
-        if isinstance(kind, type):
-            if (takes := _CLASSES.get(kind)) is not None:
-                if not all(type(value) in takes for value in arguments):
-                    raise ValueError(f"{kind.__name__} of {', '.join(map(short, arguments))}")
-                return kind(*arguments)
-            if (maker := _MAKERS.get(kind)) is not None:
-                return maker(self, *arguments)
-            if issubclass(kind, enum.Enum):
-                (value,) = arguments
-                return kind(*self.keys([value]))
-        if id(kind) in self._user_ids:
-            return kind(*arguments)
-        if isinstance(kind, type):
-            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in _NAMED.values())
-        raise ValueError(f"a call of {type(kind).__name__}")
-
-    def new_object(self, kind: Any, arguments: Any, keywords: Any) -> Any:
-        """Call ``kind.__new__``. ``keywords`` is a dict or ``None``."""
-        if type(arguments) is not tuple or type(keywords) not in (dict, type(None)):
-            raise ValueError(f"arguments that are {type(arguments).__name__} and {type(keywords).__name__}")
-        if isinstance(kind, type) and self.is_users(kind):
-            return kind.__new__(kind, *arguments, **(keywords or {}))
-        if keywords:
-            raise ValueError("keywords for what takes none")
-        return self.make(kind, arguments)
-
-    def build(self, target: Any, state: Any) -> Any:
-        """Return ``target`` with its saved ``state``."""
-        kind = type(target)
-        if kind is Dtype:
-            target.built = _built_dtype(target.value, state)
-            return target.built
-        if kind is np.ndarray:
-            if self._fresh_arrays.pop(id(target), None) is None:
-                raise ValueError("the state of an array that has one")
-            _, shape, dtype, _, raw = state
-            _check_counts(shape)
-            _check_numbers(dtype, raw, math.prod(shape))
-            self.charge(max(len(raw), math.prod(shape)))
-            target.__setstate__(state)
-        elif kind in (collections.OrderedDict, TorchVersion):
-            _set_attributes(target, state)
-        elif self.is_users(kind):
-            _restore(target, state)
-        elif kind is Described:
-            target["state"] = state
-        else:
-            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
-        return target
-
-    def is_users(self, kind: Any) -> bool:
-        """Check whether the user has allowed the class ``kind``."""
-        return id(kind) in self._user_ids
-
-    def is_dict(self, target: Any) -> bool:
-        """Check that keys may be set in ``target``."""
-        return type(target) in _DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
-
-    def keys(self, items: list[Any]) -> list[Any]:
-        """Return ``items``. Checks that the time for hashing an item is bounded."""
-        for item in items:
-            if type(item) is not str:
-                _check_key(item, [_MOST_KEY_PARTS], 0)
-        return items
-
-    def charge(self, items: int) -> None:
-        """Count ``items`` created objects or bytes.
-
-        Raises:
-            ValueError: there are too many for the size of the pickle.
-        """
-        self._budget -= items
-        if self._budget < 0:
-            raise ValueError("it unfolds to many times its size")
-
-    def empty_array(self, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
-        """Return an empty array. :meth:`build` fills the array once."""
-        if kind is not np.ndarray or shape != (0,):
-            raise ValueError("an array in a form that numpy does not write")
-        array = np.empty(0, np.int8)
-        self._fresh_arrays[id(array)] = array
-        return array
-
-
 # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _check_key(key: Any, budget: list[int], depth: int) -> None:
+def check_key(key: Any, budget: list[int], depth: int) -> None:
     budget[0] -= 1
     if budget[0] < 0 or depth > _MOST_KEY_DEPTH:
         raise ValueError("a key of many parts")
     if isinstance(key, tuple | frozenset):
         for part in cast("Iterable[Any]", key):
-            _check_key(part, budget, depth + 1)
+            check_key(part, budget, depth + 1)
 
 
-def _check_counts(shape: Any) -> None:
+def check_counts(shape: Any) -> None:
     if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
         raise ValueError(f"{short(shape)} is no shape")
 
 
-def _check_numbers(dtype: Any, raw: Any, count: int) -> None:
+def check_numbers(dtype: Any, raw: Any, count: int) -> None:
     """Check that ``raw`` is ``count`` numbers or texts of ``dtype``, and that ``dtype`` has no object references."""
     if not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) not in (bytes, bytearray):
         raise ValueError(f"{short(raw)} as numbers of {short(dtype)}")
@@ -289,8 +141,8 @@ def _check_extent(storage: Any, item_bytes: int, offset: Any, shape: Any, stride
     """Check that a tensor lies within its storage."""
     if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or offset < 0:
         raise ValueError(f"a tensor in {type(storage).__name__} at {short(offset)}")
-    _check_counts(shape)
-    _check_counts(stride)
+    check_counts(shape)
+    check_counts(stride)
     if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -309,7 +161,7 @@ def check_shape(contents: Any, size_bytes: int) -> None:
     Raises:
         ValueError: a walk over the contents would take too long.
     """
-    most = 4 * size_bytes + _SPARE_ITEMS
+    most = 4 * size_bytes + SPARE_ITEMS
     sizes: dict[int, tuple[int, int]] = {}  # items and depth of each container
 
     def visit(node: Any, depth: int) -> tuple[int, int]:
@@ -343,7 +195,7 @@ def short(value: object) -> str:
 
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
-def _set_attributes(target: Any, state: Any) -> None:
+def set_attributes(target: Any, state: Any) -> None:
     """Set attributes. Names of the class are refused, so methods do not change."""
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
     for part in cast("tuple[Any, ...]", parts):
@@ -353,7 +205,7 @@ def _set_attributes(target: Any, state: Any) -> None:
             setattr(target, name, value)
 
 
-def _restore(target: Any, state: Any) -> None:
+def restore(target: Any, state: Any) -> None:
     """Restore an object of a class allowed by the user, as pickle does."""
     own = getattr(type(target), "__setstate__", None)
     if own is not None and own is not Tensor.__setstate__:  # the method of tensors is for files of older torch
@@ -367,7 +219,7 @@ def _restore(target: Any, state: Any) -> None:
         setattr(target, name, value)
 
 
-def _built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
+def built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
     """Return ``dtype`` with the ``state`` in the form of numpy. Only the byte order is taken."""
     order, inner, names = state[1:4]
     if dtype.kind in "mMV" or inner is not None or names is not None or order not in ("<", ">", "|", "="):
@@ -375,39 +227,35 @@ def _built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
     return dtype.newbyteorder(order) if order in "<>" else dtype
 
 
-# ── how objects are created. ``own`` is the constructor of the pickle ────────────────────────────────────────────────
-def _described(name: str, own: SafeConstructor, *arguments: Any) -> Described:
-    return Described({"class": name, "arguments": arguments})
-
-
-def _hashable(own: SafeConstructor, items: Any = ()) -> list[Any]:
+# ── how objects are created. ``own`` is the RestrictedUnpickler ────────────────────────────────────────────────
+def _hashable(own: Any, items: Any = ()) -> list[Any]:
     """Return the items of a set."""
-    if type(items) not in _SIZED:
+    if type(items) not in SIZED:
         raise ValueError(f"items that are {type(items).__name__}")
     return own.keys(list(items))
 
 
-def _bytes(own: SafeConstructor, data: Any = b"", encoding: Any = "latin1") -> bytes:
+def _bytes(own: Any, data: Any = b"", encoding: Any = "latin1") -> bytes:
     """Return bytes. Protocol 2 writes bytes as text. A number is refused: ``bytes(n)`` allocates n bytes."""
     if type(data) not in (str, bytes) or encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes from {type(data).__name__} with {short(encoding)}")
     return data.encode("latin-1") if type(data) is str else data
 
 
-def _defaultdict(own: SafeConstructor, factory: Any = None, items: Any = None) -> collections.defaultdict[Any, Any]:
+def _defaultdict(own: Any, factory: Any = None, items: Any = None) -> collections.defaultdict[Any, Any]:
     is_class = isinstance(factory, type) and (factory in _FACTORIES or own.is_users(factory))
     if not (factory is None or is_class) or not (items is None or own.is_dict(items)):
         raise ValueError("a defaultdict that calls something else than a class, or of no dict")
     return collections.defaultdict(cast("Any", factory), items or {})
 
 
-def _ordered_dict(own: SafeConstructor, items: Any = ()) -> collections.OrderedDict[Any, Any]:
+def _ordered_dict(own: Any, items: Any = ()) -> collections.OrderedDict[Any, Any]:
     pairs = list(items.items()) if own.is_dict(items) else [(key, value) for key, value in items]
     own.keys([key for key, _ in pairs])
     return collections.OrderedDict(pairs)
 
 
-def _enum_member(own: SafeConstructor, kind: Any, name: Any) -> Any:
+def _enum_member(own: Any, kind: Any, name: Any) -> Any:
     """Return ``getattr(Color, 'RED')`` for a member of an enumeration, the form of Python 3.11."""
     allowed = isinstance(kind, type) and issubclass(kind, enum.Enum)
     if not allowed or type(name) is not str or name not in kind.__members__:
@@ -415,32 +263,41 @@ def _enum_member(own: SafeConstructor, kind: Any, name: Any) -> Any:
     return kind.__members__[name]
 
 
-def _dtype(own: SafeConstructor, text: Any, *_: Any) -> Dtype:
+def _dtype(own: Any, text: Any, *_: Any) -> Dtype:
     if type(text) is not str or _DTYPE.fullmatch(text) is None:
         raise RefusedError(f"numpy.dtype({str(text)[:40]!r})", allowable=False)
     return Dtype(np.dtype(text))
 
 
-def _array(own: SafeConstructor, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> np.ndarray[Any, Any]:
-    _check_counts(shape)
-    _check_numbers(dtype, data, math.prod(shape))
+def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> np.ndarray[Any, Any]:
+    check_counts(shape)
+    check_numbers(dtype, data, math.prod(shape))
     own.charge(math.prod(shape))
     return np.frombuffer(data, dtype, math.prod(shape)).reshape(shape, order=order).copy(order)
 
 
-def _scalar(own: SafeConstructor, dtype: Any, data: Any) -> Any:
-    _check_numbers(dtype, data, 1)
+def _empty_array(own: Any, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
+    """Return an empty array. The unpickler fills the array once."""
+    if kind is not np.ndarray or shape != (0,):
+        raise ValueError("an array in a form that numpy does not write")
+    array = np.empty(0, np.int8)
+    own.fresh_arrays[id(array)] = array
+    return array
+
+
+def _scalar(own: Any, dtype: Any, data: Any) -> Any:
+    check_numbers(dtype, data, 1)
     return np.frombuffer(data, dtype)[0]
 
 
 def _tensor(
-    own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *rest: Any
+    own: Any, storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *rest: Any
 ) -> Tensor:
     """Return a dense tensor with the type of the storage. ``rest``: hooks, metadata."""
     return _tensor_v3(own, storage, offset, shape, stride, requires_grad, None, storage.dtype, *rest[1:])
 
 
-def _tensor_v3(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
+def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
     """Return a dense tensor of any type. ``rest``: requires_grad, hooks, type, metadata."""
     requires_grad, _, dtype, *metadata = rest
     _check_extent(storage, dtype.itemsize, offset, shape, stride)
@@ -456,7 +313,7 @@ def _tensor_v3(own: SafeConstructor, storage: Any, offset: Any, shape: Any, stri
     return made
 
 
-def _sparse(own: SafeConstructor, layout: Any, data: Any) -> Tensor:
+def _sparse(own: Any, layout: Any, data: Any) -> Tensor:
     """Return a sparse tensor. Indices outside of the shape are refused."""
     own.read_now()
     with torch.sparse.check_sparse_tensor_invariants():
@@ -466,20 +323,14 @@ def _sparse(own: SafeConstructor, layout: Any, data: Any) -> Tensor:
         return torch.sparse_compressed_tensor(*data, layout=layout)
 
 
-def _meta(own: SafeConstructor, dtype: Any, shape: Any, stride: Any, requires_grad: Any) -> Tensor:
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
-
-
-def _parameter(
-    own: SafeConstructor, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None
-) -> nn.Parameter:
+def _parameter(own: Any, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> nn.Parameter:
     made = nn.Parameter(data, bool(requires_grad))
     if state is not None:
-        _set_attributes(made, state)
+        set_attributes(made, state)
     return made
 
 
-def _with_type(own: SafeConstructor, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+def _with_type(own: Any, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Return a tensor with attributes, or of a class allowed by the user."""
     made = own.make(make, arguments)
     if not isinstance(made, Tensor):
@@ -488,11 +339,11 @@ def _with_type(own: SafeConstructor, make: Any, kind: Any, arguments: Any, state
         if not own.is_users(kind):
             raise RefusedError(getattr(kind, "__qualname__", "?"), allowable=True)
         made = made.as_subclass(kind)
-    (_restore if own.is_users(kind) else _set_attributes)(made, state)
+    (restore if own.is_users(kind) else set_attributes)(made, state)
     return made
 
 
-def _wrapper(own: SafeConstructor, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: Any) -> Any:
+def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: Any) -> Any:
     """Return a tensor of a class allowed by the user. The numbers are in attributes of the tensor.
 
     ``rest``: offset, layout, device, requires_grad.
@@ -501,24 +352,24 @@ def _wrapper(own: SafeConstructor, kind: Any, dtype: Any, shape: Any, stride: An
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '?')}"
         raise RefusedError(name, allowable=True)
     offset, layout, _, requires_grad = rest
-    _check_counts(shape)
-    _check_counts(stride)
+    check_counts(shape)
+    check_counts(stride)
     how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
     return wrapper_tensor(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))
 
 
 # ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
-_OF_COMPOSER = ("composer.", "torchmetrics.")
+OF_COMPOSER = ("composer.", "torchmetrics.")
 """Beginnings of the names of Composer's classes. Their objects become :class:`Described`."""
 _CONTAINERS = (dict, list, tuple, collections.deque)
-_DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
-_SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *_DICTS}
-_FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *_DICTS, collections.deque)
+DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *DICTS}
+_FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *DICTS, collections.deque)
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
 
 _SCALARS = {int, float, bool, str, bytes, type(None)}
 _TIMES = {*_SCALARS, datetime.timedelta, datetime.timezone}
-_CLASSES: dict[type, set[type]] = {
+CLASSES: dict[type, set[type]] = {
     datetime.timedelta: _TIMES,
     datetime.datetime: _TIMES,
     datetime.date: _TIMES,
@@ -535,7 +386,7 @@ _CLASSES: dict[type, set[type]] = {
     torch.device: {str, int},
 }
 """Allowed types of arguments, by class. The class itself is called."""
-_MAKERS: dict[type, Callable[..., Any]] = {
+MAKERS: dict[type, Callable[..., Any]] = {
     set: lambda own, *items: set(_hashable(own, *items)),
     frozenset: lambda own, *items: frozenset(_hashable(own, *items)),
     bytes: _bytes,
@@ -545,9 +396,9 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     np.dtype: _dtype,
 }
 """Functions that create an instance, by class."""
-_NAMED: dict[str, Any] = {
+NAMED: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (list, dict, set, int, float, str, bool, tuple)},
-    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_CLASSES, *_MAKERS)},
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*CLASSES, *MAKERS)},
     "builtins.long": int,  # the names of protocol 2
     "builtins.unicode": str,
     "torch.nn.parameter.Parameter": nn.Parameter,
@@ -561,14 +412,13 @@ _NAMED: dict[str, Any] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "_codecs.encode": _bytes,
     "builtins.getattr": _enum_member,
-    **{f"numpy.{core}.multiarray._reconstruct": SafeConstructor.empty_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray._reconstruct": _empty_array for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"numpy.{core}.numeric._frombuffer": _array for core in ("core", "_core")},
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_type,
@@ -582,7 +432,7 @@ _CONSTANTS = {
     if isinstance(value, torch.dtype | torch.qscheme | torch.layout | torch.memory_format)
 }
 _LAYOUTS = {str(value): value for value in _CONSTANTS.values() if isinstance(value, torch.layout)}
-_KNOWN: dict[str, Any] = {**_CONSTANTS, **_NAMED, **{name: _Maker(call) for name, call in _FUNCTIONS.items()}}
+KNOWN: dict[str, Any] = {**_CONSTANTS, **NAMED, **{name: Maker(call) for name, call in _FUNCTIONS.items()}}
 _STORAGE_DTYPES = {"UntypedStorage": torch.uint8} | {
     name: dtype
     for name, dtype in storage_dtypes().items()

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import collections
+import enum
 import io
+import math
 import pickle
 import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final
 
-from composerlite.checkpoint.trust.trusted import Dtype, SafeConstructor, Storages, check_shape, short
+import numpy as np
+from torch.torch_version import TorchVersion
+
+from composerlite.checkpoint.trust import trusted
 
 _MALFORMED = (
     *(struct.error, pickle.UnpicklingError, IndexError, KeyError, TypeError, ValueError, AttributeError),
@@ -29,15 +35,30 @@ _MOVES = (
 )
 
 
+class Storages(Protocol):
+    """The source of the bytes of tensors."""
+
+    def storage(self, identity: Any) -> Any:
+        """Return the storage with the persistent id ``identity``. Its bytes may be read later."""
+        ...
+
+    def read_now(self) -> None:
+        """Read the bytes of all storages so far. Later storages are read at once."""
+        ...
+
+
 @final
 class RestrictedUnpickler(_PYTHONS):
-    """Reads one pickle of protocol 2 to 5, without out-of-band buffers.
+    """Reads one pickle of protocol 2 to 5, without out-of-band buffers. Creates only allowed objects.
 
     Args:
-        data: the pickle.
+        data: the pickle. The size bounds the number of objects.
         storages: provides the storages of tensors.
         types: further allowed classes, by full name. Pickle's own rules create and fill the instances, so methods of
             these classes run.
+
+    Attributes:
+        fresh_arrays: empty arrays without state, by ``id``.
     """
 
     def __init__(self, data: bytes, storages: Storages, types: Mapping[str, type] | None = None) -> None:
@@ -45,7 +66,10 @@ class RestrictedUnpickler(_PYTHONS):
         self._size_bytes = len(data)
         super().__init__(self._file)
         self._storages = storages
-        self._constructor = SafeConstructor(len(data), storages, types or {})
+        self._budget = 8 * len(data) + trusted.SPARE_ITEMS
+        self._user = {**trusted.user_types(), **(types or {})}
+        self._user_ids = {id(thing) for thing in self._user.values()}
+        self.fresh_arrays: dict[int, Any] = {}
 
     def load(self) -> Any:
         """Return the contents of the pickle.
@@ -64,23 +88,98 @@ class RestrictedUnpickler(_PYTHONS):
             contents = self.stack.pop()
         except _MALFORMED as e:
             at = f"byte {self._file.tell()} of {self._size_bytes}"
-            raise ValueError(f"its pickle is malformed at {at}: {short(e)}") from e
-        check_shape(contents, self._size_bytes)
+            raise ValueError(f"its pickle is malformed at {at}: {trusted.short(e)}") from e
+        trusted.check_shape(contents, self._size_bytes)
         return contents
 
+    # ── what the functions of ``trusted`` need ───────────────────────────────────────────────────────────────────────
+    def read_now(self) -> None:
+        """Read the bytes of all storages so far. Later storages are read at once."""
+        self._storages.read_now()
+
+    def is_users(self, kind: Any) -> bool:
+        """Check whether the user has allowed the class ``kind``."""
+        return id(kind) in self._user_ids
+
+    def is_dict(self, target: Any) -> bool:
+        """Check that keys may be set in ``target``."""
+        return type(target) in trusted.DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
+
+    def keys(self, items: list[Any]) -> list[Any]:
+        """Return ``items``. Checks that the time for hashing an item is bounded."""
+        for item in items:
+            if type(item) is not str:
+                trusted.check_key(item, [trusted.MOST_KEY_PARTS], 0)
+        return items
+
+    def charge(self, items: int) -> None:
+        """Count ``items`` created objects or bytes.
+
+        Raises:
+            ValueError: there are too many for the size of the pickle.
+        """
+        self._budget -= items
+        if self._budget < 0:
+            raise ValueError("it unfolds to many times its size")
+
+    def make(self, kind: Any, arguments: Any) -> Any:
+        """Call the class or function ``kind`` if allowed."""
+        if type(arguments) is not tuple:
+            raise ValueError(f"arguments that are {type(arguments).__name__}")
+        self.charge(sum(len(value) for value in arguments if type(value) in trusted.SIZED))
+        if type(kind) is trusted.Maker:
+            return kind.call(self, *arguments)
+        if isinstance(kind, type):
+            if (takes := trusted.CLASSES.get(kind)) is not None:
+                if not all(type(value) in takes for value in arguments):
+                    raise ValueError(f"{kind.__name__} of {', '.join(map(trusted.short, arguments))}")
+                return kind(*arguments)
+            if (maker := trusted.MAKERS.get(kind)) is not None:
+                return maker(self, *arguments)
+            if issubclass(kind, enum.Enum):
+                (value,) = arguments
+                return kind(*self.keys([value]))
+        if id(kind) in self._user_ids:
+            return kind(*arguments)
+        if isinstance(kind, type):
+            raise trusted.RefusedError(
+                f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in trusted.NAMED.values()
+            )
+        raise ValueError(f"a call of {type(kind).__name__}")
+
+    # ── operations of pickles ────────────────────────────────────────────────────────────────────────────────────────
     def find_class(self, module: str, name: str) -> Any:
-        return self._constructor.named(module, name)
+        """Return the class ``module.name``, or a placeholder for the function of this name.
+
+        Raises:
+            RefusedError: the class or function is not allowed.
+        """
+        if len(module) + len(name) > trusted.MOST_NAME_CHARACTERS:
+            raise ValueError(f"a name of {len(module) + len(name)} characters")
+        if f"{module}.{name}" not in self._user:  # protocol 2 has the names of Python 2, such as xrange
+            module, name = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+        full = f"{module}.{name}"
+        if module in trusted.BLOCKED or full in trusted.BLOCKED:
+            raise trusted.RefusedError(full, allowable=False)
+        if (dtype := trusted.storage_dtype(module, name)) is not None:
+            return dtype
+        if full in trusted.KNOWN:
+            return trusted.KNOWN[full]
+        if full in self._user:
+            self.read_now()  # the user's code may read the numbers of tensors
+            return self._user[full]
+        if (own := trusted.own_enum(full)) is not None:
+            return own
+        if full.startswith(trusted.OF_COMPOSER):
+            return trusted.Maker(lambda _, *arguments: trusted.Described({"class": full, "arguments": arguments}))
+        raise trusted.RefusedError(full, allowable=True)
 
     def persistent_load(self, pid: Any) -> Any:
         return self._storages.storage(pid)
 
-    def _read_bytearray(self) -> None:
-        (size,) = struct.unpack("<Q", self.read(8))
-        self.append(bytearray(self.read(min(size, self._size_bytes))))
-
     def _get(self, key: int) -> None:
         value = self.memo[key]
-        self.append(value.built if type(value) is Dtype else value)
+        self.append(value.built if type(value) is trusted.Dtype else value)
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -92,35 +191,62 @@ class RestrictedUnpickler(_PYTHONS):
         target = self.stack[-1]
         if type(target) is not set:
             raise ValueError(f"items for {type(target).__name__}, which is no set")
-        target.update(self._constructor.keys(items))
+        target.update(self.keys(items))
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if not self._constructor.is_dict(target):
+        if not self.is_dict(target):
             raise ValueError(f"keys for {type(target).__name__}, which is no dict")
-        for key, value in zip(self._constructor.keys(items[::2]), items[1::2], strict=True):
+        for key, value in zip(self.keys(items[::2]), items[1::2], strict=True):
             target[key] = value
 
     def _frozenset(self) -> None:
         items = self.pop_mark()
-        self.append(frozenset(self._constructor.keys(items)))
+        self.append(frozenset(self.keys(items)))
 
     def _reduce(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
-        self.append(self._constructor.make(what, arguments))
+        self.append(self.make(what, arguments))
 
     def _new(self, keywords: Any = None) -> None:
+        """Call ``__new__`` of a class. ``keywords`` is a dict or ``None``."""
         arguments, kind = self.stack.pop(), self.stack.pop()
-        self.append(self._constructor.new_object(kind, arguments, keywords))
+        if type(arguments) is not tuple or type(keywords) not in (dict, type(None)):
+            raise ValueError(f"arguments that are {type(arguments).__name__} and {type(keywords).__name__}")
+        if isinstance(kind, type) and self.is_users(kind):
+            self.append(kind.__new__(kind, *arguments, **(keywords or {})))
+        elif keywords:
+            raise ValueError("keywords for what takes none")
+        else:
+            self.append(self.make(kind, arguments))
 
     def _build(self) -> None:
-        state = self.stack.pop()
-        self.stack[-1] = self._constructor.build(self.stack[-1], state)
+        """Give an object its state."""
+        state, target = self.stack.pop(), self.stack[-1]
+        kind = type(target)
+        if kind is trusted.Dtype:
+            target.built = self.stack[-1] = trusted.built_dtype(target.value, state)
+        elif kind is np.ndarray:
+            if self.fresh_arrays.pop(id(target), None) is None:
+                raise ValueError("the state of an array that has one")
+            _, shape, dtype, _, raw = state
+            trusted.check_counts(shape)
+            trusted.check_numbers(dtype, raw, math.prod(shape))
+            self.charge(max(len(raw), math.prod(shape)))
+            target.__setstate__(state)
+        elif kind in (collections.OrderedDict, TorchVersion):
+            trusted.set_attributes(target, state)
+        elif self.is_users(kind):
+            trusted.restore(target, state)
+        elif kind is trusted.Described:
+            target["state"] = state
+        else:
+            raise trusted.RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
 
     _STEPS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
         **{code: _PYTHONS.dispatch[code[0]] for code in _MOVES},
         pickle.FRAME: lambda self: self.read(8),
-        pickle.BYTEARRAY8: _read_bytearray,
+        pickle.BYTEARRAY8: lambda self: self.append(bytearray(self.read(struct.unpack("<Q", self.read(8))[0]))),
         pickle.BINGET: lambda self: self._get(self.read(1)[0]),
         pickle.LONG_BINGET: lambda self: self._get(struct.unpack("<I", self.read(4))[0]),
         pickle.APPEND: lambda self: self._extend([self.stack.pop()]),
