@@ -810,7 +810,7 @@ def test_a_path_of_keys_that_is_none_is_refused(tmp_path: Path, path: Any) -> No
     index = pickle.loads((tmp_path / "run/.metadata").read_bytes())
     index.planner_data["model.body.bias"] = path
     (tmp_path / "run/.metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CorruptCheckpointError, match="paths of keys that are none"):
+    with pytest.raises(CorruptCheckpointError, match=r"damaged or no index"):
         trainer(tmp_path / "run")
 
 
