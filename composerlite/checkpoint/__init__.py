@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint.api.checkpointer import Checkpointer, CheckpointerConfig, CheckpointMetadata
+    from composerlite.checkpoint.api.checkpointer import Checkpointer, CheckpointerConfig
     from composerlite.checkpoint.api.state_dict import (
         async_save_model_and_optim_state,
         async_save_state_dict,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         save_safetensors,
         save_state_dict,
     )
+    from composerlite.checkpoint.api.step_files import CheckpointMetadata
     from composerlite.checkpoint.api.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
     from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
     from composerlite.checkpoint.deepspeed.weights import unshard_zero

@@ -16,7 +16,7 @@ import xxhash
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
-from composerlite.checkpoint.api.step_metadata import CheckpointMetadata
+from composerlite.checkpoint.api.step_files import CheckpointMetadata
 from composerlite.checkpoint.record.manifest import SavedRun, relative_path
 from composerlite.checkpoint.record.tail import seal, unseal
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError

@@ -16,7 +16,7 @@ from forked import run_forked
 from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import Checkpointer, load_keys, load_state_dict, save_state_dict
-from composerlite.checkpoint.api.step_metadata import find_step
+from composerlite.checkpoint.api.step_files import find_step
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.errors import CheckpointExistsError
 

@@ -15,41 +15,30 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from types import MappingProxyType
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, cast, final, runtime_checkable
 
-import xxhash
+from torch import nn
+from torch.optim import Optimizer
 
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
     get_checkpoint_metadata,
     load_model_and_optim_state,
     load_state_dict,
+    model_and_optim_state,
 )
-from composerlite.checkpoint.api.step_metadata import (
-    CheckpointMetadata,
-    find_step,
-    metadata_of,
-    read_train_state,
-)
-from composerlite.checkpoint.api.train_module import (
-    TrainModule,
-    TrainModuleLike,
-    model_and_optimizer,
-    state_to_save,
-)
+from composerlite.checkpoint.api.step_files import StepWriter, find_step, metadata_of, read_train_state
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
-from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
+from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import StepFolder
-from composerlite.checkpoint.place.place import NewFile, check_name, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
+from composerlite.checkpoint.place.place import check_name, map_reads
 from composerlite.checkpoint.save.save import SaveTask
-from composerlite.checkpoint.save.sharded_writer import ShardWriter
+from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, group_of
 from composerlite.errors import (
@@ -57,14 +46,61 @@ from composerlite.errors import (
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    ObjectStoreError,
 )
-from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for, is_uri
+from composerlite.storage import is_uri
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
-_ALIGNMENT = 4096
 _STEP = re.compile(r"step(0|[1-9]\d*)")
+
+
+@runtime_checkable
+class TrainModule(Protocol):
+    """An object with functions for saving and loading, for several models and optimizers, for example.
+
+    A method ``state_dict_to_load(metadata, *, optim)``, if there is one, returns the state to fill from a checkpoint
+    with the index ``metadata``.
+    """
+
+    def state_dict_to_save(self) -> StateDict:
+        """Return the state to save: ``{'model': …, 'optim': …}``. Tensors may be sharded."""
+        ...
+
+    def load_state_dict(self, state_dict: StateDict, /) -> object:
+        """Restore the loaded state: the same keys, without ``'optim'`` if the optimizer is not loaded."""
+        ...
+
+
+TrainModuleLike = TrainModule | nn.Module | tuple[nn.Module, Optimizer | None]
+"""A train module, a model, or a model and an optimizer."""
+
+
+def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
+    """Return the model and the optimizer of ``module``, if ``module`` is no :class:`TrainModule`.
+
+    Raises:
+        ConfigError: ``module`` is neither a model nor a model and an optimizer.
+    """
+    pair = cast("tuple[Any, ...]", module) if isinstance(module, tuple) else (module, None)
+    if (
+        len(pair) != 2
+        or not isinstance(pair[0], nn.Module)
+        or not (pair[1] is None or hasattr(pair[1], "param_groups"))
+    ):
+        kinds = ", ".join(type(one).__name__ for one in pair)
+        shown = f"({kinds})" if isinstance(module, tuple) else type(module).__name__
+        raise ConfigError(
+            f"train_module is {shown}: expected a model, (model, optimizer), or an object with state_dict_to_save() "
+            "and load_state_dict(), which may save several models and optimizers."
+        )
+    return pair[0], pair[1]
+
+
+def state_to_save(module: TrainModuleLike) -> StateDict:
+    """Return the state of ``module`` to save, below ``model`` and ``optim``."""
+    if isinstance(module, TrainModule):
+        return module.state_dict_to_save()
+    return model_and_optim_state(*model_and_optimizer(module), flatten=False)
 
 
 @final
@@ -135,7 +171,7 @@ class Checkpointer:
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(
         self,
-        dir: str | os.PathLike[str],  # noqa: A002 - OLMo-core's name
+        dir: str | os.PathLike[str],
         train_module: TrainModuleLike,
         train_state: StateDict,
         ephemeral: bool = False,
@@ -162,7 +198,7 @@ class Checkpointer:
 
     def save_async(
         self,
-        dir: str | os.PathLike[str],  # noqa: A002
+        dir: str | os.PathLike[str],
         train_module: TrainModuleLike,
         train_state: StateDict,
         ephemeral: bool = False,
@@ -202,7 +238,7 @@ class Checkpointer:
         with contextlib.ExitStack() as resources:
             folder = resources.enter_context(StepFolder.of(place))
             what = "looking for a checkpoint that is in the way"
-            group.all_reduce(what, lambda: None, lambda _: folder.check_free(overwrite=self.save_overwrite))
+            group.from_first(what, lambda: folder.check_free(overwrite=self.save_overwrite))
             shards = ShardWriter(
                 state,
                 folder.model(),
@@ -212,32 +248,21 @@ class Checkpointer:
             )
             resources.callback(shards.close, may_be_committed=False)
             # The new step has files of the same names, so the old step is deleted now, when only the disk can fail.
-            group.all_reduce("removing what is replaced", lambda: None, lambda _: folder.uncommit())
+            group.from_first("removing what is replaced", folder.uncommit)
             resources.pop_all()
         number = folder.name.rpartition("step")[2]
-        record = Manifest(
-            name=folder.name or "step",
-            kind="step",
-            form="step",
-            template="step{step}",
-            run=SavedRun(name="", timestamp={"batch": int(number) if number.isdecimal() else 0}, world_size=group.size),
-            files=(),
-            ephemeral=ephemeral,
-        )
+        batch = int(number) if number.isdecimal() else 0
+        record = record_of_directory(folder.name or "step", group.size, kind="step", batch=batch)
+        record = dataclasses.replace(record, form="step", template="step{step}", ephemeral=ephemeral)
         return SaveTask(
             manifest=record,
             path=folder.uri,
-            writer=_StepWriter(folder, shards, images[0], group.rank),
+            writer=StepWriter(folder, shards, images[0], group.rank),
             votes=[group.vote(f"saving {folder.uri}")],
             group=group,
         )
 
-    def write_file(
-        self,
-        dir: str | os.PathLike[str],  # noqa: A002
-        fname: str,
-        contents: str | bytes,
-    ) -> str:
+    def write_file(self, dir: str | os.PathLike[str], fname: str, contents: str | bytes) -> str:
         """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return the path.
 
         On one rank only. No save changes or removes the file.
@@ -276,7 +301,7 @@ class Checkpointer:
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def load(
         self,
-        dir: str | os.PathLike[str],  # noqa: A002
+        dir: str | os.PathLike[str],
         train_module: TrainModuleLike,
         *,
         load_trainer_state: bool | None = None,
@@ -308,9 +333,7 @@ class Checkpointer:
         group = group_of(self.process_group)
         with StepFolder.of(dir) as folder:
             before: set[str] = group.all_reduce("comparing versions", folder.version, set)
-            found = group.all_reduce(
-                "looking for a checkpoint", lambda: None, lambda _: find_step(folder, load_trainer_state)
-            )
+            found = group.from_first("looking for a checkpoint", lambda: find_step(folder, load_trainer_state))
             train_state = None
             if found.rank_files:
                 train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
@@ -359,17 +382,13 @@ class Checkpointer:
         return cls.CHECKPOINT_DIR.format(step=step)
 
     @classmethod
-    def dir_is_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
+    def dir_is_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:
         """Return true if ``dir`` is a complete checkpoint, or a directory with the model and the optimizer alone."""
         with StepFolder.of(dir) as folder:
             return folder.is_checkpoint()
 
     @classmethod
-    def find_checkpoints(
-        cls,
-        dir: str | os.PathLike[str],  # noqa: A002
-        ephemeral: bool | None = None,
-    ) -> Generator[tuple[int, str]]:
+    def find_checkpoints(cls, dir: str | os.PathLike[str], ephemeral: bool | None = None) -> Generator[tuple[int, str]]:
         """List the checkpoints in the folder ``dir``, by increasing step.
 
         A checkpoint with a damaged ``.metadata.json`` is skipped, with a warning, if other checkpoints are readable.
@@ -408,7 +427,7 @@ class Checkpointer:
             )
 
     @classmethod
-    def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:  # noqa: A002
+    def contains_checkpoint(cls, dir: str | os.PathLike[str]) -> bool:
         """Return true if the folder ``dir`` is a checkpoint or contains checkpoints.
 
         Raises:
@@ -417,7 +436,7 @@ class Checkpointer:
         return cls.dir_is_checkpoint(dir) or any(True for _ in cls.find_checkpoints(dir))
 
     @classmethod
-    def latest_checkpoint(cls, dir: str | os.PathLike[str]) -> str:  # noqa: A002
+    def latest_checkpoint(cls, dir: str | os.PathLike[str]) -> str:
         """Return the path of the checkpoint of the last step in the folder ``dir``.
 
         Raises:
@@ -435,69 +454,3 @@ class Checkpointer:
 def _run(job: SaveTask) -> None:
     job.run()
     log.info("saved checkpoint %s", job.path)
-
-
-@final
-class _StepWriter:
-    """Writer of this rank's files of a step: the file in ``train/``, and shards of the model and the optimizer.
-
-    Args:
-        folder: of the step.
-        shards: writer of the model and the optimizer.
-        train: train state of this rank.
-        rank: this rank.
-    """
-
-    seconds: Mapping[str, float] = MappingProxyType({})
-
-    def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:
-        self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
-        self.size_bytes = self._start + train.size_bytes
-        self._folder = folder
-        self._shards = shards
-        self._train = train
-        self._path = folder.at(f"{TRAIN}/rank{rank}.pt")
-        self._record: FileRecord | None = None
-
-    def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them."""
-        train = [StorageCopy(storage, self._start + offset) for storage, offset in self._train.storages()]
-        return [*self._shards.storages(), *train]
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on."""
-        self._shards.staged_in(memory)
-        self._train.staged_in(memory, self._start)
-
-    def write(self, memory: HostMemory | None) -> None:
-        """Write the file of this rank, and the shards, durably."""
-        size = self._train.size_bytes
-        (digest,) = self._folder.place.write([NewFile(self._path, size, self._train.write, chunk_bytes_for(size))])
-        self._record = FileRecord.of(self._path, digest)
-        self._shards.write(memory)
-
-    def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
-        """Return the records of the durable files, for rank 0."""
-        assert self._record is not None
-        return self._record, self._shards.finish(manifest)
-
-    def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
-        """Commit the directory of the model, then the step."""
-        path = self._folder.at(MARKER)
-        marker = CheckpointMetadata(ephemeral=manifest.ephemeral, world_size=manifest.run.world_size).to_json()
-        marker_record = FileRecord.of(path, FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker)))
-        record = dataclasses.replace(manifest, files=(*(record for record, _ in parts), marker_record))
-        committed = self._shards.commit(record, [results for _, results in parts])
-        self._folder.place.put(path, marker)
-        return committed
-
-    def close(self, *, may_be_committed: bool) -> None:
-        """Remove the files written so far, unless they are or may be committed."""
-        self._shards.close(may_be_committed=may_be_committed)
-        if not may_be_committed:
-            try:
-                if not self._folder.has(MARKER):  # the commit may have succeeded in spite of an error
-                    self._folder.place.delete([self._path], folders=True)
-            except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
-                log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)
-        self._folder.close()

@@ -9,10 +9,8 @@ In one process no set-up is needed. With ``torch.distributed`` all functions but
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
@@ -38,6 +36,7 @@ from composerlite.checkpoint.load.optimizers import (
     optimizer_state_to_fill,
     set_optimizer_state,
 )
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
 from composerlite.checkpoint.save.form import RankWriter
@@ -53,13 +52,12 @@ from composerlite.types import StateDict, Stateful
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-log = logging.getLogger(__name__)
 WorkDir = str | os.PathLike[str] | None
 
 
 # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def save_state_dict(
-    dir: PathOrUri,  # noqa: A002 - OLMo-core's name
+    dir: PathOrUri,
     state_dict: StateDict,
     *,
     process_group: Any = None,
@@ -99,7 +97,7 @@ def save_state_dict(
 
 
 def async_save_state_dict(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     state_dict: StateDict,
     *,
     process_group: Any = None,
@@ -127,7 +125,7 @@ def async_save_state_dict(
 
 
 def save_model_and_optim_state(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     model: nn.Module,
     optim: Optimizer | None = None,
     *,
@@ -161,7 +159,7 @@ def save_model_and_optim_state(
 
 
 def async_save_model_and_optim_state(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     model: nn.Module,
     optim: Optimizer | None = None,
     *,
@@ -204,31 +202,23 @@ def _save(
     number_of(threads, 1)
     number_of(processes, 1, "process_count")
     group = group_of(process_group)
-    with contextlib.ExitStack() as resources:
-        folder = resources.enter_context(ShardedDirectory.of(place, threads=threads))
-        if group.is_first:
-            folder.sweep()
-        writer = ShardWriter(
-            state,
-            folder,
-            group=group,
-            overwrite=overwrite,
-            threads=1 if throttle and folder.path is None else threads,
-        )
-        job = _task(folder, writer, group)
-        if how == "sync":
-            job.run()
-            done: Future[None] = Future()
-            done.set_result(None)
-            return done
-        job.stage(shared_staging)
-        open_folder = resources.pop_all()
+    folder = ShardedDirectory.of(place, threads=threads)
+    own_threads = 1 if throttle and folder.path is None else threads
+    writer = ShardWriter(state, folder, group=group, overwrite=overwrite, threads=own_threads)
+    if group.is_first:
+        folder.sweep()
+    job = _task(folder, writer, group)
 
     def finish() -> None:
-        with open_folder:
-            job.run()
+        job.run()
 
-    return job.start(finish)
+    if how == "async":
+        job.stage(shared_staging)
+        return job.start(finish)
+    finish()
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _task(folder: ShardedDirectory, writer: RankWriter, group: Group, *, kind: str = "sharded") -> SaveTask:
@@ -256,7 +246,7 @@ def _plain(state: StateDict) -> StateDict:
 
 
 def save_safetensors(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     model: nn.Module | StateDict,
     *,
     save_overwrite: bool = False,
@@ -308,7 +298,7 @@ def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten:
 
 # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def load_state_dict(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     state_dict: StateDict,
     *,
     process_group: Any = None,
@@ -337,14 +327,15 @@ def load_state_dict(
     """
     group = group_of(process_group)
 
-    def read(reader: sharded.RemoteFileSystemReader) -> StateDict:
+    def read(reader: RemoteFileSystemReader) -> StateDict:
         wanted = _plain(state_dict)
-        check = functools.partial(check_fit, reader, sharded.flat(wanted), strict=True, owned=())
-        group.agree("looking into a checkpoint", check)
+        what = "looking into a checkpoint"
+        group.agree(what, lambda: check_fit(reader, sharded.flat(wanted), strict=True, owned=()))
         sharded.load(reader, wanted, group=group)
         return wanted
 
-    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
+    with reader:
         wanted = sharded.read_whole(reader, group, read)
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
@@ -354,7 +345,7 @@ def load_state_dict(
 
 
 def load_model_and_optim_state(
-    dir: PathOrUri,  # noqa: A002
+    dir: PathOrUri,
     model: nn.Module,
     optim: Optimizer | None = None,
     *,
@@ -389,10 +380,10 @@ def load_model_and_optim_state(
     mapping = key_mapping or {}
     group = group_of(process_group)
 
-    def read(reader: sharded.RemoteFileSystemReader) -> tuple[StateDict, Metadata]:
+    def read(reader: RemoteFileSystemReader) -> tuple[StateDict, Metadata]:
         state = group.agree(
             "looking into a checkpoint",
-            lambda: _checked_state(reader, model, optim, mapping, strict, flatten_optimizer_state),
+            lambda: _checked_state(reader, model, optim, mapping, strict),
         )
         metadata = reader.read_metadata()
         # The optimizer keeps the lists of parameters here: a parameter may be new or gone.
@@ -400,7 +391,8 @@ def load_model_and_optim_state(
         sharded.load(reader, state, group=group, only=common)
         return state, metadata
 
-    with _reader(dir, pre_download, work_dir, thread_count) as reader:
+    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
+    with reader:
         state, metadata = sharded.read_whole(reader, group, read)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
     sharded.set_model_state(model, state["model"], strict=strict)
@@ -409,12 +401,7 @@ def load_model_and_optim_state(
 
 
 def _checked_state(
-    reader: sharded.RemoteFileSystemReader,
-    model: nn.Module,
-    optim: Optimizer | None,
-    mapping: Mapping[str, str],
-    strict: bool,
-    flatten: bool,
+    reader: RemoteFileSystemReader, model: nn.Module, optim: Optimizer | None, mapping: Mapping[str, str], strict: bool
 ) -> StateDict:
     """Return the state to fill, by the keys of the checkpoint, if the checkpoint fits."""
     metadata = reader.read_metadata()
@@ -428,30 +415,24 @@ def _checked_state(
             model, optim, lambda name: f"optim.state.{names.get(name, name)}" in prefixes, strict=strict
         )
     swap_param_keys(state, mapping, metadata, quiet=True)
-    groups: list[StateDict] = []
-    if optim is not None:
-        groups = state["optim"]["param_groups"]
-        flatten = is_flattened(metadata, default=flatten)
-        match_settings_of_schedulers(groups, metadata, flattened=flatten)
-        if flatten:
-            state["optim"] = flattened(state["optim"])
+    groups: list[StateDict] = state.get("optim", {}).get("param_groups", [])
+    is_flat = is_flattened(metadata)
+    match_settings_of_schedulers(groups, metadata, flattened=is_flat)
+    if groups and is_flat:
+        state["optim"] = flattened(state["optim"])
     for name in state["model"]:
         # An extra state may have any type and size.
         if name.endswith(EXTRA_STATE) and (leaves := leaves_of(metadata, f"model.{name}")):
             values = sharded.unread(metadata, leaves)
             state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", leaves, values))
     check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
-    if optim is not None:
-        check_groups(reader, [group["params"] for group in groups], flatten=flatten, strict=strict)
+    if groups:
+        check_groups(reader, [group["params"] for group in groups], flatten=is_flat, strict=strict)
     return state
 
 
 def load_keys(
-    dir: PathOrUri,  # noqa: A002
-    keys: Iterable[str],
-    *,
-    pre_download: bool = False,
-    work_dir: WorkDir = None,
+    dir: PathOrUri, keys: Iterable[str], *, pre_download: bool = False, work_dir: WorkDir = None
 ) -> Generator[Any]:
     """Load the whole values of ``keys``, in order. In one process only.
 
@@ -473,7 +454,7 @@ def load_keys(
         raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
     wanted = list(keys)
 
-    def read(reader: sharded.RemoteFileSystemReader) -> list[Any]:
+    def read(reader: RemoteFileSystemReader) -> list[Any]:
         metadata = reader.read_metadata()
         leaves = {key: leaves_of(metadata, key) for key in wanted}
         if missing := [key for key, found in leaves.items() if not found]:
@@ -482,25 +463,17 @@ def load_keys(
         values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*leaves.values())))
         return [values[key] if key in values else nested(metadata, key, leaves[key], values) for key in wanted]
 
-    with _reader(dir, pre_download, work_dir, None) as reader:
+    with RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
         found = sharded.read_whole(reader, SingleProcess(), read)
     return (value for value in found)
 
 
-def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:  # noqa: A002
+def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:
     """Return the index of ``torch.distributed.checkpoint``: keys, shapes, types and places of the data.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError, UntrustedCheckpointError: the index is damaged, or has types not known to be safe.
     """
-    with _reader(dir, False, None, None) as reader:
+    with RemoteFileSystemReader(dir) as reader:
         return reader.read_metadata()
-
-
-def _reader(
-    place: PathOrUri, pre_download: bool, work_dir: WorkDir, thread_count: int | None
-) -> sharded.RemoteFileSystemReader:
-    return sharded.RemoteFileSystemReader(
-        place, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir
-    )

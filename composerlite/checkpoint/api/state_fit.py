@@ -66,12 +66,11 @@ def _listed(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_MOST_LISTED]) + more
 
 
-def is_flattened(metadata: Metadata, *, default: bool) -> bool:
+def is_flattened(metadata: Metadata) -> bool:
     """Return true if the settings of the optimizer's groups were saved for every parameter."""
     stored = metadata.state_dict_metadata
-    if not any(key.startswith("optim.param_groups.") for key in stored):
-        return default
-    return "optim.param_groups.0.params" not in stored
+    has_groups = any(key.startswith("optim.param_groups.") for key in stored)
+    return has_groups and "optim.param_groups.0.params" not in stored
 
 
 def match_settings_of_schedulers(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:

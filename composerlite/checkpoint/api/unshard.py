@@ -23,8 +23,6 @@ from composerlite.errors import CheckpointExistsError, ConfigError, Incompatible
 from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
 
 log = logging.getLogger(__name__)
-_VALUE_BYTES = 1024
-"""Estimated bytes of a value other than a tensor."""
 
 
 class UnshardStrategyType(enum.StrEnum):
@@ -85,7 +83,7 @@ class UnshardStrategy:
 
 
 def unshard_checkpoint(
-    dir: PathOrUri,  # noqa: A002 - OLMo-core's name
+    dir: PathOrUri,
     target_dir: str | os.PathLike[str],
     *,
     optim: bool | None = None,
@@ -230,7 +228,7 @@ def _write_files(
     for key in keys:
         stored: Any = metadata[key]
         is_tensor = isinstance(stored, sharded.TensorStorageMetadata)
-        own = stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else _VALUE_BYTES
+        own = stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else 0
         total, size = total + own, size + own
         if chunk_bytes is None:
             name = re.sub(r"[^A-Za-z0-9_-]", "-", key.removeprefix(prefix))[:200]

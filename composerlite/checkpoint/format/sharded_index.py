@@ -13,19 +13,11 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
-from composerlite.checkpoint.format.torch_file import Pickled, TorchImage
+from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
@@ -36,13 +28,13 @@ _INDEX_TYPES: dict[str, type] = {
     **{
         f"torch.distributed.checkpoint.metadata.{kind.__name__}": kind
         for kind in (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
+            dcp.BytesStorageMetadata,
+            dcp.ChunkStorageMetadata,
+            dcp.Metadata,
+            dcp.MetadataIndex,
+            dcp.StorageMeta,
+            dcp.TensorProperties,
+            dcp.TensorStorageMetadata,
             dcp_memory_format_class(),
         )
     },
@@ -55,7 +47,7 @@ _no_tensors: Any = SimpleNamespace(read_now=lambda: None)
 """Storages for the unpickler: an index with a tensor is damaged."""
 
 
-def read_index(data: bytes, uri: str) -> Metadata:
+def read_index(data: bytes, uri: str) -> dcp.Metadata:
     """Read ``.metadata``: a pickle of known types only. All numbers are checked.
 
     Raises:
@@ -74,17 +66,17 @@ def read_index(data: bytes, uri: str) -> Metadata:
 
 def _check_index(found: Any) -> None:
     """Raise ``ValueError`` if ``found`` is no index, or an index of another directory."""
-    if type(found) is not Metadata or type(found.state_dict_metadata) is not dict:
+    if type(found) is not dcp.Metadata or type(found.state_dict_metadata) is not dict:
         raise ValueError(f"it holds {type(found).__name__}")
     for key, stored in found.state_dict_metadata.items():
-        if type(key) is not str or type(stored) not in (TensorStorageMetadata, BytesStorageMetadata):
+        if type(key) is not str or type(stored) not in (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata):
             raise ValueError(f"{key!r} is {type(stored).__name__}")
-        if isinstance(stored, TensorStorageMetadata):
+        if isinstance(stored, dcp.TensorStorageMetadata):
             _check_tensor(key, stored)
     if type(found.storage_data) is not dict:
         raise ValueError("it does not say where its data are")
     for index, place in found.storage_data.items():
-        if type(index) is not MetadataIndex or type(place) is not StorageInfo:
+        if type(index) is not dcp.MetadataIndex or type(place) is not StorageInfo:
             raise ValueError(f"a place that is {type(place).__name__}")
         if type(index.fqn) is not str or not (index.offset is None or type(index.offset) is torch.Size):
             raise ValueError(f"a place of the key {index.fqn!r} at {index.offset!r}")
@@ -101,14 +93,14 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"the path {path!r} of the key {key!r}")
 
 
-def _check_tensor(key: str, stored: TensorStorageMetadata) -> None:
+def _check_tensor(key: str, stored: dcp.TensorStorageMetadata) -> None:
     properties, shape = stored.properties, stored.size
-    if type(properties) is not TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
+    if type(properties) is not dcp.TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
         raise ValueError(f"{key!r} has no type of numbers")
     if type(shape) is not torch.Size or min(shape, default=0) < 0 or type(stored.chunks) is not list:
         raise ValueError(f"{key!r} has no shape")
     for chunk in stored.chunks:
-        if type(chunk) is not ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        if type(chunk) is not dcp.ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             raise ValueError(f"{key!r} has a part that is none")
         if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
             raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
@@ -246,30 +238,21 @@ def image_of(value: Any, name: str, *, must_load: bool = True) -> TorchImage:
     try:
         return TorchImage(value, must_load=must_load)
     except _UNPICKLED as e:
-        path, error = _failing(value, name, e, must_load)
-        said = "" if isinstance(error, SaveError) else " cannot be written"
-        raise SaveError(f"{path!r}{said}: {error}") from error
-
-
-def _failing(value: Any, path: str, error: Exception, must_load: bool, depth: int = 0) -> tuple[str, Exception]:
-    """Return the innermost place in ``value`` with the error, at most ``_DEEPEST`` containers deep."""
-    for key, inner in items_of(value) if depth < _DEEPEST else ():
-        try:
-            Pickled(inner, must_load=must_load)
-        except _UNPICKLED as e:
-            return _failing(inner, f"{path}/{key}", e, must_load, depth + 1)
-    return path, error
+        for key, inner in items_of(value) if name.count("/") < _DEEPEST else ():
+            image_of(inner, f"{name}/{key}", must_load=must_load)  # raises for the innermost place with the error
+        said = "" if isinstance(e, SaveError) else " cannot be written"
+        raise SaveError(f"{name!r}{said}: {e}") from e
 
 
 # ── a nested state from its keys ─────────────────────────────────────────────────────────────────────────────────────
-def leaves_of(metadata: Metadata, key: str) -> list[str]:
+def leaves_of(metadata: dcp.Metadata, key: str) -> list[str]:
     """Return the keys of the index for ``key``: the key itself, or all keys below."""
     if key in metadata.state_dict_metadata:
         return [key]
     return [leaf for leaf in metadata.state_dict_metadata if leaf.startswith(f"{key}.")]
 
 
-def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
+def nested(metadata: dcp.Metadata, prefix: str, leaves: Sequence[str], values: Mapping[str, Any]) -> Any:
     """Return the dict, or list, below ``prefix`` with the ``values`` of the keys ``leaves``."""
     items: list[tuple[Path, Any]] = []
     for leaf in leaves:
@@ -279,7 +262,7 @@ def nested(metadata: Metadata, prefix: str, leaves: Sequence[str], values: Mappi
     return _built(metadata, prefix, items)
 
 
-def _built(metadata: Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -> Any:
+def _built(metadata: dcp.Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -> Any:
     """Return the container below ``prefix`` with the ``items``: the rest of the path, and the value, of each."""
     children: dict[str | int, list[tuple[Path, Any]]] = {}
     for path, value in items:

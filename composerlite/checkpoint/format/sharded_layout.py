@@ -21,13 +21,7 @@ from typing import Any, NamedTuple, cast, final
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.tensor import DTensor
 
 from composerlite.checkpoint.format import SUFFIX
@@ -194,9 +188,9 @@ class StatePiece(NamedTuple):
         return 1 if self.dtype is None else math.prod(self.sizes) * self.dtype.itemsize
 
     @property
-    def metadata_index(self) -> MetadataIndex:
+    def metadata_index(self) -> dcp.MetadataIndex:
         """Key and offsets, as DCP identifies the piece."""
-        return MetadataIndex(self.key, None if self.shape is None else torch.Size(self.offsets))
+        return dcp.MetadataIndex(self.key, None if self.shape is None else torch.Size(self.offsets))
 
 
 def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -314,7 +308,7 @@ class ShardLayout:
             "tensors": [[t.path, t.shape, _dtype_name(t.dtype), splits[t.splits]] for t in self.tensors.values()],
         }
 
-    def pack(self, listed: Metadata, suffix: str) -> bytes:
+    def pack(self, listed: dcp.Metadata, suffix: str) -> bytes:
         """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""
         forms: dict[tuple[tuple[int, ...], torch.dtype], None] = {}
         for shape, dtype, (mesh, dims) in dict.fromkeys((t.shape, t.dtype, t.splits) for t in self.tensors.values()):
@@ -338,7 +332,7 @@ def is_layout(data: bytes) -> bool:
     return data.startswith(_MAGIC)
 
 
-def read_layout(data: bytes, uri: str) -> Metadata:
+def read_layout(data: bytes, uri: str) -> dcp.Metadata:
     """Read a rule.
 
     Raises:
@@ -359,12 +353,14 @@ def read_layout(data: bytes, uri: str) -> Metadata:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError, zlib.error) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: its index is damaged: {e}") from e
     split = {
-        key: TensorStorageMetadata(TensorProperties(dtype=t.dtype), torch.Size(t.shape), cast("Any", _Chunks(t)))
+        key: dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=t.dtype), torch.Size(t.shape), cast("Any", _Chunks(t))
+        )
         for key, t in layout.tensors.items()
     }
     paths = {**(listed.planner_data or {}), **{key: t.path for key, t in layout.tensors.items()}}
     places: Any = _Places(layout, suffix, listed.storage_data)
-    return Metadata({**split, **listed.state_dict_metadata}, paths, places)
+    return dcp.Metadata({**split, **listed.state_dict_metadata}, paths, places)
 
 
 def _layout_of(rule: Any, items: Any) -> ShardLayout:
@@ -411,19 +407,19 @@ def _whole(number: Any, least: int, most: int = 1 << 62) -> int:
 
 
 @final
-class _Chunks(Sequence[ChunkStorageMetadata]):
+class _Chunks(Sequence[dcp.ChunkStorageMetadata]):
     """The parts of a tensor, as DCP lists the parts."""
 
     def __init__(self, tensor: SplitTensor) -> None:
         self.tensor = tensor
 
-    def overlapping(self, wanted: Box | None) -> list[ChunkStorageMetadata]:
+    def overlapping(self, wanted: Box | None) -> list[dcp.ChunkStorageMetadata]:
         """Return the parts within ``wanted``."""
         boxes = (box for box, _ in self.tensor.boxes(wanted))
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+        return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
     @functools.cached_property
-    def _all(self) -> list[ChunkStorageMetadata]:
+    def _all(self) -> list[dcp.ChunkStorageMetadata]:
         return self.overlapping(None)
 
     def __len__(self) -> int:
@@ -434,21 +430,21 @@ class _Chunks(Sequence[ChunkStorageMetadata]):
 
 
 @final
-class _Places(Mapping[MetadataIndex, Any]):
+class _Places(Mapping[dcp.MetadataIndex, Any]):
     """Places of pieces: from the rule, or from the list of other places."""
 
-    def __init__(self, layout: ShardLayout, suffix: str, listed: Mapping[MetadataIndex, Any]) -> None:
+    def __init__(self, layout: ShardLayout, suffix: str, listed: Mapping[dcp.MetadataIndex, Any]) -> None:
         self.layout = layout
         self._suffix = suffix
         self._listed = listed
-        self._of: dict[int, dict[MetadataIndex, Any]] = {}
+        self._of: dict[int, dict[dcp.MetadataIndex, Any]] = {}
 
-    def _of_rank(self, rank: int) -> dict[MetadataIndex, Any]:
+    def _of_rank(self, rank: int) -> dict[dcp.MetadataIndex, Any]:
         if rank not in self._of:
             self._of[rank] = {part.metadata_index: place for part, place in self.layout.places(rank, self._suffix)}
         return self._of[rank]
 
-    def __getitem__(self, index: MetadataIndex) -> Any:
+    def __getitem__(self, index: dcp.MetadataIndex) -> Any:
         if (listed := self._listed.get(index)) is not None:
             return listed
         tensor = self.layout.tensors[index.fqn]
@@ -456,7 +452,7 @@ class _Places(Mapping[MetadataIndex, Any]):
             return self._of_rank(self.layout.writer(tensor, lowest))[index]
         raise KeyError(index)
 
-    def __iter__(self) -> Iterator[MetadataIndex]:
+    def __iter__(self) -> Iterator[dcp.MetadataIndex]:
         yield from self._listed
         for rank in range(self.layout.ranks):
             yield from (index for index in self._of_rank(rank) if index not in self._listed)
@@ -465,7 +461,7 @@ class _Places(Mapping[MetadataIndex, Any]):
         return sum(1 for _ in self)
 
 
-def chunks_at(stored: TensorStorageMetadata, wanted: Box) -> Sequence[ChunkStorageMetadata]:
+def chunks_at(stored: dcp.TensorStorageMetadata, wanted: Box) -> Sequence[dcp.ChunkStorageMetadata]:
     """Return the parts of a tensor; with a rule only the parts within ``wanted``."""
     chunks: Any = stored.chunks
     return chunks.overlapping(wanted) if isinstance(chunks, _Chunks) else chunks

@@ -8,11 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from composerlite.checkpoint.foreign.taken import unflattened
@@ -32,7 +28,7 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
         ConfigError: ``optim`` is no optimizer, or has other parameters; or the state cannot be saved.
     """
     _check(model, optim)
-    with _without_a_step(optim):
+    with _prepared(optim, new_state=False):
         return _state(model, optim)
 
 
@@ -55,7 +51,7 @@ def optimizer_state_to_fill(
     kept = {} if strict else state["state"]
     made: StateDict = {}
     if not all(state["state"].get(name) for name in stored):
-        with _without_state(optim):
+        with _prepared(optim, new_state=True):
             try:
                 made = _state(model, optim)["state"]
             except TypeError as e:
@@ -79,7 +75,7 @@ def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) ->
             group.update({key: value for key, value in settings.items() if key != "params"})
         state = {"state": found["state"], "param_groups": groups}
     before = [{key: group[key] for key in SETTINGS_OF_SCHEDULERS if key in group} for group in optim.param_groups]
-    with _without_a_step(optim):
+    with _prepared(optim, new_state=False):
         set_optimizer_state_dict(model, optim, state, options=StateDictOptions(cpu_offload=True, strict=False))
     for group, added in zip(optim.param_groups, before, strict=True):
         group.update({key: value for key, value in added.items() if key not in group})
@@ -123,32 +119,23 @@ def _parameters(optim: Optimizer) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _without_a_step(optim: Optimizer) -> Generator[None]:
-    """Set a gradient in the block, so that torch makes no step to get a state of ``optim``."""
-    parameters = _parameters(optim)
-    if optim.state or not parameters or any(one.grad is not None for one in parameters):
-        yield
-        return
-    smallest = min(parameters, key=Tensor.numel)
-    smallest.grad = torch.zeros_like(smallest)
+def _prepared(optim: Optimizer, *, new_state: bool) -> Generator[None]:
+    """Let torch make a new state in the block, which is not kept; without ``new_state``, let torch make no state."""
+    state, parameters = optim.state, _parameters(optim)
+    gradients = [one.grad for one in parameters]
+    if new_state:
+        optim.state = type(state)(dict)
+        for one in parameters:
+            one.grad = None
+    elif parameters and not state and all(gradient is None for gradient in gradients):
+        smallest = min(parameters, key=Tensor.numel)
+        smallest.grad = torch.zeros_like(smallest)
     try:
         yield
     finally:
-        smallest.grad = None
-
-
-@contextlib.contextmanager
-def _without_state(optim: Optimizer) -> Generator[None]:
-    """Remove state and gradients of ``optim`` in the block, so that torch makes a state; then put both back."""
-    state, gradients = optim.state, [(one, one.grad) for one in _parameters(optim)]
-    optim.state = type(state)(dict)
-    for one, _ in gradients:
-        one.grad = None
-    try:
-        yield
-    finally:
-        optim.state = state
-        for one, gradient in gradients:
+        if new_state:
+            optim.state = state
+        for one, gradient in zip(parameters, gradients, strict=True):
             one.grad = gradient
 
 

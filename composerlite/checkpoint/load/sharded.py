@@ -15,11 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -50,7 +46,6 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-
     group = dist.get_group()
 
     def train_states() -> dict[str, bytes]:
@@ -75,8 +70,6 @@ def _read_state(
 ) -> Any:
     """Read the state to restore, and add the values ``beside``. Tensors are read into live tensors where possible."""
     group = dist.get_group()
-    with group.all_or_none(f"reading the index of {plan.source}"):
-        reader.read_metadata()
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     tensors = {

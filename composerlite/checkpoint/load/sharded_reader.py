@@ -174,13 +174,10 @@ class RemoteFileSystemReader(StorageReader):
         self.brought: Path | None = None
         self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
-        self._copies: Path | None = None
-        """Folder for copies of checkpoints."""
         if pre_download and work_dir is None:
-            temporary = tempfile.TemporaryDirectory(prefix="composerlite-")
-            self._copies = Path(self._resources.enter_context(temporary))
-        elif pre_download and work_dir is not None:
-            self._copies = Path(work_dir)
+            work_dir = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
+        self._copies = Path(work_dir) if pre_download and work_dir is not None else None
+        """Folder for copies of checkpoints."""
         self._forget()
 
     def _forget(self) -> None:
@@ -426,11 +423,8 @@ class FileSystemReaderWithValidation(RemoteFileSystemReader):
     First the function named by the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with each file.
 
     Args:
-        path: of the checkpoint's directory.
+        path, thread_count, pre_download, work_dir: as in :class:`RemoteFileSystemReader`.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
 
 
 @final
@@ -523,7 +517,7 @@ def _read_items(
             if (start := _start_of_numbers(item, is_raw=is_raw, is_ours=is_ours)) is None:
                 data = bytearray(item.size_bytes)
                 whole.append((item, data))
-                pieces.append((item.offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)))
+                pieces.append((item.offset, ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data)), len(data)))
             else:
                 targets += [_target_of(request, item.offset + start, ring) for request in item.requests]
         for target in targets:

@@ -19,14 +19,7 @@ from typing import Any, NamedTuple, final
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.tensor import DTensor
 
 from composerlite._torch_compat import local_part
@@ -88,7 +81,7 @@ class RankState:
         found = leaves(state, as_dcp=not of_run)
         self.paths = found.paths
         self.pieces: list[StatePiece] = []
-        self.data: dict[MetadataIndex, Tensor | bytes] = {}
+        self.data: dict[dcp.MetadataIndex, Tensor | bytes] = {}
         self.tensors: dict[str, DTensor] = {}
         self._group = group
         self._of_run = of_run
@@ -190,21 +183,21 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
         numbers.sort()
         for piece in (pieces[number] for number in numbers):
             if piece.shape is None or piece.dtype is None:
-                entries[piece.key] = BytesStorageMetadata()
+                entries[piece.key] = dcp.BytesStorageMetadata()
                 continue
             shape, offsets, sizes = (
                 shapes.setdefault(one, torch.Size(one)) for one in (piece.shape, piece.offsets, piece.sizes)
             )
             if piece.key not in entries:
-                entries[piece.key] = TensorStorageMetadata(TensorProperties(dtype=piece.dtype), shape, [])
-            entries[piece.key].chunks.append(ChunkStorageMetadata(offsets, sizes))
+                entries[piece.key] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=piece.dtype), shape, [])
+            entries[piece.key].chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
     for key, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):
+        if isinstance(entry, dcp.TensorStorageMetadata):
             _check_parts(key, entry)
     return written, entries
 
 
-def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
+def _check_parts(key: str, entry: dcp.TensorStorageMetadata) -> None:
     """Raise ``ValueError`` if the parts of the tensor ``key`` overlap, or do not make up the whole.
 
     A part is compared with the parts that overlap along a single dimension, with the most different offsets.
@@ -215,7 +208,7 @@ def _check_parts(key: str, entry: TensorStorageMetadata) -> None:
     if len(parts) < 2:
         return
     along = max(range(len(entry.size)), key=lambda dim: len({chunk.offsets[dim] for chunk in parts}))
-    active: list[ChunkStorageMetadata] = []
+    active: list[dcp.ChunkStorageMetadata] = []
     for chunk in sorted(parts, key=lambda chunk: chunk.offsets[along]):
         active = [one for one in active if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
         for one in active:
@@ -246,8 +239,8 @@ class Plan(NamedTuple):
     files: int
     pieces: list[StatePiece]
     paths: dict[str, Path]
-    own: list[MetadataIndex]
-    metadata: Metadata | None
+    own: list[dcp.MetadataIndex]
+    metadata: dcp.Metadata | None
     layout: ShardLayout | None
 
 
@@ -307,14 +300,14 @@ def _new_plan(
     group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle, files: int
 ) -> tuple[Plan, SaveHandle]:
     """Make a plan by a rule; if the ranks differ, from lists of all pieces."""
-    index: list[Metadata] = []
+    index: list[dcp.Metadata] = []
 
     def divide(proposals: list[Proposal]) -> list[tuple[str, list[int], SaveHandle] | None]:
         if len({proposal.digest for proposal in proposals}) > 1:
             return [None] * len(proposals)
         written, entries = merge_pieces([proposal.pieces for proposal in proposals])
         paths = {key: path for proposal in reversed(proposals) for key, path in proposal.paths.items()}
-        index.append(Metadata(entries, planner_data=paths))
+        index.append(dcp.Metadata(entries, planner_data=paths))
         folder.begin(handle)
         name = secrets.token_hex(8)
         return [(name, numbers, handle) for numbers in written]

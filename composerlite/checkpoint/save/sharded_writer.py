@@ -225,13 +225,13 @@ def _commit(
         raise
 
 
-def record_of_directory(name: str, world_size: int, *, kind: str = "sharded") -> Manifest:
+def record_of_directory(name: str, world_size: int, *, kind: str = "sharded", batch: int = 0) -> Manifest:
     """Return the record, without files, of the directory ``name`` of no run."""
     return Manifest(
         name=name,
         kind=kind,
         template=name,
-        run=SavedRun(name="", timestamp={"batch": 0}, world_size=world_size),
+        run=SavedRun(name="", timestamp={"batch": batch}, world_size=world_size),
         files=(),
     )
 

@@ -1,26 +1,32 @@
-"""Metadata of a step in ``.metadata.json``, and the training state of each rank in ``train/``."""
+"""Files of a step: the metadata in ``.metadata.json``, the training state of each rank, and the writer of a rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast, final
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast, final
+
+import xxhash
 
 from composerlite.checkpoint.contents import versions
 from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
+from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
-from composerlite.checkpoint.place.place import local_copy
-from composerlite.checkpoint.record.manifest import Count, json_object, recorded
+from composerlite.checkpoint.place.place import NewFile, local_copy
+from composerlite.checkpoint.record.manifest import Count, FileRecord, Manifest, json_object, recorded
+from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.dist import Group
-from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
-from composerlite.storage import FileDigest
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectStoreError
+from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
+_ALIGNMENT = 4096
 
 
 @final
@@ -136,3 +142,69 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
         raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
     with local_copy(folder.place, folder.at(name), found.rank_files[rank]) as path:
         return cast("StateDict", safe_torch_load(path))
+
+
+@final
+class StepWriter:
+    """Writer of this rank's files of a step: the file in ``train/``, and shards of the model and the optimizer.
+
+    Args:
+        folder: of the step.
+        shards: writer of the model and the optimizer.
+        train: train state of this rank.
+        rank: this rank.
+    """
+
+    seconds: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:
+        self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.size_bytes = self._start + train.size_bytes
+        self._folder = folder
+        self._shards = shards
+        self._train = train
+        self._path = folder.at(f"{TRAIN}/rank{rank}.pt")
+        self._record: FileRecord | None = None
+
+    def storages(self) -> list[StorageCopy]:
+        """Return the storages to copy before training changes them."""
+        train = [StorageCopy(storage, self._start + offset) for storage, offset in self._train.storages()]
+        return [*self._shards.storages(), *train]
+
+    def staged_in(self, memory: HostMemory) -> None:
+        """Read the bytes from ``memory`` from now on."""
+        self._shards.staged_in(memory)
+        self._train.staged_in(memory, self._start)
+
+    def write(self, memory: HostMemory | None) -> None:
+        """Write the file of this rank, and the shards, durably."""
+        size = self._train.size_bytes
+        (digest,) = self._folder.place.write([NewFile(self._path, size, self._train.write, chunk_bytes_for(size))])
+        self._record = FileRecord.of(self._path, digest)
+        self._shards.write(memory)
+
+    def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
+        """Return the records of the durable files, for rank 0."""
+        assert self._record is not None
+        return self._record, self._shards.finish(manifest)
+
+    def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
+        """Commit the directory of the model, then the step."""
+        path = self._folder.at(MARKER)
+        marker = CheckpointMetadata(ephemeral=manifest.ephemeral, world_size=manifest.run.world_size).to_json()
+        marker_record = FileRecord.of(path, FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker)))
+        record = dataclasses.replace(manifest, files=(*(record for record, _ in parts), marker_record))
+        committed = self._shards.commit(record, [results for _, results in parts])
+        self._folder.place.put(path, marker)
+        return committed
+
+    def close(self, *, may_be_committed: bool) -> None:
+        """Remove the files written so far, unless they are or may be committed."""
+        self._shards.close(may_be_committed=may_be_committed)
+        if not may_be_committed:
+            try:
+                if not self._folder.has(MARKER):  # the commit may have succeeded in spite of an error
+                    self._folder.place.delete([self._path], folders=True)
+            except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
+                log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)
+        self._folder.close()
