@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from composerlite.checkpoint.format.byte_sources import ByteSource
@@ -43,7 +42,7 @@ from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
-from composerlite.dist import shard_box
+from composerlite.dist import local_shard
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
 from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
 from composerlite.types import Piece
@@ -115,20 +114,15 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
             raise IncompatibleCheckpointError(
                 f"checkpoint {uri!r} has {key!r} with the shape {tuple(stored.size)}, and here it is {here}."
             )
-        local = value.detach()
-        starts, lengths = (0,) * value.dim(), tuple(value.shape)
-        if isinstance(value, DTensor):
-            (starts, lengths), local = shard_box(value), value.to_local().detach()
-        if not math.prod(lengths):
-            continue
-        for chunk in chunks_at(stored, (starts, lengths)):
-            first = [max(a, b) for a, b in zip(starts, chunk.offsets, strict=True)]
-            ends = [min(a + n, b + m) for a, n, b, m in zip(starts, lengths, chunk.offsets, chunk.sizes, strict=True)]
-            if all(begin < end for begin, end in zip(first, ends, strict=True)):
+        starts, lengths, local = local_shard(value)
+        for chunk in chunks_at(stored, (starts, lengths)) if math.prod(lengths) else ():
+            both = zip(starts, lengths, chunk.offsets, chunk.sizes, strict=True)
+            spans = [(max(start, at), min(start + length, at + size)) for start, length, at, size in both]
+            if all(begin < end for begin, end in spans):
                 target = local
-                for dim, (begin, end) in enumerate(zip(first, ends, strict=True)):
+                for dim, (begin, end) in enumerate(spans):
                     target = target.narrow(dim, begin - starts[dim], end - begin)
-                offsets = tuple(begin - at for begin, at in zip(first, chunk.offsets, strict=True))
+                offsets = tuple(begin - at for (begin, _), at in zip(spans, chunk.offsets, strict=True))
                 index, dtype = MetadataIndex(key, chunk.offsets), stored.properties.dtype
                 found.append(Request(index, target, tuple(chunk.sizes), dtype, offsets))
     return found
@@ -242,12 +236,10 @@ class RemoteFileSystemReader(StorageReader):
     def was_replaced(self) -> bool:
         """Return true if the checkpoint was replaced, or deleted, since the index was read."""
         try:
-            index, manifest = self._folder.described()
+            index, _ = self._folder.described()
         except (FileNotFoundError, CorruptCheckpointError):
             return bool(self._index_digest)
-        before = None if self._manifest is None else self._manifest.id
-        now = None if manifest is None else manifest.id
-        return before != now or xxhash.xxh3_128_hexdigest(index) != self._index_digest
+        return xxhash.xxh3_128_hexdigest(index) != self._index_digest  # the names of files have the id of the save
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: this reader has its own index.
