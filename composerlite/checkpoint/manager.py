@@ -14,7 +14,8 @@ from typing import Any, final
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState, check_kinds
-from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.loop_state import LoopState, Part
 from composerlite.checkpoint.memory.replication import Replication
 from composerlite.checkpoint.place.catalog import Catalog
@@ -277,7 +278,7 @@ class CheckpointManager:
             "finding the checkpoints of this run", lambda: self._load_existing(state)
         )
         if self.replication is not None:
-            self.replication.take_up(self.saved)
+            self.replication.held = {*self.saved}
         again = [self._publishing.of(name, overwrite=self._may_overwrite(name)) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader and not group.is_first:
@@ -374,7 +375,7 @@ class CheckpointManager:
         if self.pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
         if self.replication is not None:
-            arrived = self.replication.look(self.saved[-1] if self.saved else None)
+            arrived = self.replication.poll(self.saved[-1] if self.saved else None)
             if arrived is not None:
                 self.outcomes.replicated(arrived)
         if self._publishing.ranks_with_news.total:
@@ -649,8 +650,8 @@ class CheckpointManager:
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].moment for its in reports if its]
-        if saved and self.replication is not None:
-            self.replication.empty(max(saved))
+        if saved and self.replication is not None and self.replication.memory is not None:
+            self.replication.memory.empty(max(saved))
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog

@@ -22,7 +22,8 @@ from checkpoint.saving_ranks import die_in, ready, sharded_state, step, whole
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint, rng, save_checkpoint
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import Logger, State

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from composerlite import Trainer, dist
 from composerlite.checkpoint import Catalog, load_checkpoint, load_model_and_optim_state, save_model_and_optim_state
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist import transfers

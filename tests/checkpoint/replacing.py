@@ -36,8 +36,9 @@ from torch.distributed.fsdp import fully_shard
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, save_state_dict
 from composerlite.checkpoint.format.archive import STATES
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
 from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
-from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place import directory
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory

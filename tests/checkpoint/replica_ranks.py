@@ -16,7 +16,8 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.memory.replicas import NodeMemory, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun

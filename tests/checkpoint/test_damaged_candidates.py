@@ -18,7 +18,8 @@ from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
-from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.errors import CheckpointError, CorruptCheckpointError, ObjectStoreError

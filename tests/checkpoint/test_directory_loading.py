@@ -13,7 +13,8 @@ from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import load_checkpoint, save_model_and_optim_state
 from composerlite.checkpoint.api.state_dict import save_state_dict
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.form import SaveRequest

@@ -15,7 +15,8 @@ import pytest
 from test_newest_good import TEMPLATE, save_batch
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.tools.pointing import place_at

@@ -18,7 +18,8 @@ from parts import new_state, save_batch, temporaries, tree, value_in
 
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.core import Logger, State
 from composerlite.storage import StagedFile

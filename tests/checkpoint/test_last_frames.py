@@ -24,11 +24,12 @@ from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, pack, suffix_of, tool_out
 from packing import torch_bytes as make_torch_bytes
 
 from composerlite.checkpoint import Manifest
+from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, last_frame
 from composerlite.checkpoint.format.packing import format_of, unpacked
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
+from composerlite.checkpoint.record.tail import seal, tail_room, unseal
 from composerlite.storage import FileDigest, StagedFile
 
 PACKED_ARCHIVES = ARCHIVES[1:]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from parts import save_batch
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.record.manifest import (
     SavedRun,
     continued,

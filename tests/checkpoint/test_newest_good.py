@@ -11,7 +11,8 @@ from parts import save_batch
 from sealed_files import DAMAGES, damage
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.errors import CheckpointError
 
 TEMPLATE = "ba{batch}.pt"

@@ -10,7 +10,8 @@ import pytest
 from parts import save_batch
 from place_contract import PlaceContract
 
-from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.folder import Folder

@@ -10,8 +10,9 @@ from sent_files import publish_files
 from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import Catalog
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
 from composerlite.checkpoint.load.restore import read_checkpoint
-from composerlite.checkpoint.load.resume import Choice, RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.resume import Choice, choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.record.manifest import Lineage, new_attempt
 from composerlite.checkpoint.save.form import SaveRequest

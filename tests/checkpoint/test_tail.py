@@ -21,11 +21,12 @@ from parts import flip, save_batch, value_in
 from test_record_fuzz import changed
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest, read_checkpoint
+from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, seal, tail_room, unseal
+from composerlite.checkpoint.record.tail import seal, tail_room, unseal
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
 from composerlite.storage.disk.writer import Digester

@@ -14,7 +14,8 @@ from sealed_files import damage, rewrite_record
 from tiny_training import Record, trainer
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.errors import IncompatibleCheckpointError
 
 TEMPLATE = "ba{batch}.pt"

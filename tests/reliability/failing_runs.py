@@ -22,7 +22,8 @@ from storage_recorder import OTHER, SHORT_WRITE, TAKES_SPACE, Recorder
 from twelve_batches import RUN, WIDE, Digests, build, digest
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.errors import ComposerliteError
 
 FAILURES: dict[str, tuple[int, bool, int]] = {

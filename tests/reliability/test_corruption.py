@@ -14,7 +14,8 @@ import pytest
 from twelve_batches import RUN, Digests, batch_in, build, digest
 
 from composerlite.checkpoint import Catalog, read_checkpoint
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.errors import CheckpointError, CheckpointExistsError
 
 KINDS = [*damage.DATA, *damage.RECORD]

@@ -36,7 +36,8 @@ from storage_recorder import Call, Kind, compile_recorder, read_log, run_recorde
 from twelve_batches import RUN, SAVING, digest
 
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, read_checkpoint
-from composerlite.checkpoint.load.resume import RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.folder import Folder

@@ -73,7 +73,8 @@ class Replicated(Callback):
             if self.waits:  # before ranks tell each other in this batch what is replicated: it begins the next one
                 if saver.pending is not None:
                     saver.pending.join()
-                saver.replication.join()
+                while saver.replication.is_busy:
+                    time.sleep(0.05)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self.meanwhile += sum(saver.replication.is_busy for saver in self._savers(state))

@@ -21,7 +21,8 @@ from storage.local_store import LocalObjectStore
 from composerlite.algorithms import BlurPool
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load import resume as resume_module
-from composerlite.checkpoint.load.resume import RunBucket, RunPlace, choose
+from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.errors import CheckpointError, IncompatibleCheckpointError

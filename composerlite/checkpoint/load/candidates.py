@@ -18,17 +18,6 @@ from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerMa
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = [
-    "Candidate",
-    "Listing",
-    "RunBucket",
-    "RunPlace",
-    "UnusableFile",
-    "list_checkpoints",
-    "newest_first",
-    "quarantine_damaged",
-]
-
 log = logging.getLogger(__name__)
 IN_BUCKET, IN_FOLDER, IN_REPLICAS, IN_MEMORY = range(4)
 """Where a candidate is. Of two checkpoints of one batch, the one with the higher number is tried first."""
@@ -58,7 +47,7 @@ class RunPlace:
         catalog: the folder. Files from buckets are downloaded to this folder.
         template: template of the names of checkpoints; ``None``: files without a record are ignored.
         link: template of the names of links to the latest checkpoint; ``None``: there are no links. Only broken links
-            with these names to a checkpoint of ``template`` are repaired or deleted.
+            with these names to a checkpoint of ``template`` are repaired.
         buckets: buckets with the uploads.
         in_memory: the folder is in memory. Of two checkpoints of the same batch, the one in memory is tried first.
         memory: replicas in the memory of all nodes. Missing files are copied to the memory of this node.
@@ -253,19 +242,17 @@ def quarantine_damaged(
     Every rank calls this. Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other
     node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
     """
-    renamed: list[Manifest] = []
     for one in damaged:
         in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
         catalog = places[one.place_number].catalog
         if in_folder and (own := _own_record(one, catalog)) is not None:
             quarantine_checkpoint(catalog.place, own)
-            renamed.append(own)
     for fault in listing.unusable:  # on rank 0
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
             quarantine_file(fault.catalog.place, fault.name)
     place = places[chosen.place_number]
-    if (own := _own_record(chosen, place.catalog)) is not None:
-        repair_links(place, own if isinstance(chosen.path, Path) else None, run_name, renamed)
+    if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
+        _repair_links(place, own, run_name)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
@@ -279,22 +266,17 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     return own[0] if own else None
 
 
-def repair_links(place: RunPlace, record: Manifest | None, run_name: str, renamed: Sequence[Manifest] = ()) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``record``; ``None``: delete these links.
+def _repair_links(place: RunPlace, record: Manifest, run_name: str) -> None:
+    """Point the broken links of the run's saver to the checkpoint of ``record``.
 
-    Links with other names stay, and links to anything but a checkpoint of the saver or one of ``renamed``.
+    Links with other names stay, and links to anything but a checkpoint of the saver.
     """
     if place.link is None or place.template is None:
         return
     links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
-    gone = {path for one in renamed for path in (one.name, *(file.path for file in one.files))}
     for link, target in place.catalog.place.links().items():
         match = names.fullmatch(target)
-        is_broken = not (place.catalog.folder / link).exists()
-        if is_broken and links.fullmatch(link) is not None and (match is not None or target in gone):
-            if record is None:
-                (place.catalog.folder / link).unlink(missing_ok=True)
-                continue
-            rank = 0 if match is None else int(match.groupdict().get("rank", 0))
+        if links.fullmatch(link) and match is not None and not (place.catalog.folder / link).exists():
+            rank = int(match.groupdict().get("rank", 0))
             is_of_rank = record.form == "archives" and rank < len(record.files)  # each rank has a file and a link
             set_link(place.catalog.place, link, record.files[rank].path if is_of_rank else record.name)

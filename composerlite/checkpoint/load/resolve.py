@@ -39,20 +39,6 @@ from composerlite.storage import (
 from composerlite.storage.disk.files import replace_symlink
 from composerlite.storage.uri import download_url
 
-__all__ = [
-    "Located",
-    "deepspeed_save",
-    "download_checkpoint",
-    "engine_folder",
-    "fetched",
-    "followed",
-    "get_file",
-    "is_read_in_place",
-    "located",
-    "place_of",
-    "source_of",
-]
-
 _MOST_LINKS = 8
 
 

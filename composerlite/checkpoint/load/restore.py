@@ -33,8 +33,6 @@ from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_rin
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict, items_of, with_items
 
-__all__ = ["load_checkpoint", "read_checkpoint", "read_in_place"]
-
 log = logging.getLogger(__name__)
 
 
@@ -176,7 +174,7 @@ def read_in_place(
             file.contents, targets = placed(wanted, live, file.unread(), file.ring)
             del wanted  # what nothing refers to is not read
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
-            with naming, half_loaded(bool(targets)):
+            with naming, half_loaded(bool(targets.addresses or targets.sieves)):
                 file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
             return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
 
@@ -193,9 +191,6 @@ class LoadTargets(NamedTuple):
 
     addresses: dict[str, int]
     sieves: dict[str, Sieve]
-
-    def __bool__(self) -> bool:
-        return bool(self.addresses or self.sieves)
 
 
 class _Pair(NamedTuple):

@@ -17,12 +17,10 @@ from composerlite.checkpoint.load.candidates import (
     IN_REPLICAS,
     Candidate,
     Listing,
-    RunBucket,
     RunPlace,
     list_checkpoints,
     newest_first,
     quarantine_damaged,
-    repair_links,
 )
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.load.resolve import source_of
@@ -34,8 +32,6 @@ from composerlite.checkpoint.record.manifest import FileRecord, Manifest, contin
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.storage import ObjectStore, verify_file, without_secrets
 from composerlite.types import Lineage
-
-__all__ = ["Choice", "RunBucket", "RunPlace", "advising", "choose"]
 
 log = logging.getLogger(__name__)
 _STEP = "choosing the checkpoint to resume from"
@@ -313,7 +309,5 @@ def _first_attempt(
                     "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
                     "start over in another save_folder, or with autoresume=False and save_overwrite=True."
                 )
-            for place in places:
-                repair_links(place, None, run_name)
             lineage = new_attempt(highest_attempt(one.record for one in listing.known))
     return group.broadcast(lineage)

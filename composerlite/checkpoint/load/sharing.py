@@ -25,8 +25,6 @@ from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
 
-__all__ = ["RemoteShardFetcher", "all_alike", "plan_load", "shared_requests"]
-
 log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 64 << 10
@@ -179,6 +177,7 @@ class RemoteShardFetcher:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._reader.brought = None
         self._stack.close()
 
     def fetch(self, wanted: Mapping[str, Any]) -> None:

@@ -23,8 +23,6 @@ from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manif
 from composerlite.errors import CorruptCheckpointError, bytes_text
 from composerlite.storage import verify_file
 
-__all__ = ["NodeMemory", "replica_folder"]
-
 log = logging.getLogger(__name__)
 
 
@@ -61,8 +59,8 @@ class NodeMemory:
             self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``; on leaders."""
-        for manifest in self._replicas.manifests():
+        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``."""
+        for manifest in self._replicas.manifests() if self.is_leader else ():
             if manifest.moment <= moment:
                 delete_checkpoint(self._replicas.place, manifest)
 

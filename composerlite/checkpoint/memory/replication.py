@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
@@ -16,8 +15,6 @@ from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.errors import RankError
 from composerlite.threads import start_threads
-
-__all__ = ["Replication"]
 
 log = logging.getLogger(__name__)
 _GIGABYTE = 1e9
@@ -39,7 +36,7 @@ class Replication:
     Attributes:
         memory: the memory of the nodes; ``None``: all ranks see the same folder.
         counters: counters that ranks exchange with each batch.
-        held: names of the checkpoints that must stay.
+        held: names of the checkpoints that must stay. At a resume, all that are there: replicas may belong to each.
     """
 
     def __init__(self, folder: Path, *, levels: int, gigabytes_per_second: float) -> None:
@@ -70,11 +67,7 @@ class Replication:
         """True while a checkpoint is being replicated, from or to this node."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def take_up(self, saved: Iterable[str]) -> None:
-        """Keep the checkpoints ``saved`` before a resume until the next replication: replicas may belong to each."""
-        self.held = set(saved)
-
-    def look(self, newest: str | None) -> str | None:
+    def poll(self, newest: str | None) -> str | None:
         """Begin to replicate ``newest`` unless a replication is running. Call between two batches.
 
         Args:
@@ -120,21 +113,8 @@ class Replication:
         """Send the rest without a limit, and wait, unless a rank has left."""
         self._hurry.set()
         try:
-            self.join()
+            while self.is_busy:
+                self._threads[0].join(_LOOK_SECONDS)
+                dist.connect.check_nobody_left(f"replicating {self._name!r}")
         except RankError as e:
             log.warning("checkpoint %s in memory was not replicated: %s", self._name, e)
-
-    def join(self) -> None:
-        """Wait until the running replication has ended.
-
-        Raises:
-            RankError: a rank has left.
-        """
-        while self.is_busy:
-            self._threads[0].join(_LOOK_SECONDS)
-            dist.connect.check_nobody_left(f"replicating {self._name!r}")
-
-    def empty(self, moment: tuple[int, int]) -> None:
-        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``."""
-        if self.memory is not None and self.memory.is_leader:
-            self.memory.empty(moment)

@@ -27,8 +27,6 @@ from composerlite.storage.transfer import VerifiedObject
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Bucket"]
-
 _MOST_LINK_BYTES = 4096
 _MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20

@@ -22,12 +22,12 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from composerlite.checkpoint.format import INDEXES
+from composerlite.checkpoint.format import INDEXES, MOST_TAIL_BYTES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
 from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.tail import MOST_TAIL_BYTES, unseal
+from composerlite.checkpoint.record.tail import unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
 from composerlite.storage import StagedFile
 

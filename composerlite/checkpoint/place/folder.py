@@ -23,8 +23,6 @@ from composerlite.storage.disk.files import abandoned_temporaries, fsync_folder,
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-__all__ = ["Folder"]
-
 log = logging.getLogger(__name__)
 _MOST_SMALL_BYTES = 1 << 30
 

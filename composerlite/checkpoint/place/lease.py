@@ -27,8 +27,6 @@ from composerlite.storage import Transfer, make_folder
 from composerlite.storage.workers import seconds_left
 from composerlite.threads import start_threads
 
-__all__ = ["FileLease", "HeartbeatLease", "Lease", "lease_name", "take_leases", "this_process"]
-
 log = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0
 """Seconds between two beats of the holder of a lease in a bucket."""

@@ -14,27 +14,6 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
-__all__ = [
-    "DIST_VARIABLES",
-    "FIRST_RANK",
-    "TIME_VARIABLES",
-    "NamedState",
-    "PartialFilePath",
-    "TimestampLike",
-    "archive_template",
-    "check_template",
-    "check_variables",
-    "data_file_id",
-    "directory_template",
-    "ensure_no_conflict",
-    "format_name_with_dist",
-    "format_name_with_dist_and_time",
-    "get_save_filename",
-    "name_pattern",
-    "root_and_template",
-    "variables_in",
-]
-
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """Variables of folder names and file names."""
 FIRST_RANK: Mapping[str, int] = {"rank": 0, "local_rank": 0, "node_rank": 0}

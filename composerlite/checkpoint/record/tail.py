@@ -31,7 +31,7 @@ from typing import Any, cast
 
 import xxhash
 
-from composerlite.checkpoint.format import MOST_TAIL_BYTES, TAIL_START
+from composerlite.checkpoint.format import TAIL_START
 from composerlite.checkpoint.format.compression import last_frame
 from composerlite.checkpoint.record.manifest import (
     FileRecord,
@@ -44,19 +44,6 @@ from composerlite.checkpoint.record.manifest import (
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
 from composerlite.types import StateDict
-
-__all__ = [
-    "MOST_TAIL_BYTES",
-    "index_of",
-    "seal",
-    "seal_index",
-    "seal_weights_index",
-    "tail_bytes",
-    "tail_room",
-    "unseal",
-    "unseal_index",
-    "unseal_weights_index",
-]
 
 log = logging.getLogger(__name__)
 VERSION = 1
@@ -148,17 +135,16 @@ def _fields(manifest: Manifest, stored: FileDigest, plain: FileDigest | None) ->
     record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
     del record["node"]  # the disks of all nodes have the same bytes
     home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
-    record["files"] = [
-        {key: value for key, value in dataclasses.asdict(file).items() if key != "chunks" and value != _DEFAULTS[key]}
-        for file in (dataclasses.replace(file, path=file.path.removeprefix(home)) for file in manifest.files)
-    ]
-    fields = {"composerlite": VERSION, "record": record, "stored": _digest_fields(stored)}
-    return fields if plain is None else {**fields, "plain": _digest_fields(dataclasses.replace(plain, chunk_bytes=0))}
+    files = [dataclasses.replace(file, path=file.path.removeprefix(home), chunks="") for file in manifest.files]
+    record["files"] = [_without_defaults(file) for file in files]
+    fields = {"composerlite": VERSION, "record": record, "stored": _without_defaults(stored)}
+    if plain is not None:
+        fields["plain"] = _without_defaults(dataclasses.replace(plain, chunk_bytes=0, chunks=""))
+    return fields
 
 
-def _digest_fields(digest: FileDigest) -> dict[str, Any]:
-    fields: dict[str, Any] = {"size_bytes": digest.size_bytes, "xxh3_128": digest.xxh3_128}
-    return {**fields, "chunk_bytes": digest.chunk_bytes, "chunks": digest.chunks} if digest.chunk_bytes else fields
+def _without_defaults(value: FileRecord | FileDigest) -> dict[str, Any]:
+    return {key: field for key, field in dataclasses.asdict(value).items() if field != _DEFAULTS[key]}
 
 
 def _tail(fields: Mapping[str, Any], size: int | None = None) -> bytes:
