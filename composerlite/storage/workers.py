@@ -155,6 +155,7 @@ class Background:
 
     Attributes:
         timeout: as given.
+        closed: true after :meth:`stop`.
     """
 
     late_error: ClassVar[type[Exception]] = TimeoutError
@@ -168,7 +169,7 @@ class Background:
         self._running: list[_Job] = []
         self._failures: list[Exception] = []
         self._changed = threading.Condition()
-        self._closing = False
+        self.closed = False
 
     def submit(
         self,
@@ -192,7 +193,7 @@ class Background:
             ComposerliteError: after :meth:`stop`.
         """
         with self._changed:
-            if self._closing:
+            if self.closed:
                 raise ComposerliteError(f"{self._who}: {what} comes too late: it is closed.")
             obsolete = [job for job in self._waiting if replaces and job.lane == lane]
             self._waiting = [job for job in self._waiting if job not in obsolete]
@@ -201,11 +202,6 @@ class Background:
         for job in obsolete:
             job.dropped()
         self._pool.submit(self._run)
-
-    @property
-    def closed(self) -> bool:
-        """True after :meth:`stop`."""
-        return self._closing
 
     @property
     def pending(self) -> list[str]:
@@ -251,7 +247,7 @@ class Background:
         in_time = self.wait(seconds)
         late = self.pending
         with self._changed:
-            self._closing = True
+            self.closed = True
             left, self._waiting = self._waiting, []
             wait_no_more(self)
         for job in left:

@@ -126,10 +126,7 @@ def borrow_memory(size_bytes: int) -> HostMemory:
         if memory.size_bytes >= size_bytes:
             return memory
         memory.close()
-    try:
-        return HostMemory(max(size_bytes, _LEAST_LENT_BYTES))
-    except OSError:
-        return HostMemory(size_bytes)
+    return HostMemory(max(size_bytes, _LEAST_LENT_BYTES))
 
 
 def give_memory_back(memory: HostMemory) -> None:
