@@ -125,7 +125,7 @@ def as_tensor(value: Any) -> Any:
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
 
 
-def tensors_of(weights: StateDict, target: str) -> dict[str, Tensor]:
+def tensors_of(weights: Mapping[str, Any], target: str) -> dict[str, Tensor]:
     """Select the tensors. A warning names other values, since ``target`` cannot hold them."""
     if left := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         log.warning("%s: left out what is no tensor: %s", target, ", ".join(left[:20]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -84,18 +84,21 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     weights: StateDict = {
         name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
     }
-    tied = _tied(run.model)
+    # Some programs save a tied weight once.
+    tied = {name: other for names in dist.tied_names(run.model) for name in names for other in names if other != name}
     rename = common_rename(weights, run.model, all_must=run.strict)
     if rename != Rename():
         log.info("%s: its weights %r* are taken for %r*", run.source, rename.strip, rename.add)
     weights = {rename.of(name): tensor for name, tensor in weights.items()}
-    state: StateDict = {"model": weights | {name: weights[o] for name, o in tied.items() if _lacks(weights, name, o)}}
+    state: StateDict = {
+        "model": weights | {name: weights[o] for name, o in tied.items() if name not in weights and o in weights}
+    }
     left = list(taken.left)
     if taken.optimizer is not None and run.optimizers:
         kind, live = next(iter(run.optimizers.items()))
         state["optimizers"] = {kind: optimizer_by_names(taken.optimizer, live, rename, run.source)}
-    if taken.scheduler is not None:
-        fitting = [kind for kind, live in run.schedulers.items() if _is_like(taken.scheduler, live)]
+    if isinstance(taken.scheduler, Mapping):
+        fitting = [kind for kind, live in run.schedulers.items() if set(live) == set(taken.scheduler)]
         if len(fitting) == 1:
             state["schedulers"] = {fitting[0]: taken.scheduler}
         else:
@@ -147,15 +150,6 @@ def generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> StateDict
     several = isinstance(cuda, list | tuple)
     of_cuda = {} if cuda is None or not len(cuda) else {"cuda": cuda[0] if several else cuda}
     return {"python": python, "numpy": (str(kind), keys, position, has_gauss, gauss), "torch": cpu, **of_cuda}
-
-
-def _tied(model: Mapping[str, Any]) -> dict[str, str]:
-    """Map each name of a tied live weight to another name of the weight: some programs save tied weights once."""
-    return {name: other for names in dist.tied_names(model) for name in names for other in names if other != name}
-
-
-def _lacks(weights: Mapping[str, Any], name: str, other: str) -> bool:
-    return name not in weights and other in weights
 
 
 def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
@@ -260,7 +254,3 @@ def unflattened(saved: Mapping[Any, Any], groups: Sequence[Sequence[str]]) -> St
     present = [[name for name in group if name in settings or name in state] for group in groups]
     made = [{**(settings.get(group[0], {}) if group else {}), "params": group} for group in present]
     return {"state": state, "param_groups": made if settings else None}
-
-
-def _is_like(saved: Any, live: Any) -> bool:
-    return isinstance(saved, Mapping) and isinstance(live, Mapping) and set(saved) == set(cast("StateDict", live))  # pyright: ignore

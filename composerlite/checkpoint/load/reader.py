@@ -300,12 +300,10 @@ class _SharedBytes:
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes. Collective after :meth:`share`, except for headers."""
         if not self._what:
-            data = self._headers[offset, size] = self._source.read(offset, size)
+            return self._headers.setdefault((offset, size), self._source.read(offset, size))
+        if (data := self._headers.get((offset, size))) is not None:
             return data
-        data = self._headers.get((offset, size))
-        if data is None:
-            data = dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
-        return data
+        return dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. Collective."""
@@ -318,8 +316,7 @@ class _SharedBytes:
 
     def _peek(self, offset: int, size: int) -> bytes:
         assert self._raw is not None
-        data = self._raw.peek(offset, size)
-        return self._headers.setdefault((offset, size), data)
+        return self._headers.setdefault((offset, size), self._raw.peek(offset, size))
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

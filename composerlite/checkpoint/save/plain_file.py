@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from composerlite.checkpoint.foreign.keys import tensors_of
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.storage import StagedFile, StreamWriter
-
-log = logging.getLogger(__name__)
+from composerlite.storage import Sink, StagedFile, StreamWriter
 
 
 def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
@@ -28,11 +24,7 @@ def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
         FileExistsError: the file exists, and ``overwrite`` is false.
     """
     image = TorchImage(contents)
-    with StagedFile(path) as staged:
-        with StreamWriter(staged.temporary, image.size_bytes) as sink:
-            image.write(sink)
-            sink.finish()
-        staged.publish(overwrite=overwrite)
+    _write(path, image.size_bytes, image.write, overwrite=overwrite)
 
 
 def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: bool = True) -> None:
@@ -42,18 +34,23 @@ def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: boo
         SaveError: the format does not support the type or the layout of a tensor.
         FileExistsError: the file exists, and ``overwrite`` is false.
     """
-    tensors = {name: value for name, value in contents.items() if isinstance(value, Tensor)}
-    if left_out := sorted(set(contents) - set(tensors)):
-        log.warning("%s: left out what is no tensor: %s", path, ", ".join(left_out[:20]))
+    tensors = tensors_of(contents, str(path))
     entries = laid_out(TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
     for entry in entries:
         entry.check(tensors[entry.name].layout)
     header = header_of(entries)
-    size = len(header) + sum(entry.size_bytes for entry in entries)
+
+    def fill(sink: Sink) -> None:
+        sink.write(header)
+        for entry in entries:
+            write_tensor(sink, tensors[entry.name])
+
+    _write(path, len(header) + sum(entry.size_bytes for entry in entries), fill, overwrite=overwrite)
+
+
+def _write(path: Path, size_bytes: int, fill: Callable[[Sink], None], *, overwrite: bool) -> None:
     with StagedFile(path) as staged:
-        with StreamWriter(staged.temporary, size) as sink:
-            sink.write(header)
-            for entry in entries:
-                write_tensor(sink, tensors[entry.name])
+        with StreamWriter(staged.temporary, size_bytes) as sink:
+            fill(sink)
             sink.finish()
         staged.publish(overwrite=overwrite)
