@@ -81,8 +81,8 @@ def test_damage_by_chance_to_what_other_systems_save_does_no_harm(
     key_map = arguments.get("load_key_map")
     with trainer(source, model=Wrapped(), **arguments) as run:  # what loading imports is imported
         _verify(source)
-        for codec in ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"):
-            "".encode(codec)  # what JSON may be in
+        for codec in ("cp437", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"):
+            "".encode(codec)  # codecs of JSON and of names in a zip archive
         watch, outcomes = Watch(), collections.Counter[str]()
         for number in range(count):
             chance = random.Random(number)

@@ -159,7 +159,7 @@ class Compressor:
             )
 
     def frame(self, data: bytes) -> bytes:
-        """Return ``data`` as a last frame: the same bytes on every machine.
+        """Return ``data`` as a last frame.
 
         Raises:
             ValueError: more than 65,535 bytes.
@@ -242,11 +242,9 @@ def get_compressor(filename: str | Path) -> Compressor:
     Raises:
         ConfigError: the name does not end in ``.pt`` and the extension of a codec.
     """
-    if is_compressed_pt(filename):
-        extension = Path(filename).suffix[1:].lower()
-        for compressor in KNOWN_COMPRESSORS:
-            if compressor.extension == extension:
-                return compressor
+    for compressor in KNOWN_COMPRESSORS:
+        if str(filename).lower().endswith(f".pt.{compressor.extension}"):
+            return compressor
     known = ", ".join(f".pt.{compressor.extension}" for compressor in KNOWN_COMPRESSORS)
     raise ConfigError(f"{str(filename)!r} is not the name of a compressed checkpoint. Those end in {known}.")
 
