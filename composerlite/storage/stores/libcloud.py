@@ -136,7 +136,10 @@ class LibcloudObjectStore(BackendStore):
         with self._driver() as driver:
             container = driver.get_container(self.container)
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
-            listed = driver.list_container_objects(container, prefix=asked)
+            try:
+                listed = driver.list_container_objects(container, prefix=asked)
+            except ObjectDoesNotExistError as e:  # not the container is absent
+                raise ConnectionError("an object was deleted during the listing") from e
         return [ObjectInfo(found.name, int(found.size)) for found in listed if found.name.startswith(prefix)]
 
     # ── drivers ──────────────────────────────────────────────────────────────────────────────────────────────────
