@@ -160,7 +160,7 @@ def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[
             file, or have the same name.
     """
     try:
-        archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)))
+        archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)), metadata_encoding="utf-8")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
         raise CorruptCheckpointError(f"it does not end as a zip archive does: {e}") from e
     tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
