@@ -88,8 +88,8 @@ def load_or_resume(
         with naming("load_path", settings.load_path):
             parse_uri(str(settings.load_path))
     choice = _newest_checkpoint(state, settings, savers, loggers) if settings.autoresume else None
-    path = settings.load_path if choice is None or choice.place is None else choice.place
-    resumed = choice is not None and choice.place is not None
+    path = settings.load_path if choice is None or choice.path is None else choice.path
+    resumed = choice is not None and choice.path is not None
     if path is not None:
         state.load_path = without_secrets(str(path))  # it is logged, and recorded in checkpoints
         if choice is not None and resumed:
@@ -131,11 +131,11 @@ def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any
 
 def _restored(state: State, choice: Choice, settings: LoadSettings) -> list[dict[str, Any]] | None:
     """Restore the chosen checkpoint of the run; return the states of its random generators."""
-    with advising(str(choice.place)):
+    with advising(str(choice.path)):
         if choice.loaded is not None:
             return choice.loaded.restore()
         # DeepSpeed reads and restores at once.
-        return load_checkpoint(str(choice.place), state, trust_checkpoint=settings.trust_checkpoint)
+        return load_checkpoint(str(choice.path), state, trust_checkpoint=settings.trust_checkpoint)
 
 
 def _newest_checkpoint(
@@ -169,7 +169,7 @@ def _newest_checkpoint(
         trust=settings.trust_checkpoint,
         progress_bar=settings.load_progress_bar,
     )
-    if choice.place is None:
+    if choice.path is None:
         folders = ", ".join(saver.options.names.folder.replace("{run_name}", state.run_name) for saver in savers)
         log.info("autoresume: run %r has no checkpoint in %s yet", state.run_name, folders)
     return choice

@@ -48,6 +48,6 @@ class TestBucket(PlaceContract):
         place.put("run/c/.metadata", bytes(data))
         good = save_batch(tmp_path, 1)
         places = [RunPlace(Catalog(tmp_path), buckets=[RunBucket(Catalog(place), None, "run/c")])]
-        assert choose(places, "run").place == good
+        assert choose(places, "run").path == good
         assert place.read("run/c/.metadata") == bytes(data)
         assert ".metadata" in place.names("run/c")

@@ -48,8 +48,8 @@ def resume(store: ObjectStore, folder: Path, *, link: str | None = LINK) -> tupl
     with Transfer(store) as transfer:
         buckets = [RunBucket(Catalog(Bucket(transfer, "run")), link)]
         choice = choose([RunPlace(Catalog(folder), "ba{batch}.pt", "latest.pt", buckets)], "run")
-    assert isinstance(choice.place, Path)
-    return choice, value_in(read_checkpoint(choice.place))
+    assert isinstance(choice.path, Path)
+    return choice, value_in(read_checkpoint(choice.path))
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -97,7 +97,7 @@ def check(
     if FAILURES[what][2] == TAKES_SPACE and not has_not_begun:
         assert link.resolve().name == Path(manifests[-1].name).name, "the link is behind"
     assert newest >= batch, f"batch {batch} is lost"
-    assert choose([RunPlace(catalog)], RUN).place == folder / manifests[-1].name
+    assert choose([RunPlace(catalog)], RUN).path == folder / manifests[-1].name
     if failed is None:
         assert newest > batch, "a save failed, and nobody was told"
     elif isinstance(failed, OSError):

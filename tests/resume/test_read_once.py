@@ -144,7 +144,7 @@ def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
 
         places = [RunPlace(Catalog(tmp_path / "empty"), None, None, [RunBucket(remote, "run/latest")])]
         choice = choose(places, "run", state, [store])
-    assert str(choice.place).endswith("run/ba1")
+    assert str(choice.path).endswith("run/ba1")
     assert choice.loaded is not None
     choice.loaded.restore()
     assert int(state.timestamp.batch) == 1

@@ -44,12 +44,12 @@ class Choice(NamedTuple):
     """The checkpoint that a run resumes from.
 
     Attributes:
-        place: path of the checkpoint, or URI of a directory in a bucket; ``None``: the run has no checkpoint.
+        path: of the checkpoint, or URI of a directory in a bucket; ``None``: the run has no checkpoint.
         lineage: attempt of the run, for all checkpoints saved from now on.
         loaded: the contents, read into the state.
     """
 
-    place: Path | str | None
+    path: Path | str | None
     lineage: Lineage
     loaded: Loaded | None = None
 
@@ -73,9 +73,11 @@ def choose(
 ) -> Choice:
     """Read the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
 
-    Candidates are the checkpoints of the newest attempt and its ancestors; checkpoints of abandoned attempts are never
-    restored. A file in a bucket is first downloaded to the folder. Bytes are verified while tensors are read into
-    ``state``; all other bytes in a folder are verified afterwards.
+    A run has one attempt after the other. A new attempt begins if newer checkpoints are skipped or if the run starts
+    over; its ancestors are the attempts that it continues. Candidates are the checkpoints of the newest attempt and its
+    ancestors; checkpoints of abandoned attempts are never restored. A file in a bucket is first downloaded to the
+    folder. Bytes are verified while tensors are read into ``state``; all other bytes in a folder are verified
+    afterwards.
 
     A candidate is skipped if damaged, marked as ``not_finite``, or in a folder unreadable for a rank. Once an older
     candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket stay: this machine
@@ -95,8 +97,8 @@ def choose(
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good.
-        IncompatibleCheckpointError: a newer version wrote a record under a name of the run, perhaps of the newest; or a
-            candidate does not fit ``state``.
+        IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run: that
+            checkpoint may be the newest; or a candidate does not fit ``state``.
         OSError: a folder exists and cannot be read; or there are checkpoints, and none is readable for every rank.
         ObjectStoreError: a bucket does not answer.
         PermissionError: a bucket denies access.
@@ -107,13 +109,13 @@ def choose(
     listing, queue, rejected = Listing(), list[Candidate](), list[Rejected]()  # the first two on rank 0 only
     while True:
         with group.all_or_none(_STEP):
-            if group.is_first and not (rejected and listing.is_complete):  # at first, only the latest of a bucket
+            if group.is_first and not (rejected and listing.is_complete):  # whole buckets after a rejection
                 listing = list_checkpoints(places, run_name, replicas, whole_buckets=bool(rejected))
                 tried = {(one.source, one.record.id) for one, _ in rejected}
                 queue = [one for one in newest_first(listing.known) if (one.source, one.record.id) not in tried]
         candidate = group.broadcast(queue.pop(0) if queue else None)
         if candidate is None:
-            return Choice(None, _first_attempt(listing, rejected, places, run_name))
+            return Choice(None, _started_over(listing, rejected, places, run_name))
         loaded: Loaded | None = None
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
@@ -124,7 +126,7 @@ def choose(
             raise  # the ranks can no longer reach each other
         except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
             if isinstance(e, OSError) and candidate.bucket_number is not None:
-                raise
+                raise  # the network or the disk: the checkpoint is good, and an older one must not be taken
             rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
         else:
             return Choice(candidate.path, _accept(candidate, listing, rejected, places, run_name), loaded)
@@ -180,13 +182,13 @@ def _read(
     """Read a candidate into ``state``, which had these ``algorithms`` before any candidate was read. Collective.
 
     Raises:
-        IncompatibleCheckpointError: the candidate does not fit, or a damaged candidate has changed the model.
+        IncompatibleCheckpointError: the candidate does not fit, or a candidate before has changed the model.
         CheckpointError, OSError: as :func:`read_in_place`.
     """
     name = str(candidate.path)
     if added := [one for one in state.algorithms if one not in algorithms]:
         raise IncompatibleCheckpointError(
-            f"the newest checkpoint is damaged, and {', '.join(map(repr, added))} changed the model to load it: no "
+            f"a newer checkpoint could not be read, and {', '.join(map(repr, added))} changed the model to load it: no "
             f"other can be restored now. Pass the same in algorithms=[…] to resume from {name!r}."
         )
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
@@ -231,7 +233,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk.
 
     Raises:
-        _IncompleteError: a rank does not see the checkpoint, or a file is on no disk of this run.
+        _IncompleteError: a rank does not see the checkpoint, or a file is on the disk of a node without a rank.
         CorruptCheckpointError: the record is damaged.
     """
     group = dist.get_group()
@@ -239,8 +241,8 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     with group.all_or_none(f"reading the record of checkpoint {record.name!r}"):
         seen = catalog.manifest_of(record.name)
         seen = seen if seen is not None and seen.id == record.id else None
-        missing = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
-    every = group.gather((seen is not None, None if seen is None else seen.node, missing))
+        nodes_missing = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
+    every = group.gather((seen is not None, None if seen is None else seen.node, nodes_missing))
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
     if seen is None or blind_ranks:
         text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}. {ON_ALL_NODES}"
@@ -257,7 +259,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     return seen.here[neighbours.index(group.rank) :: len(neighbours)]
 
 
-# ── after the last candidate ─────────────────────────────────────────────────────────────────────────────────────────
+# ── a candidate is good, or none is left ─────────────────────────────────────────────────────────────────────────────
 def _accept(
     chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
 ) -> Lineage:
@@ -274,15 +276,13 @@ def _accept(
                 chosen.record,
                 [one.record for one in listing.known],
                 [one.record for one in newest_first(listing.known)],
-                damaged=not all(one.is_damage for one in listing.unusable),
+                is_incomplete=any(not one.is_damage for one in listing.unusable),
             )
     return group.broadcast(lineage)
 
 
-def _first_attempt(
-    listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
-) -> Lineage:
-    """Return the first attempt of a run without checkpoints. Collective.
+def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str) -> Lineage:
+    """Return a new attempt of a run without checkpoints; raise if there are unusable checkpoints. Collective.
 
     A checkpoint in memory does not count if some of its files were lost with a node.
 

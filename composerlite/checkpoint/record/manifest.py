@@ -353,7 +353,7 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
 
 
 def continued(
-    chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest], *, damaged: bool = False
+    chosen: Manifest, known: Sequence[Manifest], resumable: Iterable[Manifest], *, is_incomplete: bool = False
 ) -> Lineage:
     """Return the lineage of a run that resumes from ``chosen``.
 
@@ -364,10 +364,10 @@ def continued(
         chosen: the checkpoint.
         known: all checkpoints of the run.
         resumable: the candidates.
-        damaged: the place has unreadable records, perhaps of newer checkpoints.
+        is_incomplete: ``known`` lacks checkpoints of records that cannot be read, and these may be newer.
     """
     own = chosen.run.lineage
-    newer = damaged or any(in_line(own, one) and one.order[:3] > chosen.order[:3] for one in resumable)
+    newer = is_incomplete or any(in_line(own, one) and one.order[:3] > chosen.order[:3] for one in resumable)
     highest = highest_attempt(known)
     return new_attempt(highest, chosen, passed_over=newer) if newer or highest > own.attempt else own
 

@@ -3,8 +3,8 @@
 The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.stage`). A background
 thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, points ``latest`` to the new
 checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
-and raise. A ``RankWriter`` writes the files of this rank. The Trainer, the functions and ``Checkpointer`` have
-different writers.
+and raise; where the outcome is unknown, the files stay, since they may belong to a checkpoint. A ``RankWriter`` writes
+the files of this rank. The Trainer, the functions and ``Checkpointer`` have different writers.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _in_background: dict[int, SaveTask] = {}
 T = TypeVar("T")
 LONGEST_WORK = timedelta(hours=1)
 """Time limit for the writes of a rank. A rank that writes longer counts as lost: the disk hangs."""
-PREVIOUS_SECONDS = 3600.0
-"""Time limit for waiting for the previous save. A disk that takes longer hangs."""
+_LONGEST_SAVE_SECONDS = 3600.0
+"""Time limit for waiting for the end of a save. A disk that takes longer hangs."""
 
 
 @final
@@ -69,7 +69,7 @@ class SaveReport:
             ``commit``: from durable data to an existing checkpoint.
             ``total``: from the call to an existing checkpoint.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
-        deleted: names of the older checkpoints to delete by retention.
+        deleted: names of the older checkpoints that retention deletes after the commit.
         deletion_error: error of this rank while deleting older checkpoints.
     """
 
@@ -104,7 +104,8 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         OSError: no space, no permission, and the like.
     """
     started = (time.perf_counter() if request.started is None else request.started) - waited
-    # 1. Names and votes. Ranks number votes in order of creation, so create all votes before any step that can fail.
+    # 1. Names and votes. Ranks number votes in order of creation, so create all votes before any step that can fail on
+    # one rank alone.
     state, disks, group = request.state, request.disks, dist.get_group()
     form = Form(state)
     names = form.names(form.template(request.template), state)
@@ -278,7 +279,7 @@ class SaveTask:
             finally:
                 _in_background.pop(id(self), None)
 
-        wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], PREVIOUS_SECONDS)
+        wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], _LONGEST_SAVE_SECONDS)
         _in_background[id(self)] = self
         if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
             self.blocking = True
@@ -297,6 +298,8 @@ class SaveTask:
             RankError: with several ranks, any of these errors. The cause is the error of the failed rank.
         """
         try:
+            # Every rank calls the first function, then rank 0 alone the second one with the results of all ranks. All
+            # ranks return the result of the second function, or raise.
             if len(self.votes) == 1:
                 report: SaveReport = self.votes[0].run(self._finish, self._commit)
             else:
@@ -445,7 +448,7 @@ class SaveTask:
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
     def _failed(self, error: BaseException) -> None:
-        """Log ``error`` on rank 0: of a run at exit, unless :meth:`wait` raises the error; without a run, now."""
+        """Log ``error`` on rank 0. Of a run: at exit, unless :meth:`wait` raises the error before."""
         what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
         if self.after_commit.catalog is not None and self.group.is_first and not self.blocking:
             wait_at_exit(self, lambda: [what], 0.0)
@@ -472,8 +475,8 @@ class SaveTask:
         """True after the save has succeeded, failed or been cancelled."""
         return self.future.done()
 
-    def wait(self, timeout: float = PREVIOUS_SECONDS) -> SaveReport:
-        """Wait at most ``timeout`` seconds until the checkpoint is committed, and return the report.
+    def wait(self, timeout: float = _LONGEST_SAVE_SECONDS) -> SaveReport:
+        """Wait at most ``timeout`` seconds for the end of the save, with its deletions, and return the report.
 
         Raises:
             SaveError: the save did not end in time, or the contents could not be written.
@@ -486,7 +489,7 @@ class SaveTask:
             wait_no_more(self)
             raise
 
-    def join(self, timeout: float = PREVIOUS_SECONDS) -> None:
+    def join(self, timeout: float = _LONGEST_SAVE_SECONDS) -> None:
         """Wait at most ``timeout`` seconds for the end of the save.
 
         Raises:
@@ -513,7 +516,7 @@ os.register_at_fork(after_in_child=_fail_in_forked_process)
 
 
 def save(request: SaveRequest) -> Path:
-    """Save a checkpoint, wait for the commit, and return the path. Raises as :func:`begin_save`."""
+    """Save a checkpoint, wait for the end of the save, and return the path. Raises as :func:`begin_save`."""
     return begin_save(dataclasses.replace(request, how="sync"), StagingMemory()).wait().path
 
 
