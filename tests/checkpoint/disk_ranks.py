@@ -80,7 +80,7 @@ def saves_and_loads(folder: Path) -> dict[str, Any]:
         dist.barrier()
         on_nodes(folder, ranks_per_node=2, order=(1, 0))
         told[f"{kind} moved"] = is_loaded(f"{kind}/ba3", shape, expected, number)
-        told[f"{kind} found"] = str(choose([RunPlace(Catalog(kind))], "run").place)
+        told[f"{kind} found"] = str(choose([RunPlace(Catalog(kind))], "run").path)
     return told
 
 
@@ -115,7 +115,7 @@ def go_on(folder: Path) -> dict[str, Any]:
     logger = Logger(state)
     saver = CheckpointSaver("run", "ba{batch}.pt", save_interval="1ba", num_checkpoints_to_keep=1)
     saver.init(state, logger)
-    found = choose([saver.manager.place], "run").place
+    found = choose([saver.manager.place], "run").path
     if found is not None:
         load_checkpoint(found, state)
     saver.after_load(state, logger)
@@ -187,6 +187,6 @@ def lose_parts(folder: Path) -> dict[str, Any]:
         if second:
             lose()
         dist.barrier()
-        told[name] = outcome(lambda: str(choose([RunPlace(Catalog(here))], "run").place))
+        told[name] = outcome(lambda: str(choose([RunPlace(Catalog(here))], "run").path))
         told[f"{name} here"] = sorted(path.name for path in here.iterdir()) if here.exists() else []
     return told

@@ -68,13 +68,13 @@ def load_all_kinds(folder: Path) -> dict[str, Any]:
 def resume(folder: Path) -> dict[str, Any]:
     """The newest checkpoint, in folders where some are bad."""
     found: dict[str, Any] = {
-        name: outcome(lambda name=name: choose([RunPlace(Catalog(folder / name))], "run").place)
+        name: outcome(lambda name=name: choose([RunPlace(Catalog(folder / name))], "run").path)
         for name in ("files", "directories", "none")
     }
     with pytest.MonkeyPatch.context() as patch:  # the process runs other tests after this one
         if dist.get_global_rank() == 1:  # of another machine, which does not see the folder
             patch.setattr(Catalog, "manifest_of", _nothing)
-        found["unseen"] = outcome(lambda: choose([RunPlace(Catalog(folder / "unseen"))], "run").place)
+        found["unseen"] = outcome(lambda: choose([RunPlace(Catalog(folder / "unseen"))], "run").path)
     return found
 
 

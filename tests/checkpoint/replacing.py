@@ -155,14 +155,14 @@ def _value_of_file(place: str, name: str = "c.pt") -> int | None:
     """What a run resumes from."""
     with tempfile.TemporaryDirectory() as staging:
         if "://" not in place:
-            found = choose([RunPlace(Catalog(place), name, "latest.pt")], "run").place
+            found = choose([RunPlace(Catalog(place), name, "latest.pt")], "run").path
             latest = Path(place, "latest.pt")
             if latest.is_symlink():
                 value_in(read_checkpoint(latest))
             return None if found is None else int(value_in(read_checkpoint(found)))
         with place_at(place) as there:
             buckets = [RunBucket(Catalog(there), "run/latest")]
-            found = choose([RunPlace(Catalog(staging), name, "latest.pt", buckets)], "run").place
+            found = choose([RunPlace(Catalog(staging), name, "latest.pt", buckets)], "run").path
         return None if found is None else int(value_in(read_checkpoint(found)))
 
 

@@ -179,7 +179,7 @@ def resumes(nodes: Path, order: Sequence[int]) -> dict[str, Any]:
             RunPlace(Catalog("run"), "ba{batch}", in_memory=True, memory=memory),
             RunPlace(Catalog(nodes / "disk"), "ba{batch}"),
         ]
-        place = str(choose(places, "run").place)
+        place = str(choose(places, "run").path)
     finally:
         log.removeHandler(handler)
     return {

@@ -87,7 +87,7 @@ def test_in_a_folder(kind: str, fault: str, tmp_path: Path, caplog: pytest.LogCa
         shutil.copytree(tmp_path / "before", folder, symlinks=True)
         FAULTS[fault](folder / path)
         caplog.clear()
-        place = choose([RunPlace(Catalog(folder), TEMPLATES[kind])], "run").place
+        place = choose([RunPlace(Catalog(folder), TEMPLATES[kind])], "run").path
         assert place == folder / one.name, path
         decides = path == two.files[0].path
         is_gone = decides and fault not in ("empty", "cut")  # a damaged file is there, and something is to be said
@@ -135,7 +135,7 @@ def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: 
                 with pytest.raises(ObjectStoreError, match=path):
                     choose(places, "run")
                 continue
-            place = choose(places, "run").place
+            place = choose(places, "run").path
         assert Path(str(place)).name == one.name, path
         # No template names files in this bucket: a file without a record is none of the run's.
         is_gone = decides and (fault not in ("empty", "cut") or kind != "sharded")

@@ -27,7 +27,7 @@ LATEST = "latest.pt"
 
 
 def resumed(folder: Path) -> object:
-    return choose([RunPlace(Catalog(folder), TEMPLATE, LATEST)], "run").place
+    return choose([RunPlace(Catalog(folder), TEMPLATE, LATEST)], "run").path
 
 
 def _socket(path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_the_newest(killed: Attempts, what: str) -> None:
         clean_up(folder)
         for manifest in catalog.manifests():
             catalog.verify(manifest)
-        found = choose([RunPlace(catalog)], "run").place
+        found = choose([RunPlace(catalog)], "run").path
         if what.startswith("first") and found is None:
             continue
         assert found is not None, how

@@ -82,7 +82,7 @@ def test_checkpoints_without_a_lineage_are_one_attempt(tmp_path: Path) -> None:
     manifests = Catalog(tmp_path).manifests()
     assert {m.run.lineage for m in manifests} == {Lineage()}
     choice = choose([RunPlace(Catalog(tmp_path))], "run")
-    assert (choice.place, choice.lineage) == (tmp_path / "ba2.pt", Lineage())
+    assert (choice.path, choice.lineage) == (tmp_path / "ba2.pt", Lineage())
 
 
 def test_a_lineage_survives_its_record() -> None:

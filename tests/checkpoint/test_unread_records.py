@@ -57,7 +57,7 @@ def test_one_that_cannot_be_read_is_skipped_and_left_alone(folder: Path, caplog:
     unread.chmod(0)
     before = look(folder)
     choice = choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run")
-    assert (choice.place, choice.lineage.attempt) == (good, 1)
+    assert (choice.path, choice.lineage.attempt) == (good, 1)
     assert choice.lineage.ancestors[-1].passed_over
     assert "ba2.pt" in caplog.text
     after = look(folder)
@@ -81,7 +81,7 @@ def test_one_that_cannot_be_read_is_no_reason_to_start_over(folder: Path, other:
 def test_one_of_a_name_that_the_run_does_not_give_keeps_no_run_from_its_beginning(folder: Path) -> None:
     """It is somebody else's, who does not let this user read it."""
     save_batch(folder, 1, template="other{batch}.pt").chmod(0)
-    assert choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run").place is None
+    assert choose([RunPlace(Catalog(folder), TEMPLATE, "latest.pt")], "run").path is None
 
 
 @pytest.mark.parametrize("unread", ["other3.pt", "ba8.pt"])
@@ -122,7 +122,7 @@ def test_a_newer_one_of_another_run_is_left_alone(folder: Path) -> None:
     other = save_batch(folder, 2, template="other{batch}.pt", latest=None)
     rewrite_record(other, version=2, run={"name": "other"})
     before = look(folder)
-    assert choose([RunPlace(Catalog(folder), TEMPLATE)], "run").place == good
+    assert choose([RunPlace(Catalog(folder), TEMPLATE)], "run").path == good
     assert look(folder) == before
 
 

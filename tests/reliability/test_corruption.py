@@ -70,7 +70,7 @@ def check_sound(original: Original) -> int:
     for manifest in catalog.manifests():
         catalog.verify(manifest)
         assert load(original.folder, manifest.name) == original.reference[manifest.batch]
-    found = choose([RunPlace(catalog)], RUN).place
+    found = choose([RunPlace(catalog)], RUN).path
     assert found == original.folder / original.names[-1]
     return 2 * len(original.names) + 1
 
@@ -93,7 +93,7 @@ def check_damaged(original: Original, folder: Path, kind: damage.Kind, chooser: 
         else:
             assert loaded is None or loaded == original.reference[batch_in(each)], f"{each} is damaged and was loaded"
     sound = [other for other in original.names if other not in hit]
-    found = choose([RunPlace(Catalog(folder))], RUN).place
+    found = choose([RunPlace(Catalog(folder))], RUN).path
     assert found == folder / sound[-1], f"{kind.__name__} of {sorted(hit)}"
     assert load(folder, sound[-1]) == original.reference[batch_in(sound[-1])]
     for other in sound:

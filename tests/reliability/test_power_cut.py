@@ -150,7 +150,7 @@ def check(folder: Path, recording: Recording, cut: Cut) -> int:
         assert set(kept) <= set(there), cut.where
     else:  # a newer one, whose save had not returned yet, may have taken the place of an older
         assert len([batch for batch in there if batch >= min(kept, default=0)]) >= len(kept), cut.where
-    found = choose([RunPlace(catalog)], RUN).place
+    found = choose([RunPlace(catalog)], RUN).path
     newest = max(there, default=0)
     assert (0 if found is None else Catalog(folder).manifests()[-1].batch) == newest, cut.where
     assert newest >= max(cut.promised, default=0), cut.where

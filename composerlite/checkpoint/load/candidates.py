@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, final
@@ -242,17 +242,19 @@ def quarantine_damaged(
     Every rank calls this. Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other
     node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
     """
+    renamed = set[str]()
     for one in damaged:
         in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
         catalog = places[one.place_number].catalog
         if in_folder and (own := _own_record(one, catalog)) is not None:
             quarantine_checkpoint(catalog.place, own)
+            renamed |= {own.name, *(file.path for file in own.files)}
     for fault in listing.unusable:  # on rank 0
         if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
             quarantine_file(fault.catalog.place, fault.name)
     place = places[chosen.place_number]
     if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
-        _repair_links(place, own, run_name)
+        _repair_links(place, own, run_name, renamed)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
@@ -266,17 +268,18 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     return own[0] if own else None
 
 
-def _repair_links(place: RunPlace, record: Manifest, run_name: str) -> None:
+def _repair_links(place: RunPlace, record: Manifest, run_name: str, renamed: Container[str]) -> None:
     """Point the broken links of the run's saver to the checkpoint of ``record``.
 
-    Links with other names stay, and links to anything but a checkpoint of the saver.
+    Links with other names stay, and links to anything but a checkpoint of the saver or one of the ``renamed`` files.
     """
     if place.link is None or place.template is None:
         return
     links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
     for link, target in place.catalog.place.links().items():
         match = names.fullmatch(target)
-        if links.fullmatch(link) and match is not None and not (place.catalog.folder / link).exists():
-            rank = int(match.groupdict().get("rank", 0))
+        is_broken = not (place.catalog.folder / link).exists()
+        if is_broken and links.fullmatch(link) is not None and (match is not None or target in renamed):
+            rank = 0 if match is None else int(match.groupdict().get("rank", 0))
             is_of_rank = record.form == "archives" and rank < len(record.files)  # each rank has a file and a link
             set_link(place.catalog.place, link, record.files[rank].path if is_of_rank else record.name)

@@ -425,6 +425,10 @@ def may_replace(state: TrainingState, place: Catalog, name: str) -> bool:
         manifest = place.manifest_of(name)
     except CorruptCheckpointError:
         return True
+    except OSError:
+        if place.place.path_of(name) is None:
+            raise
+        return True  # a folder lets this user replace a file that this user cannot read
     if manifest is None:  # incomplete after a kill; in a folder such a file was renamed
         return place.place.path_of(name) is None
     return may_be_replaced(state.lineage, manifest)
