@@ -36,7 +36,7 @@ IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 
 
 class EngineFiles(Protocol):
-    """The engine of DeepSpeed, as far as it saves and loads files. Every rank calls these together."""
+    """The saving and loading half of DeepSpeed's engine. All ranks call each method together."""
 
     def saved(self) -> dict[str, StateDict]:
         """Return the contents of this rank's files, by name. Tensors are live, not copies."""
@@ -45,7 +45,14 @@ class EngineFiles(Protocol):
     def load_checkpoint(
         self, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
     ) -> list[dict[str, Any]] | None:
-        """Restore the engine and the rest of the state: see ``checkpoint.deepspeed.loading.load_archives``."""
+        """Restore the engine and the rest of the state, and return the states of the random generators, if any.
+
+        Args:
+            template: name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
+            plan: parts of the state to restore.
+            object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
+            trust: load any type, **running any code in the files**.
+        """
         ...
 
 
@@ -57,9 +64,10 @@ class SavedTimestamp(TimestampLike, Protocol):
 
 
 class TrainingState(Protocol):
-    """A training state, as far as the checkpoint engine uses a state. The trainer is unknown here.
+    """The interface of a training state for saves and loads: of the Trainer, or of a loop without a Trainer.
 
     Attributes:
+        run_name: name of the run.
         lineage: attempt of the run.
         not_finite: names of losses and gradient norms of the last batch with NaN or infinite values.
     """
@@ -72,7 +80,9 @@ class TrainingState(Protocol):
     def timestamp(self) -> SavedTimestamp: ...
 
     @property
-    def fit_starts(self) -> Sequence[TimestampLike]: ...
+    def fit_starts(self) -> Sequence[TimestampLike]:
+        """Time of the run at each call of ``fit``, also before a resume. Empty without a Trainer."""
+        ...
 
     @property
     def sharding(self) -> str | None:
@@ -96,7 +106,7 @@ class TrainingState(Protocol):
 
     @property
     def algorithms(self) -> Sequence[object]:
-        """Algorithms. A load may add some of the checkpoint, which change the model."""
+        """Algorithms, such as changes of the model. A load may add algorithms from the checkpoint."""
         ...
 
     @property
@@ -112,9 +122,13 @@ class TrainingState(Protocol):
         """Return the state of each optimizer, with names of parameters, by the name of its class."""
         ...
 
-    def state_dict(self) -> StateDict: ...
+    def state_dict(self) -> StateDict:
+        """Return the contents of a checkpoint, with live tensors: copy or write these before training continues."""
+        ...
 
-    def weights_state_dict(self) -> StateDict: ...
+    def weights_state_dict(self) -> StateDict:
+        """Return the contents of a checkpoint with the weights alone, with live tensors."""
+        ...
 
     def places_for(
         self,
@@ -144,15 +158,33 @@ class TrainingState(Protocol):
 
     def load_state_dict(
         self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
-    ) -> None: ...
+    ) -> None:
+        """Restore the whole state from ``state_dict``.
+
+        Args:
+            state_dict: contents of a checkpoint.
+            strict: missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+        """
+        ...
 
     def load_model_state(
         self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
-    ) -> None: ...
+    ) -> None:
+        """Restore the model alone from ``state_dict``.
+
+        Args:
+            state_dict: contents of a checkpoint.
+            strict: missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms whose state is ignored.
+            source: path or URI of the checkpoint, for errors.
+        """
+        ...
 
 
 def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
-    """Check that every tensor in ``state_dict`` can be saved and loaded.
+    """Check that every tensor in ``state_dict`` can be saved and loaded. Tensors of ``ignore_keys`` may be of any kind.
 
     Raises:
         ConfigError: some tensors cannot be saved; lists every such tensor and the remedy.
@@ -195,10 +227,10 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 
 
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
-    """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared.
+    """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared. Warns of globs without a match.
 
-    A dict loses entries emptied by globs. A list keeps emptied items, so the next items keep their numbers. A container
-    without items before stays.
+    If globs remove all items of a container, a dict loses the container, and a list keeps the empty container, so the
+    next items keep their numbers. Containers without items in ``contents`` stay.
     """
     if ignore_keys is None:
         return contents
@@ -259,11 +291,12 @@ class RestorePlan:
     Attributes:
         state: the state to restore.
         source: name of the checkpoint, for messages.
-        weights_only: restore the model alone.
+        weights_only: restore the model alone; set by :meth:`wanted` for a checkpoint of weights.
         strict: parameter names must agree exactly.
-        ignore_keys: keys to leave as they are.
-        exclude_algorithms: names of algorithms to leave as they are.
-        key_map: paths of the parts in a checkpoint of another program.
+        ignore_keys: keys not to restore.
+        exclude_algorithms: names of algorithms not to restore.
+        key_map: keys in a checkpoint of another program, by the part of a run, with dots between nested keys, such as
+            ``{'model': 'net.*', 'batch': 'step'}``; ``None``: the program is recognised by the contents.
         is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
     """
 
@@ -325,7 +358,11 @@ class RestorePlan:
         return {"state": live}
 
     def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
-        """Restore the state from ``wanted``, after all tensors are read. Return the states of the random generators."""
+        """Restore the state from ``wanted``, after all tensors are read.
+
+        Returns:
+            States of the random generators; ``None`` if there are none, or only weights are restored.
+        """
         if self.weights_only:
             self.state.load_model_state(
                 wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
@@ -367,7 +404,7 @@ class Loaded:
 
 @contextlib.contextmanager
 def half_loaded(in_place: bool) -> Generator[None]:
-    """Add to errors of damage in the block that the state is partly overwritten, if reads are ``in_place``."""
+    """Warn in each CorruptCheckpointError of the block about a partly overwritten state, if reads are ``in_place``."""
     try:
         yield
     except CorruptCheckpointError as e:

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 Part: TypeAlias = Stateful | dict[str, Any]
 """An object with ``state_dict()`` and ``load_state_dict()``, or a dict of plain values and tensors."""
 _OWN = ("dataset_state", "metadata", "optimizers", "ranks", "run_name", "timestamp")
+"""Keys of a checkpoint besides the names of parts."""
 
 
 @final
@@ -28,7 +29,7 @@ class _Steps(NamedTuple):
     batch: int
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the variables of names: ``{batch}`` is the step."""
+        """Return the variables in names of checkpoints: ``{batch}`` is the step, and all others are 0."""
         return {name: self.batch if name == "batch" else 0 for name in TIME_VARIABLES}
 
 
@@ -43,6 +44,7 @@ class LoopState:
         run_name: name of the run.
         step: number of steps done.
         lineage: attempt of the run.
+        not_finite: always empty; a loop does not report losses.
 
     Raises:
         ConfigError: a part has no state, or a name that checkpoints use themselves.
@@ -76,7 +78,7 @@ class LoopState:
 
     @property
     def sharding(self) -> str | None:
-        """``'sharded'`` if a module has distributed tensors: then every rank writes its part of a directory."""
+        """``'sharded'`` if a module has distributed tensors: every rank writes a part of a directory. Else ``None``."""
         modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
         return (
             "sharded"
@@ -90,14 +92,14 @@ class LoopState:
         return [part for part in self._parts.values() if isinstance(part, Optimizer)]
 
     def _shared(self) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-        """The parts that all ranks save together: modules and optimizers."""
+        """Yield the parts saved once for all ranks: modules and optimizers."""
         for name, part in self._parts.items():
             if isinstance(part, nn.Module | Optimizer):
                 yield name, part
 
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> StateDict:
-        """Return the contents of a checkpoint. ``ranks`` has one item; the save adds those of other ranks."""
+        """Return the contents of a checkpoint. ``ranks`` has the item of this rank; the save adds the other ranks."""
         shared, known = {name: _state_of(part) for name, part in self._shared()}, versions()
         own = {
             name: dict(part) if isinstance(part, dict) else part.state_dict()
@@ -157,7 +159,13 @@ class LoopState:
         return live
 
     def load_state_dict(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
-        """Restore all parts."""
+        """Restore all parts, dicts in place.
+
+        A rank without saved states, in a run of more ranks than before, takes the states of rank 0.
+
+        Raises:
+            IncompatibleCheckpointError: a part does not take the saved state. Earlier parts are restored already.
+        """
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
         if len(ranks) != dist.get_world_size() and rank == 0:
             log.warning(
@@ -185,7 +193,7 @@ class LoopState:
         self.step = int(state_dict["timestamp"]["batch"])
 
     def load_model_state(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
-        """Refuse: a loop restores all of its parts."""
+        """Raise IncompatibleCheckpointError: a loop restores all parts, and not the weights alone."""
         raise IncompatibleCheckpointError(f"{source} has weights alone: a loop restores all of its parts.")
 
 
@@ -211,7 +219,11 @@ def _differences(name: str, live: StateDict, saved: StateDict) -> list[str]:
 
 
 def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, Any]) -> StateDict:
-    """Return the tensors to load an optimizer's state into: new shards where a sharded parameter has no state yet."""
+    """Return the tensors for the ``saved`` state of an optimizer.
+
+    ``live`` is the state of the optimizer now. A sharded optimizer without a state, before the first step, gets new
+    shards in the form of ``saved``.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if live or not any(map(dist.is_distributed_tensor, parameters)):
         return live

@@ -36,7 +36,7 @@ from composerlite.types import CheckpointNews, StateDict
 
 log = logging.getLogger(__name__)
 _LEASE_WAIT_SECONDS = 10.0
-"""Seconds that a run without a resume waits for another process to end."""
+"""Seconds to wait for another process to end, except in an autoresume of the Trainer."""
 _LONG_WAIT_SECONDS = 1.0
 """Shortest wait for the previous save that is logged at INFO, in seconds."""
 
@@ -62,15 +62,15 @@ class CheckpointManager:
     The manager also saves and restores the states of random generators. The
     :class:`composerlite.callbacks.CheckpointSaver` of a Trainer uses this class, and passes the state to :meth:`open`.
 
-    One save is in flight at a time. Every rank calls every method, in the main thread, unless a method says otherwise.
-    If the save fails on one rank, all ranks raise, and no checkpoint exists.
+    One save is in flight at a time. Every rank calls every public method, in the main thread, unless a method says
+    otherwise. If the save fails on one rank, all ranks raise, and no checkpoint exists.
 
     Args:
         folder: a local folder, or a URI such as ``'s3://bucket/run'``. With a URI the manager saves each checkpoint to
             a local folder, and publishes the checkpoint in the background. Only one loop at a time may save there.
         run_name: name of the run. The manager restores and deletes only checkpoints of this run.
         filename: name of each checkpoint; ``{batch}`` is the step.
-        keep: number of newest checkpoints to keep; -1: all.
+        keep: number of newest checkpoints to keep; -1: all; 0: none in the local folder after the upload to a bucket.
         options: further arguments of :class:`composerlite.callbacks.CheckpointSaver`, by name:
             ``overwrite``, ``asynchronous``, ``failure_limit``, ``ignore_keys``, ``latest_filename``,
             ``staging_folder``, ``num_remote_checkpoints_to_keep``, ``upload_timeout_in_seconds`` and the like.
@@ -187,20 +187,23 @@ class CheckpointManager:
         others: Sequence[CheckpointManager] = (),
         directory: str | None = None,
     ) -> None:
-        """Fill in the name of the folder, create the folder, and remove leftovers of killed processes there.
+        """Fill in the names, create the folder, remove leftovers of killed processes, and check the buckets.
+
+        :meth:`restore` calls this method. The Trainer calls this method itself.
 
         Args:
             state: state of the run.
             uploaders: uploaders of loggers, each with the prefix of names in the bucket.
-            others: the other managers of the run.
+            others: the other managers of the run. A manager with ``in_memory`` needs at least one other manager.
             directory: template of names if each checkpoint is a directory.
 
         Raises:
             ConfigError: the folder cannot be created or written to; there is no place to keep checkpoints; another
-                saver has the same names in a bucket; or ranks save a directory together, and a rank shares the folder
-                with no rank of the same node.
+                saver has the same names in the folder or a bucket; ranks save a directory together, and a rank shares
+                the folder with no rank of the same node; or ``on_exception`` is set in a run of several ranks.
             PermissionError: the bucket cannot be written to.
             FileNotFoundError: the bucket does not exist.
+            ObjectStoreError: the store does not answer, or fails.
         """
         self._state, self._others = state, others
         group, options, where = dist.get_group(), self.options, self.where
@@ -267,12 +270,16 @@ class CheckpointManager:
         where = self.where
         buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
         memory = None if self.replication is None else self.replication.memory
-        # Each node may have another folder at the user's path.
+        # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
+        # directory may differ between nodes.
         folder = Catalog(where.folder)
         return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, memory)
 
     def load_existing(self) -> None:
-        """List the checkpoints of this run, and complete links, deletions and uploads that a kill interrupted."""
+        """List the checkpoints of this run, and complete interrupted links, deletions and uploads.
+
+        Call after the restore and before the first save. May wait for uploads if the folder keeps no checkpoints.
+        """
         group, state = dist.get_group(), self.state
         self.saved, self._deletes, behind = group.from_first(
             "finding the checkpoints of this run", lambda: self._load_existing(state)
@@ -287,7 +294,12 @@ class CheckpointManager:
                 publish()
 
     def _load_existing(self, state: TrainingState) -> tuple[list[str], bool, list[str]]:
-        """Return the names of the run's checkpoints, a flag for deletions, and the checkpoints to publish again."""
+        """Repair the link to the newest checkpoint. Call on rank 0.
+
+        Returns:
+            Names of the run's checkpoints, oldest first; whether saves delete older checkpoints; and names of the
+            checkpoints to publish again.
+        """
         manifests = self.where.manifests(state)
         if manifests:
             self.where.catch_up(manifests[-1], state)
@@ -295,7 +307,9 @@ class CheckpointManager:
         return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
 
     def begin(self, *, several: bool) -> None:
-        """Raise if another process writes, a checkpoint would be overwritten, or no checkpoint can hold the model.
+        """Take the leases of the run, and check that saves are possible and overwrite no other files.
+
+        Call before training, after :meth:`open`.
 
         Args:
             several: the run saves more than one checkpoint.
@@ -330,6 +344,9 @@ class CheckpointManager:
     def take_leases(self, timeout: float) -> None:
         """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
 
+        Leases of an earlier call are only checked. After the takeover of a lease in a bucket, unfinished uploads
+        of the previous holder are removed.
+
         Args:
             timeout: seconds to wait for the end of another process.
 
@@ -344,7 +361,11 @@ class CheckpointManager:
                 publisher.remove_uploads(run_name)
 
     def recover(self) -> bool:
-        """Collect the last save after ``fit`` raised. Return false if the checkpoint of that save may or may not exist.
+        """Collect the last save after ``fit`` raised.
+
+        Returns:
+            True if the outcome of the last save is known. False if a checkpoint may or may not exist; then
+            :attr:`saved` is listed again.
 
         Raises:
             Exception: error of the save, unless the error was raised before or is tolerated.
@@ -365,7 +386,8 @@ class CheckpointManager:
         With several ranks, your own loop gets the outcome of a save at the next :meth:`save`.
 
         Returns:
-            Events since the last call, oldest first: a save has begun, a checkpoint exists, is uploaded, or deleted.
+            Events since the last call, oldest first: a save has begun or failed; a checkpoint exists, is uploaded,
+            replicated or deleted; an upload or a deletion failed.
 
         Raises:
             RunInUseError: another process holds the lease of the run.
@@ -400,7 +422,7 @@ class CheckpointManager:
                 self._staging.prepare(size_bytes)
 
     def _contents(self) -> StateDict:
-        """Gather the contents of a checkpoint, including the state of each callback."""
+        """Return the contents of a checkpoint: the weights alone, or the whole state including callbacks."""
         return self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
 
     def save(
@@ -425,6 +447,7 @@ class CheckpointManager:
             The save, still in progress or finished. ``None``: the save failed, and the failure is tolerated.
 
         Raises:
+            ConfigError: ``step`` is missing or negative, or :meth:`restore` was not called.
             RunInUseError: another process holds the lease of the run. This process must not write.
             Exception: error of this save or of the previous save, unless the error is tolerated.
         """
@@ -479,7 +502,8 @@ class CheckpointManager:
     def save_after_exception(self, error: Exception) -> None:
         """Save the current state after training failed with ``error``, and add a note with the path to ``error``.
 
-        If this save fails, add a note about the failure and do not raise: the user must see ``error``.
+        If this save fails, add a note about the failure and do not raise: the user must see ``error``. For a run of a
+        single rank.
         """
         folder, _, name = self.where.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
@@ -510,11 +534,11 @@ class CheckpointManager:
 
     @property
     def expected_seconds(self) -> float | None:
-        """Estimated seconds of a save: the duration of the last save, if any. Known on rank 0."""
+        """Estimated seconds of a save: the duration of the last save on rank 0; ``None`` before the first save."""
         return self.outcomes.reports[-1].seconds["total"] if self.outcomes.reports else None
 
     def published(self, seconds: float) -> bool | None:
-        """Wait at most ``seconds`` for all uploads. Return true if all ranks are done; ``None`` without a bucket."""
+        """Wait at most ``seconds`` for all uploads. Return whether all ranks are done; ``None`` without a bucket."""
         if not self._publishing.buckets:
             return None
         return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
@@ -536,9 +560,9 @@ class CheckpointManager:
 
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
-        """Wait for the save in flight, and record the outcome. Collective unless ``alone``.
+        """Wait for the save in flight, if any, and record the outcome. Collective unless ``alone``.
 
-        The next save counts the seconds of the wait as its own.
+        The report of the next save includes the seconds of the wait.
 
         Raises:
             SaveError: the save does not end.
@@ -576,7 +600,7 @@ class CheckpointManager:
         self.outcomes.ended("deleted", error)
 
     def path_of(self, pending: SaveTask | None) -> str:
-        """Wait for the save ``pending``, the result of :meth:`save`, and return the path of the checkpoint.
+        """Collect the save ``pending``, the last result of :meth:`save`, and return the path of the checkpoint.
 
         Raises:
             CheckpointError: the save failed. A tolerated failure raises, too, because there is no path to return.
@@ -629,10 +653,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save in flight and for all uploads, after success or failure of training; free all resources.
 
+        Not collective, since other ranks may have failed. Releases the leases of the run.
+
         Raises:
             Exception: error of the save or of an upload.
         """
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
             stack.callback(self._publishing.close_store)
             stack.callback(self.where.release)  # after uploads, from which another launch resumes
             stack.callback(self._publishing.close)

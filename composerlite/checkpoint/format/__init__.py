@@ -11,11 +11,12 @@ SUFFIX = ".distcp"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """The index of a folder of weights in safetensors."""
 INDEXES = (INDEX, WEIGHTS_INDEX)
+"""Files whose presence makes a directory a checkpoint."""
 MODEL, TRAIN = "model_and_optim", "train"
-"""Directories of a step: the model with its optimizer, and the files of ranks."""
+"""Directories in the directory of a step of ``Checkpointer``: the model with the optimizer, and the files of ranks."""
 MARKER = ".metadata.json"
-"""The file in a step with the record of the checkpoint."""
+"""The file with the record of the checkpoint in the directory of a step."""
 TAIL_START = b'\n{"composerlite": '
-"""The first bytes of the tail of a file: see :mod:`composerlite.checkpoint.record.tail`."""
+"""The first bytes of the tail, the record at the end of a file: see :mod:`composerlite.checkpoint.record.tail`."""
 MOST_TAIL_BYTES = 64 << 10
-"""Bytes at the end of a file that contain its whole tail, unless a directory has thousands of files."""
+"""Bytes to read at the end of a file for the tail. Only a directory with thousands of files has a longer tail."""

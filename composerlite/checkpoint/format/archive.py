@@ -87,7 +87,7 @@ class TarSink:
         return crc
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """End the archive, append the tail from ``seal``, and return the digest of the durable file."""
+        """End the archive, append the tail from ``seal``, if any, and return the digest of the durable file."""
         assert (self.size_bytes, self._members) == (self._end, []), f"{self.size_bytes} bytes for {self._end}"
         self._inner.write(bytes(self._archive_bytes - self._inner.size_bytes))
         return self._inner.finish(seal)
@@ -100,7 +100,7 @@ class TarSink:
 
 
 def is_tar_header(block: bytes) -> bool:
-    """Check that ``block`` is the first block of an archive."""
+    """Return true if ``block`` is the first block of an archive."""
     try:
         tarfile.TarInfo.frombuf(block[:_BLOCK], "utf-8", "surrogateescape")
     except tarfile.HeaderError:

@@ -20,19 +20,24 @@ class ByteSource(Protocol):
         ...
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = ...) -> None:
-        """Fill memory. ``progress`` is called with each number of bytes."""
+        """Fill memory with bytes of the file.
+
+        Args:
+            targets: offset in the file, address in memory and number of bytes of each piece.
+            progress: called with the number of bytes after each read.
+        """
         ...
 
 
 @final
 class UnverifiedFile:
-    """An open file. Its bytes are not verified."""
+    """An open file, without verification of the bytes. The caller closes the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes; :class:`CorruptCheckpointError` where the file ends before."""
+        """Read exactly ``size`` bytes. Raises :class:`CorruptCheckpointError` if the file ends before."""
         self._file.seek(offset)
         data = self._file.read(size)
         if len(data) != size:

@@ -1,4 +1,4 @@
-"""Compressed files: the codecs, a sink with several threads, and the last frame with the record.
+"""Compressed files: the codecs, a sink with several threads, and the last frame with the record of the checkpoint.
 
 A compressed file is a sequence of frames. Each frame is a complete stream of its codec: a member of gzip, a stream of
 bzip2 or xz, a frame of lz4 or Zstandard. The sink writes a frame for every block of 4 MB and, if the checkpoint has a
@@ -231,7 +231,10 @@ KNOWN_COMPRESSORS = (
 
 
 def is_compressed_pt(filename: str | Path) -> bool:
-    """Return true if the name belongs to a compressed ``.pt`` file. Compressed archives are not ``.pt`` files."""
+    """Return true if the name belongs to a compressed ``.pt`` file, perhaps of an unknown codec.
+
+    Compressed archives are not ``.pt`` files.
+    """
     parts = Path(filename).name.lower().split(".")
     return len(parts) >= 2 and parts[-2] == "pt" and parts[-1] != "symlink"
 
@@ -348,10 +351,11 @@ class PackedSink:
         return crc
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return the digest of all frames but the last.
+        """Write the rest, wait until the file is durable, stop the threads, and return the digest of the file.
 
         Args:
-            seal: makes the tail from the digests of the frames and of the bytes inside. ``None``: no tail.
+            seal: makes the tail, the record for the last frame, from the digest of the other frames and the digest of
+                the uncompressed bytes. ``None``: no tail.
 
         Raises:
             OSError: the file could not be written.
@@ -401,7 +405,7 @@ class PackedSink:
 
     @contextmanager
     def _timed(self, activity: str) -> Generator[None]:
-        """Add the time of the block to ``seconds``. An error of the system names the file."""
+        """Add the time of the block to ``seconds``, and the path of the file to an ``OSError``."""
         before = time.perf_counter()
         try:
             yield

@@ -1,6 +1,7 @@
-"""The index of a checkpoint, of every form: of DCP, of a rule, or of the files in a folder with weights.
+"""The index of a checkpoint, of every form: a list of DCP, a rule, or made from the files in a folder with weights.
 
-A folder with weights gets the index of a sharded directory with the same tensors. All numbers in headers are checked.
+DCP is ``torch.distributed.checkpoint``. A rule computes the entries of the list: see ``sharded_layout``. A folder with
+weights gets the index of a sharded directory with the same tensors. All numbers in headers are checked.
 """
 
 from __future__ import annotations
@@ -47,7 +48,16 @@ _OFFSETS = "DCP_SHARDING_INFO"
 
 @final
 class _Stored(NamedTuple):
-    """A tensor, or a part of a tensor, in a file."""
+    """A tensor, or a part of a tensor, in a file.
+
+    Attributes:
+        file: name of the file.
+        dtype: type of the numbers.
+        shape: of the part.
+        offsets: where the part begins in the tensor, by dimension.
+        start: offset of the numbers in the file.
+        size_bytes: bytes of the numbers.
+    """
 
     file: str
     dtype: torch.dtype
@@ -83,7 +93,7 @@ def folder_index(
         names: of all files in the folder.
         size: gives the size of a file in bytes.
         read: reads bytes of a file.
-        only: take this file alone.
+        only: take this file of safetensors alone.
 
     Returns:
         An index for :func:`index_of`; ``None`` if there are no weights.
@@ -179,7 +189,10 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
 
 
 def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> Metadata:
-    """Return the index of weights, below ``model`` if there are files of values, and of these ``values`` with sizes."""
+    """Return the index of the weights ``parts``, and of ``values``: files beside the weights, with sizes in bytes.
+
+    Keys of weights begin with ``model``. In the nested state, weights are below ``model`` only if there are values.
+    """
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
     places: dict[Any, Any] = {MetadataIndex(name): StorageInfo(name, 0, size) for name, size in values.items()}
     paths: dict[str, Any] = {name: (name,) for name in values}

@@ -168,7 +168,7 @@ def unpacked(
         path: the checkpoint.
         size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
             ``path`` if that is more.
-        most_bytes: a higher limit for an unknown size.
+        most_bytes: raises this limit.
         keep_archive: only decompress. An archive stays an archive.
 
     Raises:

@@ -1,6 +1,7 @@
 """The index of a sharded checkpoint, ``.metadata``, and the keys in the index for parts of a nested state.
 
-An index is read without running code in the file, and is checked.
+The format is the format of DCP, ``torch.distributed.checkpoint``. An index is read without running code in the file,
+and is checked.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointE
 # ── a nested state in leaves ─────────────────────────────────────────────────────────────────────────────────────────
 Path = tuple[str | int, ...]
 KEYS = "\0"
-"""Before the key of a dict, in the paths of the index: all keys of the dict other than text."""
+"""Prefix of special entries in the paths of the index. With the key of a dict after the prefix, an entry lists all keys
+of the dict other than text, since paths have text alone.
+"""
 
 
 @final

@@ -125,7 +125,7 @@ class SplitTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def boxes(self, wanted: Box | None = None) -> Iterator[tuple[Box, int]]:
-        """Yield the parts, or only the parts within ``wanted``, each with the lowest rank of the part."""
+        """Yield all parts, or the parts with elements in ``wanted``, each with the lowest rank of the part."""
         mesh, dims = self.splits
         cuts = [_cuts(n, tuple(mesh[dim] for dim in of)) for n, of in zip(self.shape, dims, strict=True)]
         strides = _strides(mesh)
@@ -414,7 +414,7 @@ class _Chunks(Sequence[dcp.ChunkStorageMetadata]):
         self.tensor = tensor
 
     def overlapping(self, wanted: Box | None) -> list[dcp.ChunkStorageMetadata]:
-        """Return the parts within ``wanted``."""
+        """Return the parts with elements in ``wanted``; ``None``: all parts."""
         boxes = (box for box, _ in self.tensor.boxes(wanted))
         return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
@@ -431,7 +431,7 @@ class _Chunks(Sequence[dcp.ChunkStorageMetadata]):
 
 @final
 class _Places(Mapping[dcp.MetadataIndex, Any]):
-    """Places of pieces: from the rule, or from the list of other places."""
+    """Places of pieces, by key and offsets: from the rule, or from the list of other places."""
 
     def __init__(self, layout: ShardLayout, suffix: str, listed: Mapping[dcp.MetadataIndex, Any]) -> None:
         self.layout = layout
@@ -462,6 +462,6 @@ class _Places(Mapping[dcp.MetadataIndex, Any]):
 
 
 def chunks_at(stored: dcp.TensorStorageMetadata, wanted: Box) -> Sequence[dcp.ChunkStorageMetadata]:
-    """Return the parts of a tensor; with a rule only the parts within ``wanted``."""
+    """Return parts of a tensor: with a rule only the parts with elements in ``wanted``, otherwise all parts."""
     chunks: Any = stored.chunks
     return chunks.overlapping(wanted) if isinstance(chunks, _Chunks) else chunks

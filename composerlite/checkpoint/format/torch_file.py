@@ -1,7 +1,8 @@
 """The ``.pt`` file: plain ``torch.load(weights_only=True)`` opens the file, and ``unzip -t`` accepts the file.
 
-The pickle is the pickle of ``torch.save``, byte for byte. Training waits for the pickle at each save, so tensors are
-reduced faster than in torch. The places of the bytes of tensors are our own: see ``zip_file``.
+The pickle is the pickle of ``torch.save``, byte for byte, with two exceptions: all storages are on the CPU, and deques
+and defaultdicts become constructor calls. Training waits for the pickle at each save, so tensors are reduced faster
+than in torch. The places of the bytes of tensors are our own: see ``zip_file``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class TorchImage:
 
     Attributes:
         size_bytes: size of the file, without the comment.
-        comment_bytes: size of the comment behind the file. Set before :meth:`write`.
+        comment_bytes: size of the zip comment. The caller sets the size before :meth:`write`, and appends the comment.
         ring: buffers for reading from devices.
         not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
 
@@ -216,6 +217,7 @@ _COMMON = frozenset(
 )
 """Types of most objects of a checkpoint. None of the objects is a storage."""
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+"""Types of classes and functions: pickled by name."""
 
 
 @final
@@ -279,9 +281,9 @@ class Pickled:
 
 @final
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, byte for byte. Lists the storages and writes references.
+    """Pickles as ``torch.save`` does on the CPU, byte for byte. Lists the storages and writes references.
 
-    Deques and defaultdicts become constructor calls, because ``weights_only`` refuses torch's own form.
+    Only deques and defaultdicts differ: constructor calls, because ``weights_only`` refuses torch's own form.
 
     Attributes:
         storages: storages found so far.

@@ -32,7 +32,7 @@ _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
 """Bytes to read at a time of records for sieves."""
 _SLOTS = 3  # one slot is filled from the file while the others are copied to a device
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first bytes of files of torch before 1.6
 
 
 class Sieve(Protocol):
@@ -44,7 +44,13 @@ class Sieve(Protocol):
     """Target of copies that run while this thread continues; ``None``: no device."""
 
     def take(self, start: int, part: torch.Tensor, slots: RingSlots) -> None:
-        """Take the bytes from ``start`` on. The memory of ``part`` is reused after copies known to ``slots``."""
+        """Take the bytes from ``start`` on.
+
+        Args:
+            start: offset of ``part`` in the record.
+            part: bytes of the record. The memory is reused after the call, and after device copies noted in ``slots``.
+            slots: lender of the memory.
+        """
         ...
 
 
@@ -165,6 +171,9 @@ class TorchFile:
             places: addresses of further memory to fill with a record, by record name.
             sieves: take records as well, by record name.
             progress: called with each number of bytes read.
+
+        Raises:
+            CorruptCheckpointError: the file is damaged, or changed since the directory was read.
         """
         wanted = [
             (record, storage.data_ptr())

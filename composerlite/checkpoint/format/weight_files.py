@@ -51,7 +51,7 @@ def are_safetensors(names: Collection[str]) -> bool:
 
 
 def weight_files(names: Collection[str], size: Callable[[str], int], read: Read) -> list[str]:
-    """Return the files of weights in a folder: all files in the index of the folder, or all files without an index.
+    """Return the files of weights in a folder, sorted: the files in the index, or all files without an index.
 
     Args:
         names: of all files in the folder.

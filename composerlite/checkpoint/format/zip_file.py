@@ -209,9 +209,10 @@ def records_root(names: dict[str, ZipRecord]) -> str:
 
 
 def _own_entries(ordered: Sequence[zipfile.ZipInfo], start: int, read: Read) -> dict[str, ZipRecord] | None:
-    """Return the records if the directory equals the directory of our own layout. Then the headers are known, too.
+    """Return the records if the directory equals the directory of our own layout; ``None`` for other archives.
 
-    Reading the headers would touch the whole file. The headers are compared when the data are read.
+    The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are
+    compared when the data are read.
     """
     layout = Layout()
     for entry in ordered:

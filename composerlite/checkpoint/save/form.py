@@ -54,6 +54,9 @@ _ALIGNMENT = 4096
 class RankWriter(Protocol):
     """Writer of the part of this rank in a checkpoint.
 
+    The calls: :meth:`storages` and :meth:`staged_in` on the training thread, if there is memory for a copy, then
+    :meth:`write` and :meth:`finish`, on rank 0 :meth:`commit`, and always :meth:`close`.
+
     Attributes:
         size_bytes: size of the memory for a copy; 0: training changes none of the bytes to write.
         seconds: time by activity of the threads that write, complete after :meth:`finish`.
@@ -110,7 +113,7 @@ class _Written(NamedTuple):
         name: of the file.
         temporary: path until the commit.
         digest: of the file.
-        unpacked_bytes: size of the file inside, if the file is compressed or an archive.
+        unpacked_bytes: size before compression: of the ``.pt`` file, or of an archive of several files.
         not_finite: name of a weight in the file that is not finite.
     """
 
@@ -254,7 +257,7 @@ class FileWriter:
             fsync_folder(folder)  # these names are durable before the archive that decides about them
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the file unless it is or may be committed. May be called twice."""
+        """Remove the file unless the file is or may be committed. May be called twice."""
         if may_be_committed and self._data is not None:
             self._data.leave_behind()
         self._stack.close()
@@ -326,7 +329,7 @@ class SaveRequest:
     started: float | None = None
 
     def gathered(self, generators: Any = None) -> StateDict:
-        """Return the contents of the checkpoint. ``generators``: states of the random generators of all ranks."""
+        """Return the contents of the checkpoint, as :func:`gather`. Collective with ``generators``."""
         held = self.state_dict
         if held is None:
             held = self.state.weights_state_dict() if self.weights_only else self.state.state_dict()
@@ -350,8 +353,9 @@ def gather(
             write these before training continues.
         weights_only: ``state_dict`` has only the weights.
         ignore_keys: keys to leave out.
-        generators: states of the random generators of all ranks; then the call is collective. Default: the state of
-            this rank's generators.
+        generators: states of the random generators: a list of all ranks; or a dict with this rank alone, by the number
+            of the rank, for a directory. The call is then collective, and gathers the metrics and positions of all
+            ranks. Default: the state of this rank's generators.
     """
     contents: StateDict = {"state": state_dict}
     if not weights_only:
@@ -362,10 +366,10 @@ def gather(
 
 
 def _with_all_ranks(contents: StateDict) -> StateDict:
-    """Return ``contents`` with the metric states of all ranks, and their positions in the data if these differ.
+    """Return ``contents`` with the metric states of all ranks, and the positions in the data if the ranks differ.
 
-    The ``per_rank`` list of each rank has its own entries. An entry names the share of the data of that rank. The list
-    ``ranks`` has the states of this rank in a loop without a Trainer.
+    Collective. In ``contents`` the list ``per_rank`` has the entries of this rank, each with the share of the data. In
+    a loop without a Trainer, the list ``ranks`` has the states of this rank.
     """
     dataset_state = contents.get("dataset_state") or {}
     position: Any = dataset_state.get("train")
@@ -469,7 +473,7 @@ class Form:
         return disks
 
     def expected_bytes(self, request: SaveRequest) -> int | None:
-        """Estimate the memory for a copy on this rank, in bytes; ``None`` if that is unknown before a save."""
+        """Estimate the memory for a copy on this rank, in bytes; ``None``: unknown before a save, or no copy."""
         if self.kind == "sharded":
             from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
 
@@ -605,7 +609,7 @@ def _id_of(tensor: Tensor) -> int:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return true if ``value`` is a plain tensor, quickly: training waits."""
+    """Return true if ``value`` is a plain strided tensor or parameter. Must be fast, since training waits."""
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
 
 

@@ -18,7 +18,7 @@ from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
-"""Default names in buckets of loggers, as in Composer. With a URI as save_folder, names below its path are used."""
+"""Default names in buckets of loggers, as in Composer. If save_folder is a URI, names are below the path of the URI."""
 
 DEFAULTS: Mapping[str, Any] = {
     "folder": "{run_name}/checkpoints",
@@ -47,7 +47,7 @@ DEFAULTS: Mapping[str, Any] = {
     "upload_timeout_in_seconds": 3600,
     "num_remote_checkpoints_to_keep": -1,
 }
-"""The options of a manager, as :class:`composerlite.callbacks.CheckpointSaver` documents them."""
+"""The options of a manager, with defaults. :class:`composerlite.callbacks.CheckpointSaver` documents the options."""
 
 
 @final
@@ -78,7 +78,7 @@ class Names(NamedTuple):
         """Check that the buckets in the names of remote files are among ``places``, the URIs that are saved to.
 
         Raises:
-            ConfigError: one is not.
+            ConfigError: a name is in another bucket.
         """
         buckets = {parse_uri(place)[:2] for place in places}
         for name, argument in self.named_buckets:
@@ -97,10 +97,10 @@ class Keep(NamedTuple):
     Attributes:
         policy: for the folder.
         only_newest: the folder keeps the newest alone.
-        none_here: a checkpoint is deleted from the folder once it is in a bucket.
-        deletes: some are deleted from the folder when there are newer ones.
-        in_bucket: how many of the newest stay in a bucket; -1: all.
-        any_ephemeral: some are deleted as soon as there is a newer one.
+        none_here: the folder keeps none: a checkpoint is deleted from the folder after the upload to a bucket.
+        deletes: a save may delete older checkpoints from the folder, by ``policy`` or as ephemeral checkpoints.
+        in_bucket: number of newest checkpoints to keep in a bucket; -1: all.
+        any_ephemeral: there are ephemeral checkpoints, each deleted as soon as there is a newer checkpoint.
     """
 
     policy: RetentionPolicy
@@ -117,7 +117,11 @@ class SaveOptions:
     """Options of a manager. :class:`composerlite.callbacks.CheckpointSaver` documents them.
 
     Attributes:
-        names: of files and links. keep: which checkpoints stay.
+        names: of files and links.
+        keep: rules of retention.
+        staging_bytes: largest memory for a copy of the state, in bytes; ``None``: half of the free memory.
+        replication: replicate checkpoints in memory to another node, at most at this rate in GB/s; ``None``: do not.
+        upload_timeout: longest wait for uploads, in seconds.
     """
 
     names: Names
@@ -136,10 +140,10 @@ class SaveOptions:
 
 
 def save_options(given: Mapping[str, Any]) -> SaveOptions:
-    """Check options that are ``given`` by the names in :data:`DEFAULTS`, and fill in the others.
+    """Check the options ``given``, by the names in :data:`DEFAULTS`, and fill in defaults.
 
     Raises:
-        ConfigError: a name or number that cannot be used, or the folder is a URI that names no store.
+        ConfigError: an option is unknown, a name or a number is invalid, or the folder is a URI of no known store.
     """
     for name in given:
         if name not in DEFAULTS:
@@ -196,7 +200,10 @@ def _keep(arguments: Mapping[str, Any]) -> Keep:
 
 
 def _names(arguments: Mapping[str, Any], *, has_link_here: bool) -> Names:
-    """Check the names in ``arguments`` and fill in those of buckets that are not given."""
+    """Check the names in ``arguments``, and fill in missing names in buckets.
+
+    With ``has_link_here``, the local folder has a link to the newest checkpoint.
+    """
     folder, filename, staging = str(arguments["folder"]), str(arguments["filename"]), arguments["staging_folder"]
     link = None if arguments["latest_filename"] is None else str(arguments["latest_filename"])
     remote, remote_link = arguments["remote_file_name"], arguments["latest_remote_file_name"]
@@ -242,7 +249,7 @@ def _names(arguments: Mapping[str, Any], *, has_link_here: bool) -> Names:
 
 
 def _in_bucket(name: str | Path | None, default: str, argument: str) -> str:
-    """Return the template of a name in a bucket; a URI of the bucket's own means its path."""
+    """Return the template of a name in a bucket: ``name``, the path of the URI ``name``, or ``default``."""
     if name is None:
         return default.lstrip("/")
     text = str(name)
@@ -262,7 +269,7 @@ def _check_seconds(value: object, *, argument: str) -> None:
 
 
 def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
-    """Leave out ``ignore_keys``, and give the rest the form that Composer loads, in place."""
+    """Remove ``ignore_keys`` from ``contents``, and convert the rest to the form of Composer, in place."""
     from composerlite.checkpoint.foreign.composer import make_loadable_in_composer  # rarely needed
 
     if ignore_keys is not None:

@@ -18,7 +18,7 @@ from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
 FAILURES = (OSError, CheckpointError, ObjectStoreError)
-"""Errors of disks, networks and stores: ``save_failure_limit`` tolerates them."""
+"""Errors of disks, networks and stores, tolerated by ``save_failure_limit``."""
 _REPORTS = 100
 _FAILED = {
     "saved": "failed",
@@ -26,7 +26,7 @@ _FAILED = {
     "published": "upload failed",
     "deleted from a bucket": "deletion failed",
 }
-"""The events of failures."""
+"""Event of a failure, by the kind of work."""
 
 
 @final
@@ -34,14 +34,14 @@ class Outcomes:
     """Outcomes of the saves of a manager, the same on every rank: rank 0 warns for all.
 
     Args:
-        failure_limit: number of consecutive failures of saves, deletions and uploads that are tolerated, with a warning
-            each.
+        failure_limit: number of tolerated failures in a row, each with a warning. Saves, deletions and uploads are
+            counted separately.
 
     Attributes:
-        reports: of the last saves.
+        reports: of the last 100 successful saves, oldest first.
         blocked_seconds: seconds that training waited for saves.
         maybe_written: names of failed saves: the file may exist.
-        last_is_unconfirmed: the last save failed or was interrupted: a checkpoint may or may not exist.
+        last_is_unconfirmed: the last save is in flight, failed or was interrupted: a checkpoint may or may not exist.
     """
 
     def __init__(self, failure_limit: int) -> None:
@@ -62,7 +62,7 @@ class Outcomes:
         return events
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
-        """A save starts."""
+        """Record the start of a save of the checkpoint ``name`` in the folder ``where``."""
         self._begun = CheckpointNews(
             what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
         )
@@ -70,7 +70,7 @@ class Outcomes:
         self._events.append(self._begun)
 
     def committed(self, report: SaveReport) -> None:
-        """The last save succeeded, and older checkpoints were deleted by retention."""
+        """Record the success of the last save, and the deletion of older checkpoints by retention."""
         self.last_is_unconfirmed = False
         self.ended("saved", None)
         self.reports.append(report)
@@ -107,28 +107,28 @@ class Outcomes:
             self.ended("deleted from a bucket", one.deletion_error, one.news)
 
     def replicated(self, name: str) -> None:
-        """Replicas of the checkpoint ``name`` in memory have arrived on all nodes."""
+        """Record the arrival of replicas of the checkpoint ``name`` in the memory of other nodes."""
         for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
             news = CheckpointNews(what="replicated", name=name, where=self._begun.where, batch=batch, at=time.time())
             self._events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
 
     def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
-        """Checkpoints are gone from ``where``, since ``at`` or now."""
+        """Record the deletion of the checkpoints ``names`` from ``where``. ``at``: seconds since 1970; default: now."""
         for name in names:
             at = time.time() if at is None else at
             self._events.append(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
 
     def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
-        """Count a failure, keep its event, and warn. A success ends a row of failures.
+        """Count a failure, record an event, and warn. A success ends a row of failures.
 
         Args:
-            what: ``"saved"``, ``"deleted"``, ``"published"`` or ``"deleted from a bucket"``. A failure of one of the
-                latter three does not affect the newest checkpoint.
-            error: reason of a failure.
+            what: the work: ``"saved"``, ``"deleted"``, ``"published"`` or ``"deleted from a bucket"``.
+            error: reason of a failure; ``None``: a success.
             news: event of the upload; ``None``: the event of the last save.
 
         Raises:
-            Exception: ``error``, if there are more in a row than the limit, or if it is a bug or a lost rank.
+            Exception: ``error``, after more failures in a row than the limit, or for any error besides
+                :data:`FAILURES`: a bug or a lost rank.
         """
         if error is None:
             self._failures[what] = 0
@@ -153,7 +153,7 @@ class Outcomes:
         )
 
     def warn_of_missing_metric(self, name: str, metric: str) -> None:
-        """Warn once, on rank 0: the same is true of every save and on every rank."""
+        """Warn about a checkpoint without the metric of ``save_best_k``, once, on rank 0."""
         if not self._warned_of_metric and dist.get_global_rank() == 0:
             log.warning(
                 "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "

@@ -28,7 +28,12 @@ def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
 
 
 def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: bool = True) -> None:
-    """Write the tensors in ``contents`` to the file ``path`` of safetensors. Arguments as :func:`write_torch`.
+    """Write the tensors in ``contents`` to the safetensors file ``path``, and warn about all other values.
+
+    Args:
+        path: of the file.
+        contents: tensors by name.
+        overwrite: replace a file of the same name.
 
     Raises:
         SaveError: the format does not support the type or the layout of a tensor.

@@ -79,7 +79,7 @@ class Publisher:
         bucket: target of the uploads.
         template: template of the names in the bucket, below the root.
         links: full names of the links to the latest checkpoint. If each rank has a file: a link per rank, rank 0 first.
-        timeout: seconds to wait for earlier uploads if too many checkpoints wait.
+        timeout: seconds to wait for earlier uploads if too many checkpoints are pending.
         keep: number of checkpoints to keep in the bucket; -1: all except ephemeral checkpoints.
         check: called before the first request and before the commit; raises if this process must not write.
         before_each: functions to call before each upload, in the uploading thread.
@@ -152,7 +152,8 @@ class Publisher:
     ) -> None:
         """Publish a checkpoint of ``catalog`` in the background. After the call the folder's copy may be deleted.
 
-        Waits while too many uploads are pending, to bound the staged data. Not for the training thread.
+        Waits while too many uploads are pending, to bound the staged data. So the training thread calls this only
+        before training, for interrupted uploads.
 
         Args:
             manifest: record of the checkpoint.
@@ -162,7 +163,8 @@ class Publisher:
             moves: delete the checkpoint from the folder after the upload.
 
         Raises:
-            ObjectStoreError: the earlier checkpoints are not uploaded in time.
+            ObjectStoreError: the earlier checkpoints are not uploaded within ``timeout`` seconds.
+            OSError: a file of the checkpoint cannot be opened.
         """
         self.wait(self.timeout, at_most=_MOST_WAITING - 1)
         there = _in_bucket(manifest, first_name(self.template, manifest), self.template)
@@ -256,7 +258,7 @@ class Publisher:
             yield old.name
 
     def wait(self, seconds: float, *, at_most: int = 0) -> None:
-        """Wait until at most ``at_most`` checkpoints are unpublished, or a grace period ends.
+        """Wait until at most ``at_most`` checkpoints are unpublished, or until the deadline of a shutdown.
 
         Raises:
             ObjectStoreError: more checkpoints are unpublished after ``seconds``.
@@ -285,8 +287,8 @@ class Publishing:
 
     Attributes:
         buckets: URIs of the buckets, on every rank, after :meth:`open`; empty: nothing is published.
-        publishers: a publisher for each bucket, on the ranks that publish, after :meth:`open`.
-        ranks_with_news: counter of the ranks with outcomes: rank 0 or none.
+        publishers: a publisher for each bucket, on the publishing ranks, after :meth:`open`.
+        ranks_with_news: counter of the ranks with new outcomes: 1 if rank 0 has outcomes, else 0.
     """
 
     def __init__(self, options: SaveOptions, where: RunFolder) -> None:
@@ -394,7 +396,7 @@ class Publishing:
     def behind(self, manifests: Sequence[Manifest]) -> list[str]:
         """Return the names of the checkpoints of a run to publish again, oldest first.
 
-        A kill may have interrupted the newest upload. If the folder keeps none, return all that are there.
+        A kill may have interrupted the newest upload. If the folder keeps no checkpoints, return all in the folder.
         """
         if self._options.keep.none_here:
             return [manifest.name for manifest in manifests]
@@ -403,8 +405,8 @@ class Publishing:
     def of(self, name: str, *, overwrite: bool) -> Callable[[], object]:
         """Return a function that publishes the checkpoint ``name`` of the folder in the background.
 
-        All ranks must call this method, in the training thread. After the commit of the checkpoint, the publishing
-        ranks or all ranks call the returned function.
+        All ranks must call this method, in the training thread, in the same order. After the commit of the checkpoint,
+        rank 0 calls the returned function; if nodes have disks of their own, all ranks do.
 
         Args:
             name: name of the checkpoint.
@@ -429,7 +431,7 @@ class Publishing:
             publisher.submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
-        """Return the name of the next checkpoint in buckets, with the template; empty if ``name`` is the same."""
+        """Return the name of the checkpoint ``name`` in buckets, with the template; empty if both names are equal."""
         there = first_name(self._template, state)
         return {} if there == name else {there: self._template}
 
@@ -455,10 +457,12 @@ class Publishing:
         return all(one.uploader.wait(seconds, lane=one.bucket.uri()) for one in self.publishers)
 
     def close(self) -> None:
-        """Wait for the pending uploads. May be called twice.
+        """Wait for the uploads to the bucket of the saver's URI, and stop the threads. May be called twice.
+
+        Uploads to buckets of loggers continue: see :meth:`wait`. Failed uploads are in the outcomes and not raised.
 
         Raises:
-            Exception: the error of a failed upload.
+            ObjectStoreError: uploads are pending after the timeout.
         """
         if self._uploader is not None:
             self._uploader.close()

@@ -56,7 +56,10 @@ def position_of(state: TrainingState) -> Position:
 
 @final
 class RunFolder:
-    """Save folder of a manager. All ranks must call every method, unless the method says otherwise.
+    """Save folder of a manager. Every rank has a ``RunFolder``.
+
+    All ranks call :meth:`name`, :meth:`share_key`, :meth:`keep_in_memory` and :meth:`find_disks` together. The other
+    methods are not collective: rank 0, or the leader of each disk, changes files.
 
     Attributes:
         folder: path in the user's notation, with './' if given. :meth:`name` fills in the variables.
@@ -160,7 +163,7 @@ class RunFolder:
         return xxhash.xxh3_64_hexdigest(number + os.fsencode(self.root.resolve()) + uris.encode())
 
     def share_key(self) -> None:
-        """Copy the key's random number to the folder of each node without a number: a node may be lost."""
+        """Copy the key's random number to the folder of each node without a number: a node may be lost. Collective."""
         if self._options.names.bucket is not None:  # the bucket has the number
             return
         group, place = dist.get_group(), self.catalog.place
@@ -172,7 +175,13 @@ class RunFolder:
                 mark_of(place, number)
 
     def keep_in_memory(self, state: TrainingState, key: str) -> None:
-        """Add ``key``, the key of the run's other folder, to the name. Make the folder, private to this user."""
+        """Add ``key``, the :meth:`key` of the run's other folder, to the name. Make the folder, private to this user.
+
+        Collective.
+
+        Raises:
+            ConfigError: another user owns the folder or may write to the folder.
+        """
         self.folder = f"{self.folder}-{key}"
         with dist.get_group().all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
@@ -216,7 +225,7 @@ class RunFolder:
             file.write(bucket.encode())
 
     def find_disks(self, form: Form) -> None:
-        """Find the ranks with the same folder, make missing folders, and remove files of killed processes.
+        """Find the ranks with the same folder, make missing folders, and remove files of killed processes. Collective.
 
         Raises:
             ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
@@ -238,7 +247,7 @@ class RunFolder:
             self.catalog.place.delete(unnamed, folders=True)
 
     def _delete_partial(self, own: Sequence[Manifest], unnamed: Sequence[str]) -> None:
-        """Delete the checkpoints that a killed process left on some disks, and not on all.
+        """Delete checkpoints on only some of the disks, after the kill of a process. Collective.
 
         If a disk has data files of a save without the record, a kill interrupted the save or a deletion.
 
@@ -384,13 +393,18 @@ class RunFolder:
 def begin_attempt(
     places: Sequence[tuple[Catalog, str | None]], run_name: str, *, origin: str | Path | None = None
 ) -> Lineage:
-    """Begin an attempt of ``run_name`` that does not resume from the newest checkpoint. The same on every rank.
+    """Begin an attempt of ``run_name`` without a resume from the newest checkpoint.
+
+    Collective. All ranks return the same lineage. An attempt has a number, and the lineage lists the attempts before.
 
     Args:
         places: folders and buckets of the savers. With a bucket: the name of the link to the latest checkpoint.
         run_name: name of the run.
         origin: the checkpoint to resume from. If the same run saved the checkpoint, and ``places`` have the record, the
             checkpoints up to ``origin`` belong to the new attempt, too.
+
+    Raises:
+        OSError, ObjectStoreError: a record cannot be read, and may have the highest attempt number.
     """
 
     def begun() -> Lineage:
@@ -418,7 +432,11 @@ def _manifest_at(catalog: Catalog, origin: str) -> Manifest | None:
 
 
 def may_replace(state: TrainingState, place: Catalog, name: str) -> bool:
-    """Return true if autoresume skipped the checkpoint ``name``: the run will save this checkpoint again."""
+    """Return true if autoresume skipped the checkpoint ``name``: the run will save this checkpoint again.
+
+    Raises:
+        OSError: the record in a bucket cannot be read.
+    """
     if not any(ancestor.passed_over for ancestor in state.lineage.ancestors):
         return False
     try:

@@ -139,10 +139,15 @@ class SafetensorsWriter:
     """Writer of this rank's files of the weights in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
-        contents: makes the state dict of a model. Keys of nested dicts are joined by dots, and values are left out.
-        folder: the directory.
+        contents: makes the state dict of a model. Keys of nested dicts are joined by dots. Values other than tensors
+            are left out, with a warning.
+        folder: the directory. The caller closes the directory.
         overwrite: replace weights in the directory.
-        largest_file_bytes: of a file with several tensors.
+        largest_file_bytes: largest size of a file with several tensors.
+
+    Attributes:
+        size_bytes: 0, so there is no copy: training waits until the tensors are written.
+        seconds: always empty.
     """
 
     def __init__(
@@ -184,7 +189,11 @@ class SafetensorsWriter:
         """Do nothing: see :meth:`storages`."""
 
     def write(self, memory: HostMemory | None) -> None:
-        """Write the files of this rank, and send parts to other ranks. After an error the rank still sends parts."""
+        """Write the files of this rank, and send parts to other ranks.
+
+        Collective: the ranks exchange parts. After an error this rank still sends and receives, so no rank waits
+        forever. ``memory`` is ignored.
+        """
         names = [name for name, _ in self._share.files]
         failure: BaseException | None = None
         try:

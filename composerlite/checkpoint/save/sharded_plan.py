@@ -45,7 +45,8 @@ class Proposal(NamedTuple):
     """Message of a rank to rank 0, for a new plan.
 
     Attributes:
-        digest: of the rule, and of everything else with equal values on all ranks; empty if there is no rule.
+        digest: of the rule, and of other pieces if all ranks have the same; empty without a rule. Rank 0 compares the
+            digests of all ranks.
         pieces: for rank 0 to divide: all pieces, or the pieces beside the rule.
         paths: of the keys of these pieces in the nested state.
     """
@@ -224,7 +225,7 @@ class Plan(NamedTuple):
     """The part of a rank in a plan of all ranks.
 
     Attributes:
-        name: the same on every rank.
+        name: random, and the same on every rank. Ranks compare names to find a common plan.
         ranks: number of ranks.
         files: most data files of a rank.
         pieces: of this rank.
@@ -269,6 +270,11 @@ def plan_save(
 
     Returns:
         The plan, the handle of rank 0, and the pieces of this rank.
+
+    Raises:
+        CheckpointExistsError: the directory has a checkpoint, and ``handle`` does not overwrite.
+        SaveError: a value cannot be pickled.
+        ValueError: the ranks do not have the parts of one state.
     """
     own: list[RankState] = []
     matching: dict[str, Plan] = {}

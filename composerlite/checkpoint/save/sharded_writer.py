@@ -79,7 +79,7 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) ->
 
     Args:
         data: the pieces.
-        threads: most files, of about the same size.
+        threads: most files, of about the same size. Ignored with a ``layout``.
         layout: the rule for the pieces of each file; other pieces go to the end of the last file.
         rank: of the writer.
     """
@@ -245,7 +245,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
     Args:
         path: of the directory.
-        thread_count: number of files for a rank to write at the same time.
+        thread_count: number of files for a rank to write at the same time; ``None``: up to four.
         process_count: accepted as in OLMo-core; composerlite writes with threads.
         process_group: accepted as in OLMo-core; not needed.
         throttle_uploads: to a URI, a rank uploads a single file at a time.
@@ -361,7 +361,7 @@ class ShardWriter:
         watched: ids of storages of weights. The record names a weight there with a NaN or infinite value.
 
     Attributes:
-        size_bytes: of memory for a snapshot.
+        size_bytes: size of the memory for a snapshot.
         committed: the record of the checkpoint, on the first rank of each disk after the commit.
     """
 
@@ -438,7 +438,7 @@ class ShardWriter:
         return self._copies
 
     def staged_in(self, memory: HostMemory) -> None:
-        """Read the tensors from ``memory`` from now on."""
+        """Replace the tensors of this writer by the copies in ``memory``."""
         for index, tensor in self._data.items():
             if isinstance(tensor, Tensor) and tensor.numel():
                 first, end = _span(tensor)
@@ -449,7 +449,7 @@ class ShardWriter:
         self._copies = []
 
     def write(self, memory: HostMemory | None) -> None:
-        """Write the files of this rank, durably."""
+        """Write the files of this rank, durably. ``memory`` is ignored: see :meth:`staged_in`."""
         layout = self._plan.layout
         self._written = write_files(
             self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
@@ -476,7 +476,10 @@ class ShardWriter:
         return index, files, manifest.marked(not_finite)
 
     def commit_part(self, sealed: SealedIndex) -> None:
-        """Put the deciding file, on the first rank of each disk. An error removes the files of the disk."""
+        """Write the deciding file, on the first rank of each disk. The file makes the checkpoint valid on the disk.
+
+        An error removes the files of the disk. Other ranks do nothing.
+        """
         if self._disks is None or self._disks.is_folder_leader:
             self.committed = _commit(self._folder, *sealed, () if self._disks is None else self._disks.nodes)
 

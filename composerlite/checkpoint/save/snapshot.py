@@ -37,8 +37,8 @@ _FAULT_BYTES = 2 << 20  # a huge page: an allocation by training may wait for on
 _FAULT_PAUSES = 19.0  # with this many times as much pause a thread takes 5 % of a core
 _MOST_PAUSE_SECONDS = 0.2
 _SMALL_BYTES = 64 << 10  # smaller storages of a device are copied together
-_MOST_GATHERED_BYTES = 16 << 20
-_WAIT_SECONDS = 600.0
+_MOST_GATHERED_BYTES = 16 << 20  # of all small storages
+_WAIT_SECONDS = 600.0  # longest wait for a device or a thread
 
 
 def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_machine) -> None:
@@ -61,10 +61,12 @@ def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_ma
 class Snapshot:
     """A copy of the state at one moment. Devices may copy tensors of optimizers until an optimizer steps.
 
+    The saving thread calls :meth:`wait`, writes from ``memory``, and frees the memory with :meth:`give_back`.
+
     Attributes:
-        memory: with the copy; ``None`` after the memory was given back.
-        seconds: duration of the copy on the training thread.
-        stall_seconds: how long training waited, on devices too.
+        memory: memory with the copy; ``None`` after the memory was given back.
+        seconds: duration of the copy on the training thread, in seconds.
+        stall_seconds: duration of all waits of training, also on devices. Grows until the next optimizer step.
     """
 
     def __init__(
@@ -279,9 +281,10 @@ class StagingMemory:
         return preparing is None or not preparing.is_alive()
 
     def reserve(self, size_bytes: int) -> HostMemory | None:
-        """Lend memory for a copy of ``size_bytes`` until :meth:`give_back`.
+        """Lend memory for a copy of ``size_bytes`` until :meth:`give_back`. A small copy needs no preparation.
 
-        ``None`` if no memory is ready: none was prepared, or too little, or another save uses the memory.
+        Returns:
+            The memory; ``None`` if none is ready: none or too little was prepared, or another save has the memory.
         """
         with self._lock:
             if not self._has(size_bytes) and (size_bytes > _LITTLE_BYTES or self._allocate(size_bytes) is None):
@@ -298,7 +301,7 @@ class StagingMemory:
         self._release(memory)  # closed meanwhile
 
     def close(self) -> None:
-        """Give memory back to the system; lent memory when it is given back. May be called twice, and used again."""
+        """Free the memory. Lent memory is freed in :meth:`give_back`. May be called twice, and used again after."""
         with self._lock:
             memory, preparing, is_lent = self._memory, self._preparing, self._is_lent
             self._memory, self._is_free, self._is_lent = None, False, False
@@ -411,7 +414,7 @@ class StagingMemory:
 
 
 def _tensors_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """The parameters and the state of ``optimizers`` on this rank."""
+    """Return the tensors of the parameters and of the state of ``optimizers`` on this rank."""
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     states = [v for optimizer in optimizers for state in optimizer.state.values() for v in state.values()]
     local = [local_part(t) for t in (*parameters, *states)]
