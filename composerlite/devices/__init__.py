@@ -1,6 +1,6 @@
-"""Devices that training runs on (``device``), their random generators (``rng``), and copies from them.
+"""Devices that training runs on (``device``), random generators (``rng``), and copies from and to devices.
 
-``copier`` copies from a device to memory of this machine, ``ring`` through a small pinned buffer.
+``copier`` copies between a device and memory of this machine; ``ring`` copies through a small pinned buffer.
 """
 
 from composerlite.devices.copier import (

@@ -1,4 +1,4 @@
-"""Copies from accelerators to memory of this machine.
+"""Copies from accelerators to memory of this machine, and back.
 
 Training queues work on a device and does not wait for the result. Copies have a queue of their own. Waits between the
 two queues decide the bytes of a copy: :class:`DeviceCopier` has the waits as methods, and
@@ -34,7 +34,10 @@ _READ_SECONDS = 600.0
 
 
 class DeviceCopier(Protocol):
-    """The copies of one device. :meth:`wait` and :meth:`fetch` are for any thread, all others for the training thread.
+    """The copies of one device.
+
+    :meth:`wait` and :meth:`fetch` are for any thread. All other methods are for the training thread, or for a single
+    other thread while the training thread waits. The training thread calls :meth:`finish_training` before that.
 
     Attributes:
         may_run_late: copies run beside training. Otherwise a copy is complete when :meth:`copy` returns.
@@ -49,7 +52,9 @@ class DeviceCopier(Protocol):
     def copy(
         self, storage: torch.UntypedStorage, memory: HostMemory, offset: int, start: int = 0, size: int | None = None
     ) -> None:
-        """Queue a copy of ``storage``, or of a part. The storage must exist until the copy is complete.
+        """Queue a copy of ``storage``, or of a part. Both memories must exist until the copy is complete.
+
+        The copy does not wait for work of training queued after the last :meth:`after_training`.
 
         Args:
             storage: on the device.
@@ -96,36 +101,50 @@ class DeviceCopier(Protocol):
         """Wait for ``mark`` in any thread.
 
         Args:
-            mark: result of :meth:`mark`.
+            mark: result of :meth:`mark` or :meth:`load`.
             timeout: in seconds.
 
         Raises:
             TimeoutError: the copies are not complete by then.
+            RankError: another rank has failed or is gone. Copies may still be queued.
+            RuntimeError: the device reports an error.
         """
         ...
 
     def finish_training(self, timeout: float) -> None:
-        """Wait until the device has finished all work of training. Any thread may read the memory then.
+        """Wait until the device has finished all work of training. Any thread may then read memory of the device.
 
         Raises:
             TimeoutError: the work is not finished within ``timeout`` seconds.
+            RankError: another rank has failed or is gone.
         """
         ...
 
     def read(self, numbers: Tensor) -> Any:
-        """Queue a copy of a few ``numbers``, after all work of training so far. Training does not wait."""
+        """Queue a copy of a few ``numbers``, after all work of training so far. Training does not wait.
+
+        Returns:
+            The copy, for :meth:`fetch`. Until then ``numbers`` must not change.
+        """
         ...
 
     def fetch(self, read: Any) -> Any:
-        """Wait for a result of :meth:`read`, and for no later work; return the numbers. In any thread.
+        """Wait for a result of :meth:`read`, and for no later work, in any thread.
+
+        Returns:
+            The numbers: a number for a scalar, else nested lists.
 
         Raises:
             TimeoutError: the device does not copy the numbers.
+            RankError: another rank has failed or is gone.
         """
         ...
 
     def waited_seconds(self) -> float:
-        """Return the seconds for which training waited on the device, in waits since the last call."""
+        """Return for how many seconds training waited on the device after :meth:`before_training`.
+
+        Only waits that have ended since the last call count.
+        """
         ...
 
 
@@ -153,7 +172,7 @@ class Devices(Protocol):
         ...
 
     def release(self, memory: HostMemory) -> None:
-        """Unpin ``memory``; call before closing the memory. No copy to the memory may be queued."""
+        """Unpin ``memory``; call before closing the memory. No copy from or to the memory may be queued."""
         ...
 
 
@@ -224,7 +243,10 @@ class Pinning:
         self._pinned: dict[int, list[int]] = {}  # pinned slices by address of the memory; [] if pinning failed
 
     def add(self, memory: HostMemory) -> bool:
-        """Pin ``memory`` in slices of 1 GiB, and return true if all slices are pinned. May be called twice."""
+        """Pin ``memory`` in slices of 1 GiB, and return true if all slices are pinned.
+
+        May be called twice: a failed pinning is not tried again until :meth:`remove`.
+        """
         with self._lock:
             if memory.address in self._pinned:
                 return bool(self._pinned[memory.address])
@@ -269,8 +291,9 @@ class CudaCopier:
         # Together a queue: after many copies a new stream is used, and waits for the stream before.
         self._streams = deque([torch.cuda.Stream(device)])
         self._queued = 0
-        self._reading = torch.cuda.Stream(device)
+        self._reading = torch.cuda.Stream(device)  # of read, which must not wait for long copies
         self._spacer = torch.zeros(1, device=device)
+        # Events before and after each wait of training for copies.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def _training(self) -> torch.cuda.Stream:
@@ -298,13 +321,13 @@ class CudaCopier:
             target = torch.frombuffer(memory.view(to, length), dtype=torch.uint8)
             with torch.cuda.stream(self._stream()):
                 target.copy_(bytes_of(storage, start + begin, length), non_blocking=True)
-                # Copies of one direction run in the order in which they become ready: after a kernel, copies of
-                # training go first (https://github.com/meta-pytorch/torchrec/pull/4373).
+                # Copies of one direction run in the order in which they become ready. A copy after a kernel becomes
+                # ready late, so copies of training run first (https://github.com/meta-pytorch/torchrec/pull/4373).
                 self._spacer.add_(1)
             self._queued += 1
 
     def gather(self, storages: Sequence[torch.UntypedStorage]) -> torch.UntypedStorage:
-        with torch.cuda.stream(self._stream()):  # the memory belongs to this stream, too
+        with torch.cuda.stream(self._stream()):  # the allocator reuses the memory only after work of this stream
             return torch.cat([bytes_of(storage) for storage in storages]).untyped_storage()
 
     def load(self, source: Tensor, storage: torch.UntypedStorage, start: int) -> Any:
@@ -333,7 +356,7 @@ class CudaCopier:
         self._reading.wait_stream(self._training())
         with torch.cuda.stream(self._reading):
             target.copy_(numbers, non_blocking=True)
-        numbers.record_stream(self._reading)  # the allocator keeps the memory until then
+        numbers.record_stream(self._reading)  # the allocator does not reuse the memory before the copy has ended
         return target, self._reading.record_event()
 
     def fetch(self, read: Any) -> Any:
@@ -352,7 +375,7 @@ class CudaCopier:
 # ── other devices ────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class PageableCopier:
-    """A device whose streams composerlite does not use, such as MPS or XPU: each copy blocks."""
+    """A device whose streams composerlite does not use, such as MPS or XPU: host memory is not pinned; copies block."""
 
     may_run_late = False
 

@@ -43,7 +43,7 @@ def move_to_device(batch: T, device: str | torch.device) -> T:
         return [move_to_device(item, device) for item in batch]  # type: ignore[return-value]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         new = copy.copy(batch)
-        for field in dataclasses.fields(batch):  # also of a frozen one
+        for field in dataclasses.fields(batch):  # object.__setattr__ works for frozen dataclasses, too
             object.__setattr__(new, field.name, move_to_device(getattr(batch, field.name), device))
         return cast("T", new)
     return batch
@@ -57,7 +57,7 @@ class Device(str):
 
     Attributes:
         name: ``'cpu'``, ``'gpu'``, or as ``type``.
-        dist_backend: backend of ``torch.distributed`` for the device.
+        dist_backend: backend of ``torch.distributed`` for the device; empty for MPS.
         type: type of the device in torch: ``'cpu'``, ``'cuda'``, ``'mps'`` or ``'xpu'``.
         index: number of the device among the devices of its type; ``None`` for the only one.
     """
@@ -71,7 +71,7 @@ class Device(str):
         device = torch.device(str(value))
         made = str.__new__(_CLASSES.get(device.type, Device), str(device))
         made.type, made.index = device.type, device.index
-        if not made.name:  # of a class of its own
+        if not made.name:  # a type of device without a class in this module
             made.name, made.dist_backend = device.type, dist.env.backend_of(device)
         return made
 
@@ -119,12 +119,15 @@ class DeviceCPU(Device):
 
 @final
 class DeviceGPU(Device):
-    """A CUDA GPU: that of the local rank, unless ``device_id`` is another number on this machine.
+    """A CUDA GPU.
 
-    ``allow_tf32=True`` lets products of float32 matrices be computed in TF32, in the whole process.
+    Args:
+        device_id: number of the GPU on this machine, or a name such as ``'cuda:1'``. ``None``: the GPU of the local
+            rank.
+        allow_tf32: compute products of float32 matrices in TF32, in the whole process.
 
     Raises:
-        ConfigError: torch can use no such device here.
+        ConfigError: torch can use no such device on this machine.
     """
 
     name = "gpu"
@@ -143,7 +146,7 @@ class DeviceMPS(Device):
     """The GPU of an Apple computer.
 
     Raises:
-        ConfigError: torch can use no such device here.
+        ConfigError: torch can use no such device on this machine.
     """
 
     name = "mps"
@@ -156,12 +159,12 @@ _CLASSES: dict[str, type[Device]] = {"cpu": DeviceCPU, "cuda": DeviceGPU, "mps":
 
 
 def get_device(device: str | torch.device | None = None) -> Device:
-    """Return the device that ``device`` names: ``'cpu'``, ``'gpu'`` (that of the local rank), ``'mps'`` or ``'xpu'``.
+    """Return the device named ``device``: ``'cpu'``, ``'gpu'`` (the GPU of the local rank), ``'mps'`` or ``'xpu'``.
 
-    ``None`` takes the GPU if there is one.
+    A number selects another device, as in ``'cuda:1'``. ``None``: the CUDA GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: the name is unknown or there is no such device here.
+        ConfigError: the name is unknown, or this machine has no such device.
     """
     if isinstance(device, Device):
         return device

@@ -24,10 +24,10 @@ _WAIT_SECONDS = 600.0
 
 @final
 class RingSlots:
-    """Slots of memory, filled by the host and copied by devices. A slot is reused after the end of its copies.
+    """Slots of memory, filled by the host and copied by devices. A slot is reused after all copies have ended.
 
     Args:
-        memory: for all slots.
+        memory: for all slots; must exist until :meth:`finish` has returned.
         slot_bytes: size of a slot.
         count: number of slots.
     """
@@ -40,29 +40,31 @@ class RingSlots:
         self._number = -1
 
     def next(self) -> Tensor:
-        """Return the bytes of the next slot, to be filled.
+        """Return the bytes of the next slot, to be filled. Waits until devices have copied the slot.
 
         Raises:
-            TimeoutError: a device does not finish its copies from the slot.
+            TimeoutError: a device does not finish copies from the slot within 10 minutes.
+            RankError: another rank has failed or is gone.
         """
         self._number = (self._number + 1) % len(self._slots)
         self._wait(self._number)
         return self._slots[self._number]
 
     def is_copied(self, copier: DeviceCopier, mark: Any) -> None:
-        """Note that a device copies from the last slot.
+        """Note that a device copies from the slot returned last by :meth:`next`.
 
         Args:
             copier: of the device.
-            mark: the end of the copy.
+            mark: the end of the copy: result of :meth:`DeviceCopier.load`.
         """
         self._copies[self._number].append((copier, mark))
 
     def finish(self) -> None:
-        """Wait until all slots are copied.
+        """Wait until devices have copied all slots.
 
         Raises:
-            TimeoutError: a device does not finish.
+            TimeoutError: a device does not finish within 10 minutes.
+            RankError: another rank has failed or is gone.
         """
         for number in range(len(self._slots)):
             self._wait(number)
@@ -75,11 +77,13 @@ class RingSlots:
 
 @final
 class DeviceRing:
-    """Pinned memory between devices and files, kept for the next use. Threads may share a ring.
+    """Pinned memory between devices and files. After a use the largest memory is kept for the next use.
+
+    Threads may share a ring: each gets memory of its own. A copier is for one thread at a time.
 
     Args:
         devices: the accelerators.
-        slot_bytes: bytes of a copy from a device.
+        slot_bytes: largest size of a copy from a device, in bytes.
     """
 
     def __init__(self, devices: Devices = this_machine, slot_bytes: int = 8 << 20) -> None:
@@ -94,7 +98,8 @@ class DeviceRing:
     def read(self, copier: DeviceCopier, storage: torch.UntypedStorage) -> Iterator[tuple[int, int]]:
         """Copy ``storage`` to this machine in pieces. The device copies the next pieces while the caller uses a piece.
 
-        No change of ``storage`` may be queued on the device.
+        No change of ``storage`` may be queued on the device: the copies do not wait for work of training. The caller
+        uses the iterator to the end or closes the iterator; then the memory is free for the next use.
 
         Args:
             copier: for the storage.
@@ -104,7 +109,8 @@ class DeviceRing:
             Address and size of a piece, valid until the next piece.
 
         Raises:
-            TimeoutError: the device does not finish.
+            TimeoutError: the device does not finish within 10 minutes.
+            RankError: another rank has failed or is gone.
             OSError: the system has no memory for the slots.
         """
         size, slot_bytes = storage.nbytes(), self._slot_bytes
@@ -125,17 +131,19 @@ class DeviceRing:
 
     @contextlib.contextmanager
     def slots(self, slot_bytes: int, device: torch.device, count: int) -> Generator[RingSlots]:
-        """Return slots for loads as a context manager. At the end of the block all slots are copied to ``device``.
+        """Return slots for loads as a context manager. The end of the block waits until devices have copied all slots.
 
         Args:
             slot_bytes: size of a slot.
-            device: the target.
+            device: a device that copies from the slots: the memory is pinned if the device needs pinned memory.
             count: number of slots.
 
         Yields:
-            The slots.
+            The slots, valid until the end of the block.
 
         Raises:
+            TimeoutError: a device does not finish within 10 minutes.
+            RankError: another rank has failed or is gone.
             OSError: the system has no memory for the slots.
         """
         with self._memory(slot_bytes * count, device) as memory:
@@ -147,6 +155,7 @@ class DeviceRing:
 
     @contextlib.contextmanager
     def _memory(self, size_bytes: int, device: torch.device) -> Generator[HostMemory]:
+        """Lend memory of at least ``size_bytes``, pinned if possible. No copy may be queued at the end of the block."""
         memory = self._idle.take()
         if memory is not None and memory.size_bytes < size_bytes:
             self._release(memory)

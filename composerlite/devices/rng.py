@@ -47,6 +47,8 @@ def _accelerator() -> str | None:
 def preserved() -> Generator[dict[str, Any]]:
     """Restore the generators at the end of the block. Checkpoints within the block have the states from before.
 
+    In nested blocks, checkpoints have the states from before the outermost block.
+
     Yields:
         The states before the block, as :func:`capture` returns them.
     """
@@ -61,7 +63,7 @@ def preserved() -> Generator[dict[str, Any]]:
 
 
 def of_training() -> dict[str, Any]:
-    """Return the states for a checkpoint: of now, or within :func:`preserved` of before the block."""
+    """Return the states for a checkpoint: the current states, or within :func:`preserved` the states from before."""
     return capture() if _preserved is None else _preserved
 
 

@@ -1,6 +1,6 @@
-"""Ranks, devices, and collectives. Modules for several ranks are imported when a name of theirs is first used.
+"""Ranks, devices, and collectives. Modules other than ``env`` are imported at the first use of a name in the module.
 
-Other packages use the modules too, as ``dist.shards.total_norm``.
+Other packages also use names of the modules that are not listed here, such as ``dist.shards.total_norm``.
 """
 
 from __future__ import annotations

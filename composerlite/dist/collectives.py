@@ -1,7 +1,11 @@
 """Collectives apart from those of training. The main threads of all ranks call the same functions in the same order.
 
-Every wait has a timeout, by default ``dist_timeout``. The error after a timeout names the late ranks. If a rank fails,
-all ranks raise the same error. In a run of one process each function returns at once.
+Every wait has a timeout, by default the ``timeout`` of :func:`~composerlite.dist.initialize_dist` (``dist_timeout`` of
+the trainer). The error after a timeout names the late ranks. If a rank fails, all ranks raise the same error. In a run
+of one process no function waits.
+
+Tensors in host memory use a gloo group apart from training. Tensors on a device use the process group of training: the
+operation is queued on the device, and the errors and the timeout are those of the backend, such as NCCL.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def barrier(operation: str = "barrier", timeout: timedelta | None = None) -> Non
 
     Args:
         operation: name of the barrier, for errors.
-        timeout: of the wait for other ranks; ``None``: ``dist_timeout``.
+        timeout: of the wait for other ranks; ``None``: the timeout of ``initialize_dist``.
 
     Raises:
         RankError: a rank failed on its way here.
@@ -46,6 +50,8 @@ def barrier(operation: str = "barrier", timeout: timedelta | None = None) -> Non
 @contextlib.contextmanager
 def run_local_rank_zero_first() -> Generator[None]:
     """Run a block on local rank 0 of every node, and after that on the other ranks.
+
+    If the block fails on another rank, only that rank raises the exception.
 
     Raises:
         Exception: the block failed on a local rank 0. Every rank raises this exception, and no other rank runs the
@@ -66,7 +72,8 @@ def all_gather_object(obj: T) -> list[T]:
     """Return the ``obj`` of every rank, in the order of ranks. Objects must be picklable.
 
     Raises:
-        RankError: a rank was lost. LateRankError: not every rank came in time.
+        RankError: a rank was lost.
+        LateRankError: not every rank came in time.
     """
     return get_group().all_reduce("all_gather_object", lambda: obj, list)
 
@@ -80,7 +87,8 @@ def broadcast_object_list(object_list: list[Any], src: int = 0) -> None:
 
     Raises:
         ConfigError: there is no rank ``src``.
-        RankError: a rank was lost. LateRankError: not every rank came in time.
+        RankError: a rank was lost.
+        LateRankError: not every rank came in time.
     """
     _check_source(src)
     group = get_group()
@@ -89,7 +97,7 @@ def broadcast_object_list(object_list: list[Any], src: int = 0) -> None:
 
 
 def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
-    """Reduce ``tensor`` over all ranks, in place. A tensor in host memory does not wait on the group of training.
+    """Reduce ``tensor`` over all ranks, in place.
 
     Args:
         tensor: of the same shape and dtype on every rank.
@@ -97,7 +105,8 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
 
     Raises:
         ConfigError: the operation is unknown.
-        RankError: a rank failed, was lost, or is late. Then the ranks cannot communicate any more.
+        RankError: for a tensor in host memory: a rank failed, was lost, or is late. Then the ranks cannot communicate
+            any more.
     """
     if reduce_operation.upper() not in _REDUCTIONS:
         raise ConfigError(f"reduce_operation={reduce_operation!r} is not known. Known: {', '.join(_REDUCTIONS)}.")
@@ -118,20 +127,20 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
 
     Raises:
         ConfigError: there is no rank ``src``.
-        RankError: a rank failed, was lost, or is late.
+        RankError: for a tensor in host memory: a rank failed, was lost, or is late.
     """
     _check_source(src)
     _run("broadcast", tensor, lambda group: torch.distributed.broadcast(tensor, src, group=group, async_op=True))
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the ``tensor`` of every rank, in the order of ranks.
+    """Return the ``tensor`` of every rank, in the order of ranks. In a run of one process the tensor is not copied.
 
     Args:
         tensor: of the same shape and dtype on every rank.
 
     Raises:
-        RankError: a rank failed, was lost, or is late.
+        RankError: for a tensor in host memory: a rank failed, was lost, or is late.
     """
     if get_world_size() == 1:
         return [tensor]
@@ -159,13 +168,20 @@ def _run(operation: str, tensor: torch.Tensor, start: Callable[[ProcessGroup | N
 
 
 def leave_with(error: BaseException) -> None:
-    """Tell the other ranks that this rank failed and takes part in nothing more. Their waits end. Does not wait."""
+    """Report to the other ranks that this rank failed with ``error`` and takes part in no further operation of the run.
+
+    Waits of the other ranks, except waits in a vote, end with a ``RankError``. Has no effect if every rank has raised
+    ``error`` already. Does not wait.
+    """
     if get_world_size() > 1:
         get_control().leave(error)
 
 
 def begin_run() -> None:
-    """Begin another run over the same connection, on every rank. Earlier calls of :func:`leave_with` do not count."""
+    """Begin another run over the same connection. Every rank calls this. Does not wait.
+
+    Earlier calls of :func:`leave_with` have no effect on the new run.
+    """
     if get_world_size() > 1:
         get_control().begin_run()
 
@@ -173,12 +189,15 @@ def begin_run() -> None:
 def cause_elsewhere(operation: str, error: BaseException) -> RankError | None:
     """Return the error of another rank that caused ``error``: the rank failed or was lost, and a connection broke.
 
+    If ``error`` comes from a broken connection, waits a few seconds for the other ranks to report failures.
+
     Args:
         operation: name of the operation, for the error.
         error: raised on this rank.
 
     Returns:
-        The error to raise in place of ``error``; ``None`` if the cause is on this rank or is named already.
+        The error to raise in place of ``error``; ``None`` if ``error`` names the ranks already, does not come from a
+        connection, or no other rank is at fault.
     """
     is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
     if get_world_size() == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):

@@ -31,7 +31,10 @@ _control: Control | None = None
 _watch: PeerWatch | None = None
 _owns_training_group = False
 _TRAINING_TIMES = 3
-"""Ratio of NCCL's timeout to ours: NCCL ends the process, so our errors must come first: they say more."""
+"""Timeout of NCCL, as a multiple of the timeout of other waits.
+
+After a timeout NCCL ends the process without naming the late ranks, so errors of this package must come first.
+"""
 _TIMEOUT = timedelta(seconds=300)
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
@@ -61,9 +64,10 @@ def get_group() -> Group:
 
 
 def group_of(process_group: ProcessGroup | None = None) -> Group:
-    """Return the group of the ranks of ``process_group``, or of all ranks. Connects all ranks if they are not yet.
+    """Return the group of the ranks of ``process_group``; ``None``: of all ranks, which are connected if necessary.
 
-    Every rank of the group calls this. A process without ``torch.distributed`` is a group of one.
+    Every rank of the group calls this equally often. As long as ``torch.distributed`` is not initialized, the result
+    is a group of one process.
     """
     if not is_initialized():
         return _SINGLE
@@ -88,7 +92,9 @@ def _new_keys(store: Store, prefix: str, rank: int) -> Store:
 
 
 def check_nobody_left(operation: str) -> None:
-    """Raise if another rank has failed or was lost: waiting for this rank is in vain. For any thread.
+    """Raise if another rank has failed or was lost, so that a wait for the other rank is in vain. For any thread.
+
+    Does nothing if the ranks are not connected.
 
     Args:
         operation: name of the operation, for the error.
@@ -109,11 +115,14 @@ def initialize_dist(
     """Connect the ranks: a process group for training, and a gloo group and a store for everything else.
 
     Every rank calls this. An existing process group is used for training, and defines the ranks. Otherwise the
-    environment of torchrun defines the ranks. Does nothing if the ranks are connected already, or in a run of
-    fewer than ``min_world_size`` processes.
+    environment of torchrun defines the ranks. The device becomes the current device of the process. At exit
+    :func:`finalize_dist` is called.
+
+    Does nothing if the ranks are connected already, or if there is no process group and the run has fewer than
+    ``min_world_size`` processes.
 
     Args:
-        device: see :func:`get_device`. GPUs use NCCL (XPU: XCCL), and gloo for tensors in host memory.
+        device: as :func:`get_device` takes it. GPUs use NCCL (XPU: XCCL), and gloo for tensors in host memory.
         timeout: of every wait of these groups, in seconds. The timeout of NCCL is three times as long: NCCL ends the
             process, and the other errors must come first.
         min_world_size: 1 makes a process group for one process too, as a device mesh needs.
@@ -124,7 +133,7 @@ def initialize_dist(
     Raises:
         ConfigError: variables of the environment are missing or contradict each other, or the device does not exist.
             Raised on every rank if the check fails on one rank.
-        RankError: a rank was lost.
+        RankError: a rank was lost, or the store at MASTER_ADDR cannot be reached.
         LateRankError: not every rank came in time; names the late ranks.
     """
     global _control, _watch, _owns_training_group
@@ -174,10 +183,12 @@ def initialize_dist(
 
 
 def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
-    """Destroy the process groups that :func:`initialize_dist` made. May be called twice. Does not fail.
+    """Destroy the process groups that :func:`initialize_dist` made. Every rank calls this. May be called twice.
+
+    Raises no ``RankError``: a rank that is late or has failed is logged.
 
     Args:
-        timeout: of the wait for the other ranks: they may still read from this rank. There is no wait after a rank
+        timeout: of the wait for the other ranks, which may still read from this rank. The wait ends early if a rank
             has failed.
     """
     global _control, _owns_training_group

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work  # pyright: ignore[reportPrivateImportUsage] - documented
 
 _TICKETS = 2**40
-"""More operations than a run has."""
+"""Distance between the first tickets of two runs: more operations than a run has."""
 _MET_AT = "_composerlite_met_at"
-"""Attribute of an exception: the number of the operation, if every rank has raised the exception."""
+"""Attribute of an exception that every rank has raised: the id of the connection, and the ticket of the operation."""
 _FIND_LOST_RANKS = timedelta(seconds=2)
 """Time in which the other ranks notice a broken connection."""
 _CHECK_AFTER = timedelta(seconds=1)
+"""Interval at which a rank in a long collective checks whether another rank has failed."""
 
 
 @final
@@ -40,7 +41,7 @@ class Control:
         timeout: of every wait.
 
     Attributes:
-        ticket: number of operations so far.
+        ticket: number of the last :meth:`meet`, the same on every rank. Runs have different numbers.
         group: a process group of all ranks, for the main thread: gloo, or the group of a user.
     """
 
@@ -56,7 +57,10 @@ class Control:
         self._run = 0
 
     def begin_run(self) -> None:
-        """Begin another run over the same connection. Earlier calls of :meth:`leave` have no effect on this run."""
+        """Begin another run over the same connection, on every rank and without waiting.
+
+        Earlier calls of :meth:`leave` have no effect on the new run.
+        """
         self._run += 1
         self.ticket = self._run * _TICKETS
 
@@ -107,7 +111,17 @@ class Control:
         Round(store, self.rank, self.world_size, operation, timeout, check).run(arrive, compare)
 
     def vote(self, operation: str, longest_work: timedelta) -> Round:
-        """Return a round that may run in any thread. Called in the main thread, in the same order on every rank."""
+        """Return a round that may run in any thread. Called in the main thread, in the same order on every rank.
+
+        Waits in the round end if an awaited rank was lost, but not after :meth:`leave`.
+
+        Args:
+            operation: name of the operation, for errors.
+            longest_work: time for the work of a rank in the round, added to the timeout.
+
+        Returns:
+            The round, with keys of its own.
+        """
 
         def check(awaited: Callable[[], Sequence[int]]) -> None:
             lost = self.lost_ranks()
@@ -121,7 +135,11 @@ class Control:
     def leave(self, error: BaseException) -> None:
         """Report that this rank failed and takes part in no further operation of the run. Does not wait.
 
-        The waits of the other ranks end with ``error``, unless every rank has raised ``error`` already.
+        Waits of the other ranks in :meth:`meet` and :meth:`run` end with a ``RankError`` that names this rank and
+        ``error``. Has no effect if every rank has raised ``error`` already.
+
+        Raises:
+            RankError: the store does not answer.
         """
         if (isinstance(error, RankError) and error.everywhere) or self.has_met(error):
             return
@@ -134,12 +152,12 @@ class Control:
         setattr(error, _MET_AT, (id(self), self.ticket))
 
     def has_met(self, error: BaseException, since: int = -1) -> bool:
-        """Return true if every rank has raised ``error``, in an operation after the number ``since``."""
+        """Return true if every rank has raised ``error``, in an operation with a ticket above ``since``."""
         control, ticket = getattr(error, _MET_AT, (0, -1))
         return control == id(self) and ticket > since
 
     def report_lost(self, rank: int) -> None:
-        """Report that the process of ``rank`` has ended. The waits of the other ranks for ``rank`` end."""
+        """Report that the process of ``rank`` has ended: waits for ``rank`` end. Does not fail."""
         with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
             self.store.append("lost", f"{rank} ")  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -157,7 +175,7 @@ class Control:
         with reaching_the_store(operation):
             if self.store.check([key := f"left/{self._run}"]):
                 error = rank_error(operation, [pickle.loads(self.store.get(key))])
-                error.causes = ()  # of ranks that came
+                error.causes = ()  # only for ranks in this operation: a group raises a cause in place of this error
                 raise error
         if lost := self.lost_ranks():
             raise lost_error(lost[0])
@@ -165,11 +183,13 @@ class Control:
     def find_lost_ranks(self, operation: str) -> RankError | None:
         """Find the ranks at fault after a collective has failed. Called on every rank with a failed collective.
 
+        Waits a few seconds for the other ranks.
+
         Args:
             operation: name of the operation, for errors.
 
         Returns:
-            An error with the numbers of the failed, lost and late ranks; ``None`` if there are none.
+            An error with the numbers of the failed, lost and late ranks; ``None`` if every rank has called this.
         """
         try:
             self.meet_once(f"broken/{self._run}", operation, _FIND_LOST_RANKS)

@@ -30,7 +30,7 @@ def is_initialized() -> bool:
 
 
 def env_int(*names: str, default: int) -> int:
-    """Return the number in the first environment variable of ``names`` that is set.
+    """Return the number in the first environment variable of ``names`` that is set; ``default`` if none is set.
 
     Raises:
         ConfigError: the value is no number.
@@ -76,7 +76,10 @@ def get_node_rank() -> int:
 
 
 def environment_counts() -> bool:
-    """Return true if there is no process group, or a launcher has set all variables of ranks as in the group."""
+    """Return true if the variables of a launcher are valid for this process.
+
+    If there is a process group, all variables must be set, and agree with the ranks of the group.
+    """
     if not is_initialized():
         return True
     texts = [os.environ.get(name, "") for name in _NEEDED[:4]]
@@ -115,7 +118,8 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
 
     Args:
         device: ``'cpu'``, ``'gpu'`` (the GPU of the local rank), ``'mps'``, ``'xpu'``, or the name of a device
-            of another package, registered with torch. ``None``: the GPU if there is one, else the CPU.
+            of another package, registered with torch. A number selects another device, as in ``'cuda:1'``.
+            ``None``: the CUDA GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: the name is unknown, or this machine has no such device.

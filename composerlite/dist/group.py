@@ -33,19 +33,20 @@ _SEEN_BY = "Seen by rank"
 class Group:
     """Ranks whose main threads call the same methods in the same order, with the same ``operation`` for errors.
 
-    Every wait has a timeout. The error after a timeout names the late ranks. This class is the group of one process;
-    see :class:`RankGroup` for several.
+    Every wait has a timeout. The error after a timeout names the late ranks. The methods here are the methods of one
+    process, as in :class:`SingleProcess`; :class:`RankGroup` overrides the methods that communicate.
 
     Attributes:
         rank: of this process in the group.
         size: number of ranks.
-        exchanges: true if the ranks can :func:`~composerlite.dist.exchange` tensors: all ranks of a run of several.
+        exchanges: true if :func:`~composerlite.dist.exchange` works for the ranks: only for the group of all ranks of
+            a run with several.
     """
 
     rank: int = 0
     size: int = 1
     exchanges: bool = False
-    _turn = timedelta(minutes=1)
+    _turn = timedelta(minutes=1)  # time between two checks for lost ranks in wait_for_all
 
     @property
     def is_first(self) -> bool:
@@ -56,7 +57,8 @@ class Group:
     def all_or_none(self, operation: str) -> Generator[None]:
         """Run a block on every rank. If the block fails on a rank, all ranks raise the error of the lowest such rank.
 
-        The error has the same type on every rank, and names the rank.
+        The error has the same type on every rank, and names the rank. An exit from the block, such as a
+        ``KeyboardInterrupt``, is raised at once on this rank, and the other ranks raise a ``RankError``.
 
         Raises:
             RankError: a rank was lost or did not come.
@@ -66,7 +68,10 @@ class Group:
     def _through_first(
         self, operation: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> Any:
-        """Call ``first`` on rank 0 with the results of ``each``. Returns its result, or this rank's item of it."""
+        """Call ``each`` on every rank, and ``first`` on rank 0 with the results of ``each`` in the order of ranks.
+
+        Returns the result of ``first``, or with ``scatter`` this rank's item of the result.
+        """
         result = first([each()])
         return result[0] if scatter else result
 
@@ -131,11 +136,11 @@ class Group:
             return each()
 
     def sum(self, numbers: Sequence[N]) -> list[N]:
-        """Return the sum over all ranks of each of ``numbers``."""
+        """Return the sum over all ranks of each of ``numbers``: equally many, of the same types, on every rank."""
         return list(numbers)
 
     def max(self, numbers: Sequence[N]) -> list[N]:
-        """Return the maximum over all ranks of each of ``numbers``."""
+        """Return the maximum over all ranks of each of ``numbers``: equally many, of the same types, on every rank."""
         return list(numbers)
 
     def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
@@ -143,7 +148,7 @@ class Group:
 
         Args:
             operation: name of the operation, for errors.
-            longest_work: time for the work of a rank in the vote. The ranks wait for so long and the usual timeout.
+            longest_work: time for the work of a rank in the vote, added to the timeout of the group.
 
         Returns:
             The vote, to be run in any thread.
@@ -155,10 +160,10 @@ class Group:
 
         Args:
             wait: waits for the given seconds at most; returns true if this rank has nothing left to wait for.
-            timeout: of the whole wait.
+            timeout: of the whole wait, above 0.
 
         Returns:
-            False after ``timeout``. The same on every rank.
+            True if no rank has anything left to wait for. False after ``timeout``. The same on every rank.
 
         Raises:
             RankError: a rank failed or was lost.
@@ -177,7 +182,7 @@ class RankGroup(Group):
 
     Args:
         control: the connection of the ranks.
-        exchanges: see :class:`Group`.
+        exchanges: true if these are all ranks of the run, and can exchange tensors.
     """
 
     def __init__(self, control: Control, *, exchanges: bool = False) -> None:
@@ -216,7 +221,10 @@ class RankGroup(Group):
             raise named from (named.__cause__ if named is error else error)
 
     def _named(self, error: BaseException, rank: int, own: BaseException | None) -> BaseException:
-        """Return the ``error`` of ``rank``, with the number of that rank in the message or in a note."""
+        """Return the ``error`` of ``rank``, with the number of ``rank`` in the message or in a note.
+
+        The returned error is marked as an error that every rank raises.
+        """
         if own is not None and rank == self.rank:
             error = own
         if not any(note.startswith(_SEEN_BY) for note in getattr(error, "__notes__", ())):
@@ -254,14 +262,20 @@ class RankGroup(Group):
         return value
 
     def _send_to_first(self, operation: str, pickled: bytes) -> list[bytes] | None:
-        """Return the bytes of every rank on rank 0."""
+        """Send ``pickled`` to rank 0. Returns the bytes of every rank on rank 0, and ``None`` on other ranks."""
         values: list[bytes] | None = [b""] * self.size if self.is_first else None
         with self._control.naming_lost_ranks(operation) as group:
             torch.distributed.gather_object(pickled, values, group_dst=0, group=group)
         return values
 
     def _receive_from_first(self, operation: str, replies: list[bytes] | None, *, scatter: bool) -> bytes:
-        """Return the only reply of rank 0, or this rank's reply."""
+        """Return the reply of rank 0 for this rank. Without ``scatter`` there is a single reply for all ranks.
+
+        Args:
+            operation: name of the operation, for errors.
+            replies: on rank 0: the replies, one for each rank with ``scatter``. ``None`` on other ranks.
+            scatter: send a separate reply to each rank.
+        """
         box = [b""] if replies is None else replies[:1]
         with self._control.naming_lost_ranks(operation) as group:
             if scatter:
@@ -296,7 +310,7 @@ class PiggybackCounter:
         number: returns this rank's number, without waiting.
 
     Attributes:
-        reduced: sum over all ranks at the last reduction.
+        reduced: sum over all ranks at the last reduction; set by the communicator of the trainer.
     """
 
     def __init__(self, number: Callable[[], int]) -> None:

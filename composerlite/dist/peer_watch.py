@@ -29,14 +29,18 @@ _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
 @final
 class PeerWatch:
-    """Watches the process of the next rank. Every rank makes a watch at the same time.
+    """Watches the process of the next rank. Every rank makes a watch at the same time: the constructor waits.
 
     If the connection to the next rank ends before the next rank calls :meth:`stop`, the next rank is reported as lost.
     A rank accepts the connection of the previous rank only in :meth:`stop`: until then the kernel holds the
     connection, and ends the connection when the process ends.
 
+    Args:
+        control: the connection of all ranks: tells the address of the next rank, and gets the report of a lost rank.
+
     Raises:
-        RankError: this rank cannot connect to the next rank, or has no more threads.
+        RankError: this rank cannot connect to the next rank, or cannot start a thread.
+        OSError: this rank finds no route to MASTER_ADDR, or cannot listen for the previous rank.
     """
 
     def __init__(self, control: Control) -> None:
@@ -79,7 +83,7 @@ class PeerWatch:
         self._thread = threads[0]
 
     def stop(self) -> None:
-        """End the watch, and tell the previous rank that this process ends on purpose."""
+        """End the watch, and tell the previous rank that this process ends on purpose. Frees sockets and thread."""
         self._is_stopped = True
         with suppress(OSError):  # no more connections
             self._server.setblocking(False)
@@ -98,6 +102,7 @@ class PeerWatch:
         self._server.close()
 
     def _watch(self) -> None:
+        """Wait, in the thread, until the connection to the next rank ends, and report a lost rank."""
         try:
             last = self._ahead.recv(1)
         except OSError:  # the process was killed, or its node does not answer

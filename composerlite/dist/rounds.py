@@ -119,7 +119,13 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
 
 
 def late_error(operation: str, timeout: timedelta, late: Sequence[int]) -> LateRankError:
-    """Return the error of a wait without the ranks ``late``; without an answer of rank 0 if no rank is late."""
+    """Return the error after a wait in which the ranks ``late`` did not come.
+
+    Args:
+        operation: name of the operation, for the message.
+        timeout: of the wait.
+        late: ranks; empty if all ranks came, but rank 0 has not answered.
+    """
     seconds = f"{timeout.total_seconds():g} s"
     if not late:
         text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
@@ -180,13 +186,13 @@ class Vote:
     """A vote on a commit. Used once, in any thread. This is the vote of one process; see :class:`Round` for several.
 
     Attributes:
-        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must stay.
+        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must not be deleted.
     """
 
     may_be_committed: bool = False
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
-        """Write on every rank, then commit on rank 0.
+        """Write on every rank, then commit on rank 0. If a rank fails to write, rank 0 does not commit.
 
         Args:
             write: called on every rank.
@@ -196,15 +202,17 @@ class Vote:
             Result of ``commit``, on every rank.
 
         Raises:
-            RankError: a rank failed, was lost or is late.
-            Exception: in one process: the exception itself.
+            RankError: a rank failed, was lost or is late. ``may_be_committed`` tells if files may be deleted.
+            Exception: in one process: the exception of ``write`` or ``commit``.
         """
         result = commit([write()])
         self.may_be_committed = True
         return result
 
     def pass_by(self) -> None:
-        """Vote for the commit, in place of :meth:`run`, on a rank other than 0 without need for the result.
+        """Vote for the commit without waiting, in place of :meth:`run`, on a rank other than 0.
+
+        The rank does not get the result of the commit.
 
         Raises:
             RankError: the store does not answer.

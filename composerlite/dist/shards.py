@@ -33,7 +33,7 @@ class LocalShard(NamedTuple):
     Attributes:
         offsets: position of the shard in the tensor, by dimension.
         lengths: shape of the shard; with a 0 if this rank has no shard.
-        local: the shard.
+        local: the shard, in the memory of the tensor.
     """
 
     offsets: tuple[int, ...]
@@ -50,8 +50,8 @@ def is_distributed_tensor(value: object) -> bool:
 def is_dense(tensor: Tensor) -> bool:
     """Return true if ``tensor`` consists of numbers at strides: any part can be read or written alone.
 
-    False for sparse, quantized, nested and meta tensors, and for subclasses. For a distributed tensor the shard of
-    this rank counts.
+    False for sparse, quantized, nested and meta tensors, for subclasses, and for dtypes that cannot be saved. For a
+    distributed tensor the shard of this rank counts.
     """
     if is_distributed_tensor(tensor):
         return is_dense(local_part(tensor))
@@ -173,7 +173,7 @@ def distributed_like(whole: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shards_like(saved: Any, live: Any) -> Any:
-    """Allocate a tensor for each tensor of ``saved`` with a distributed tensor in its place in ``live``.
+    """Allocate a tensor for each tensor of ``saved`` that is a distributed tensor of the same shape in ``live``.
 
     Args:
         saved: nested dicts and lists of a checkpoint.
@@ -200,13 +200,21 @@ def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather ``tensor`` from all ranks. Returns an undistributed tensor unchanged."""
+    """Gather ``tensor`` on all ranks that have shards: each of these ranks calls this.
+
+    Returns:
+        The complete tensor. An undistributed tensor is returned unchanged, without waiting.
+    """
     value: Any = tensor
     return value.full_tensor() if is_distributed_tensor(tensor) else tensor
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of all ``tensors`` together. They may be distributed in different ways."""
+    """Return the L2 norm of all ``tensors`` together, on the device of the first tensor.
+
+    Args:
+        tensors: at least one; distributed in any ways. Every rank passes the same tensors in the same order.
+    """
     norms = [full_tensor(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors]
     device = norms[0].device
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))

@@ -1,4 +1,4 @@
-"""Transfers of tensors, and of parts of files, between ranks, over a gloo group apart from training."""
+"""Transfers of tensors, parts of files and memory between ranks, over a gloo group apart from training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class TensorTransfer(NamedTuple):
     Attributes:
         source: the sending rank.
         ranks: the source and all receiving ranks.
-        tensors: tensors of this rank: of the same shapes and dtypes on all of ``ranks``, on any device.
+        tensors: at least one tensor of this rank, on any device. Shapes and dtypes are the same on all of ``ranks``.
+            The source sends the contents; receiving ranks get the contents in place.
     """
 
     source: int
@@ -46,7 +47,7 @@ class TensorTransfer(NamedTuple):
 def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
     """Make all ``transfers``. Every rank calls this.
 
-    Each rank passes only its own transfers, in an order common to all ranks.
+    Each rank passes only the transfers that the rank sends or receives, in an order common to all ranks.
 
     Args:
         operation: name of the operation, for errors.
@@ -55,7 +56,8 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
     Raises:
         RankError: a rank was lost or is late.
     """
-    # Ranks may have different windows: the first open transfer is in the windows of all ranks of the transfer.
+    # Ranks may have different windows, without a deadlock: the first unfinished transfer is in the current windows of
+    # all ranks of this transfer.
     window: list[TensorTransfer] = []
     size = 0
     for transfer in transfers:
@@ -81,7 +83,10 @@ def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) ->
 
 @final
 class _Parcel:
-    """The ``bytes`` of a transfer on one rank: the memory of its tensor, or a copy if gloo cannot use this memory."""
+    """The ``bytes`` of a transfer on one rank: the memory of a single tensor, or else a copy.
+
+    Several tensors are copied into one message. A tensor is also copied if gloo cannot use the memory of the tensor.
+    """
 
     def __init__(self, transfer: TensorTransfer, rank: int) -> None:
         self._transfer = transfer
@@ -99,7 +104,7 @@ class _Parcel:
             self.bytes = torch.empty(size_bytes, dtype=torch.uint8)
 
     def start(self, group: ProcessGroup, tag: int) -> Iterator[Work]:
-        """Begin to send, or to receive."""
+        """Begin to send, or to receive. Yields the work to wait for."""
         source = self._transfer.source
         if not self._is_source:
             yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group, tag=tag))
@@ -124,7 +129,15 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 # ── parts of files ───────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Move(NamedTuple):
-    """A part of a file to send from a rank to another rank."""
+    """A part of a file to send from a rank to another rank.
+
+    Attributes:
+        source: the sending rank.
+        target: the receiving rank.
+        name: of the file, for ``read`` and ``write`` of :func:`move`.
+        offset: of the part in the file, in bytes.
+        size_bytes: size of the part.
+    """
 
     source: int
     target: int
@@ -143,17 +156,20 @@ def move(
 ) -> None:
     """Make all ``moves``. Every rank calls this with the same ``moves``. All moves advance together.
 
+    If ``read`` fails on the source, the target writes zeros and raises no error. So the ranks must exchange errors
+    before the files are used, as :meth:`~composerlite.dist.Group.all_or_none` does.
+
     Args:
         operation: name of the operation, for errors.
         moves: the parts of files.
-        read: on the source: returns bytes of a file, given name, offset and size.
-        write: on the target: writes bytes of a file, given name, offset and bytes.
+        read: on the source: returns bytes of a file, given name, offset and size. Called for pieces of at most 8 MiB.
+        write: on the target: writes bytes of a file, given name, offset and bytes. Called for the same pieces.
         in_background: called in a background thread, by one thread at a time. Then only sources and
             targets call this, and may leave out moves between other ranks.
 
     Raises:
         RankError: a rank was lost.
-        Exception: raised by ``read`` or ``write`` on this rank, after all moves: no other rank waits in vain.
+        Exception: raised by ``read`` or ``write`` on this rank, after all moves, so that no other rank waits in vain.
     """
     control = get_control()
     pieces = [piece for piece in _pieces_in_turn(moves) if control.rank in (piece.source, piece.target)]
@@ -165,7 +181,7 @@ def move(
             if piece.source == control.rank and unread is None:
                 try:
                     memoryview(memory)[:] = read(piece.name, piece.offset, piece.size_bytes)
-                except Exception as e:  # noqa: BLE001 - raised below; the target gets zeros, and must not use the file
+                except Exception as e:  # noqa: BLE001 - raised below; the target gets zeros
                     unread = e
         transfers = [
             TensorTransfer(piece.source, (piece.source, piece.target), [torch.frombuffer(memory, dtype=torch.uint8)])
@@ -200,8 +216,9 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
 
     Args:
         operation: name of the operation, for errors.
-        pieces: of the same offsets and sizes on every rank, with the addresses of this rank's memory.
-        read: fills memory of rank 0.
+        pieces: offset in a file, address in memory, and bytes. Offsets and sizes are the same on every rank;
+            addresses are of memory of this rank, which must exist until this returns.
+        read: called on rank 0: reads the given pieces into the memory of rank 0.
 
     Raises:
         RankError: ranks have different pieces, or a rank was lost.
