@@ -122,7 +122,9 @@ def list_checkpoints(
     *,
     whole_buckets: bool = False,
 ) -> Listing:
-    """List the checkpoints of a run. Only records are read, never data.
+    """List the checkpoints of a run. Called on rank 0.
+
+    The data of a file are read only if the file has a name of the run and no record of its own: to find damage.
 
     Args:
         places: the places of each saver of the run.
@@ -132,7 +134,8 @@ def list_checkpoints(
             three requests, and list the bucket only if the link cannot be read or another link leads further.
 
     Raises:
-        IncompatibleCheckpointError: a newer version wrote a record under a name of the run, perhaps of the newest.
+        IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run. This may be
+            the newest checkpoint, so the run must not resume from an older checkpoint.
         OSError, ObjectStoreError: a folder or bucket exists and cannot be listed.
     """
     known: list[Candidate] = []
@@ -162,8 +165,8 @@ def list_checkpoints(
 def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
 
-    The link of this bucket may be old if another link leads further: the user renamed the link, or the run saved
-    directories in between.
+    The bucket must be listed if another link leads to a newer checkpoint. Then the link of this bucket is old: the user
+    gave the link another name, or the run saved directories in between.
     """
     latest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
     if bucket.link is None or latest is None or latest.kind not in RESUMABLE or latest.left_out:
@@ -258,7 +261,10 @@ def quarantine_damaged(
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
-    """Return the record of a checkpoint on this rank's disk; ``None``: another rank changes this disk."""
+    """Return the record of a checkpoint on this rank's disk.
+
+    ``None``: another rank changes this disk, or this disk does not have the checkpoint.
+    """
     record = candidate.record
     if dist.get_global_rank() == 0:
         return record

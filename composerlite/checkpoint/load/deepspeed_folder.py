@@ -28,7 +28,10 @@ _MOST_RANKS = 1 << 16
 
 
 def merged_file(place: Place, folder: str, target: Path, *, trust: bool = False) -> Path:
-    """Write the contents of :func:`deepspeed_contents` to a file in the folder ``target``, for the reader of files."""
+    """Write the contents of one save to a new ``.pt`` file in the folder ``target``, and return the path of the file.
+
+    Arguments and errors are those of :func:`deepspeed_contents`.
+    """
     path = target / f"{folder.rpartition('/')[2]}.pt"
     torch.save(deepspeed_contents(place, folder, trust=trust), path)
     return path
@@ -81,7 +84,11 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
 
 
 def _by_rank(names: Collection[str], pattern: re.Pattern[str], uri: str) -> dict[int, str]:
-    """Return names of files by data-parallel rank."""
+    """Return the names that match ``pattern``, by data-parallel rank.
+
+    Raises:
+        IncompatibleCheckpointError: layers or experts are split over ranks.
+    """
     found: dict[int, str] = {}
     for name in names:
         if (match := pattern.fullmatch(name)) is None:
@@ -97,6 +104,7 @@ def _by_rank(names: Collection[str], pattern: re.Pattern[str], uri: str) -> dict
 
 
 def _contents(place: Place, path: str, *, trust: bool) -> StateDict:
+    """Return the dict in a torch file. Without ``trust``, placeholders replace objects of DeepSpeed's classes."""
     uri, here = place.uri(path), place.path_of(path)
     if here is not None:
         validate(here)

@@ -16,16 +16,18 @@ from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
 SETTINGS_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-"""Names that schedulers add to the groups of an optimizer when they are made: before or after a load."""
+"""Settings that a scheduler adds to the groups of an optimizer when the scheduler is made, before or after a load."""
 
 
 def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
-    """Return the state of ``optim``, with its shards, in this machine's memory; nothing for a parameter without state.
+    """Return the state of ``optim`` on the CPU, this rank's shards only. Parameters without state are left out.
 
-    torch would let an optimizer without any state make a step, which changes the parameters.
+    ``optim`` is unchanged. torch's own function makes a step if the optimizer has no state yet, and a step may change
+    the parameters.
 
     Raises:
-        ConfigError: ``optim`` is no optimizer, or has other parameters; or the state cannot be saved.
+        ConfigError: ``optim`` is no optimizer, or has parameters that ``model`` does not have; or the state cannot be
+            saved.
     """
     _check(model, optim)
     with _prepared(optim, new_state=False):
@@ -38,12 +40,13 @@ def optimizer_state_to_fill(
     """Return a state of ``optim`` to fill, for the parameters with a state in the checkpoint. ``optim`` is unchanged.
 
     Args:
-        model: with the parameters.
-        optim: to be loaded. A missing state is made of zeros.
-        is_stored: whether the checkpoint has a state of the parameter with a name.
+        model: the model with the parameters.
+        optim: the optimizer. A missing state is that of a step with zero gradients, to be overwritten.
+        is_stored: returns true if the checkpoint has a state of the parameter with the given name.
         strict: leave out the state of parameters without a state in the checkpoint.
 
     Raises:
+        ConfigError: as :func:`optimizer_state`.
         IncompatibleCheckpointError: ``optim`` cannot be given a state before its first step.
     """
     state = optimizer_state(model, optim)
@@ -64,8 +67,9 @@ def optimizer_state_to_fill(
 
 
 def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) -> None:
-    """Load ``state``, in either layout, into ``optim``. A parameter without a state there has none afterwards.
+    """Load ``state`` into ``optim``. A parameter without a state in ``state`` has no state afterwards.
 
+    ``state`` has ``state`` and ``param_groups``, or the keys of :func:`flattened`.
     Settings added to the groups by schedulers stay if ``state`` does not have these settings.
     """
     if "param_groups" not in state:
@@ -120,7 +124,11 @@ def _parameters(optim: Optimizer) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _prepared(optim: Optimizer, *, new_state: bool) -> Generator[None]:
-    """Let torch make a new state in the block, which is not kept; without ``new_state``, let torch make no state."""
+    """Control whether torch makes a state for ``optim`` in the block.
+
+    torch makes a state, by a step with zero gradients, if the optimizer has no state and no gradient. With
+    ``new_state`` both are removed. Otherwise one parameter gets a zero gradient. The end of the block restores both.
+    """
     state, parameters = optim.state, _parameters(optim)
     gradients = [one.grad for one in parameters]
     if new_state:

@@ -14,7 +14,10 @@ _LARGE_BYTES = 1 << 28
 
 @contextlib.contextmanager
 def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
-    """Show a bar for ``total_bytes`` as :func:`download_bar` does; yield a callback for each number of bytes."""
+    """Show a bar for ``total_bytes`` as :func:`download_bar` does, with ``what`` as its text.
+
+    Yields a callback for one thread, to be called with the number of bytes since the last call.
+    """
     if not _is_shown(wanted):
         yield int
         return
@@ -33,7 +36,7 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]
 def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
     """Show a progress bar on a terminal if it is ``wanted``, and the total is 256 MiB or more.
 
-    Yields a callback for one thread, to be called with (bytes received, total).
+    Yields a callback for one thread, to be called with (bytes received so far, total bytes).
     """
     if not _is_shown(wanted):
         yield lambda done, total: None

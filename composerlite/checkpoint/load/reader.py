@@ -1,6 +1,6 @@
-"""Opening a checkpoint file: its required contents, its manifest, and access to its bytes.
+"""Open a checkpoint file: verify the bytes by the record, refuse unknown types, and read the contents.
 
-Of several ranks, rank 0 reads the file and sends the parts to the other ranks.
+:func:`opened` opens a file in one process. :func:`opened_together` opens a file of rank 0 on every rank.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class RawFile(NamedTuple):
     """The bytes of a torch file.
 
     Attributes:
-        source: reads bytes, verified if a record has digests.
+        source: reads bytes, verified if the checkpoint has a record.
         size_bytes: size of the torch file.
         peek: reads bytes that are verified later, or not at all.
-        check_sums: only the checksums in the file verify the bytes.
+        check_sums: compare the bytes with the checksums in the file, since no record verifies the bytes.
         verified: numbers of the chunks of the file that were read and verified so far.
     """
 
@@ -53,7 +53,7 @@ class RawFile(NamedTuple):
     verified: Collection[int] = ()
 
     def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
-        """Return the contents of the file."""
+        """Open the file and read everything except the numbers of tensors, which ``TorchFile.read`` reads."""
         return TorchFile(
             self.source,
             self.size_bytes,
@@ -69,8 +69,8 @@ class OpenCheckpoint(NamedTuple):
     """A checkpoint file that is open.
 
     Attributes:
-        file: its contents.
-        progress: call with each number of bytes read.
+        file: the contents. ``file.read`` reads the numbers of tensors.
+        progress: callback for ``file.read``, which shows the bytes read in the progress bar.
         verified: numbers of the chunks of this rank's file that were read and verified so far.
     """
 
@@ -203,7 +203,7 @@ def _untrusted(name: str, refused: RefusedError) -> UntrustedCheckpointError:
 def opened_together(
     path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False
 ) -> Generator[OpenCheckpoint]:
-    """Open the file of rank 0 on every rank. All ranks call the same methods of the file in the same order.
+    """Open the file of rank 0 on every rank. Collective: all ranks call the same methods of the file in the same order.
 
     Rank 0 reads the file once and broadcasts each piece. Tensors arrive in pieces, directly in their destination.
 
@@ -230,7 +230,7 @@ def opened_together(
 
 
 def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
-    """Read a torch file that rank 0 has, and return its contents on every rank.
+    """Read a torch file that rank 0 has, and return the contents on every rank. Collective.
 
     Args:
         raw: the file, on rank 0.
@@ -279,14 +279,14 @@ class _SharedBytes:
         self._what = ""
 
     def read_headers(self, raw: RawFile, *, trust: bool) -> None:
-        """Read the headers, on rank 0."""
+        """Read the headers, on rank 0, before :meth:`share`. ``trust``: the contents of the file may run code."""
         if trust:  # the code in the file would run here, and again on every rank
             entries(raw.size_bytes, self.read, self._peek, is_whole=raw.check_sums)
         else:
             TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", check_sums=raw.check_sums)
 
     def share(self, what: str) -> tuple[int, bool]:
-        """Broadcast the headers; return size and ``check_sums`` of the file on every rank.
+        """Broadcast the headers; return size and ``check_sums`` of the file on every rank. Collective.
 
         ``what`` is the operation, for errors of ranks.
         """
@@ -306,7 +306,7 @@ class _SharedBytes:
         return dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory on every rank. Collective."""
+        """Fill memory on every rank. Collective. ``progress`` is called on rank 0, with each number of bytes."""
         dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
 
     @property
@@ -328,7 +328,7 @@ def validate(path: Path) -> None:
 
     Raises:
         UntrustedCheckpointError: the function returns false. A resume ends with this error and renames no file.
-        ConfigError: the function cannot be imported.
+        ConfigError: the function cannot be imported, or is no function.
     """
     name = os.environ.get(_VALIDATION)
     if not name:

@@ -1,6 +1,7 @@
-"""The checkpoint of a path or URI: a file on this machine, or a directory anywhere.
+"""Find the checkpoint of a path, a URI of an object store, or an address (``http://``, ``https://``).
 
-A checkpoint of one file in a store or at an address is downloaded.
+A checkpoint of one file in a store or at an address is downloaded. A directory, or a file of safetensors in a store, is
+read in place.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Located(NamedTuple):
             directory; ``'step'``, a directory with the model and the optimizer in a directory below; ``'weights'``, a
             file of safetensors.
         path: path on this machine; ``None``: only rank 0 has the file, or the checkpoint is in a store.
-        key: name in the store.
+        key: name in the store, for a checkpoint that is read in place.
     """
 
     name: str
@@ -61,9 +62,14 @@ class Located(NamedTuple):
     key: str = ""
 
     def opened(self, object_store: ObjectStore | None) -> tuple[ShardedDirectory, StepFolder | None]:
-        """Open the directory, or the folder of a file of weights; of a step, the directory of the model, and the step.
+        """Open a checkpoint of any kind except ``'file'``.
 
-        The caller closes the step, or else the directory.
+        Args:
+            object_store: the store of ``key``; ``None``: open the store of the URI ``name``.
+
+        Returns:
+            The directory, or the file of weights; and the step, ``None`` for other kinds. With a step, the directory
+            has its model and optimizer. The caller closes the step, or else the directory.
         """
         if self.path is not None:
             path = Path(os.path.realpath(self.path))
@@ -190,7 +196,7 @@ def engine_folder(name: str, object_store: ObjectStore | None) -> Generator[tupl
 
 
 def deepspeed_save(place: Place, folder: str) -> str | None:
-    """Return the folder with one save of DeepSpeed's engine: ``folder``, or the folder named in its file ``latest``.
+    """Return the folder with one save of DeepSpeed's engine: ``folder``, or the folder in its file ``latest``.
 
     ``None``: there is no such save.
     """
@@ -231,8 +237,9 @@ def fetched(
 ) -> Generator[Path]:
     """Yield the checkpoint ``path`` as a file of this machine, which exists within the block.
 
-    A local path is yielded unchanged, except that links are followed. Other files are downloaded to a temporary folder,
-    and verified if there is a record.
+    A local path is yielded without a check whether the file exists; ``.symlink`` files are followed. Other files are
+    downloaded to a temporary folder, which is deleted at the end of the block. A file in a store is verified if there
+    is a record.
 
     Args:
         path: a path, a URI, or a name in ``object_store``.
@@ -241,8 +248,8 @@ def fetched(
         near: make the temporary folder in this folder; ``None``: in the system's.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
-        CorruptCheckpointError: the bytes differ from the saved bytes.
+        CheckpointNotFoundError: the store or the address has no such file.
+        CorruptCheckpointError: the bytes differ from the saved bytes, or ``.symlink`` files form a loop.
         ConfigError: the URI names no store, or a package for the store is not installed.
         PermissionError, ObjectStoreError: the store denies access, or fails.
     """
@@ -277,8 +284,8 @@ def get_file(
 ) -> None:
     """Make the file ``path`` available as ``destination``: a symbolic link to a file of this machine, else a download.
 
-    A file whose name ends with ``.symlink`` contains the name of another file, which is taken instead; also if there is
-    no ``path``, but a ``path.symlink``.
+    A file whose name ends with ``.symlink`` contains the name of another file, and the other file is used instead. If
+    there is no ``path`` but a ``path.symlink``, the latter is used in this way.
 
     Args:
         path: a path, a URI, or a name in ``object_store``.
@@ -289,6 +296,7 @@ def get_file(
 
     Raises:
         CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: the bytes of a checkpoint with a record differ from the saved bytes.
         FileNotFoundError: there is no folder for ``destination``.
         FileExistsError: ``destination`` exists, and ``overwrite`` is false.
         ConfigError: the URI names no store, or a package for the store is not installed.
@@ -363,7 +371,11 @@ def download_checkpoint(
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def followed(place: Place, name: str) -> str:
-    """Return ``name``, or the target if ``name`` is a ``.symlink`` file, or if there is only ``name.symlink``."""
+    """Return ``name``, or the target if ``name`` is a ``.symlink`` file, or if there is only ``name.symlink``.
+
+    Raises:
+        CorruptCheckpointError: the links form a loop.
+    """
     for _ in range(_MOST_LINKS):
         link = name if name.endswith(LINK_SUFFIX) else name + LINK_SUFFIX
         if not name or (link != name and place.exists(name)) or not place.exists(link):

@@ -90,19 +90,21 @@ def load_checkpoint(
 ) -> list[dict[str, Any]] | None:
     """Restore ``state`` from the checkpoint ``path`` and return the states of the random generators, one per rank.
 
-    Every rank of a run calls this. Rank 0 finds ``path``, and alone reads a checkpoint of one file. Each rank
-    reads a part of a directory, as several ranks or ``torch.distributed.checkpoint`` save it, with any number of
-    ranks. If the checkpoint cannot be loaded on one rank, all ranks raise that error.
+    Collective: every rank of a run calls this function. Rank 0 finds ``path``. A checkpoint of one file is read by rank
+    0 alone. Of a directory, or of a file of safetensors, each rank reads a part. The number of ranks may differ from
+    the number at the save. If the checkpoint cannot be loaded on one rank, all ranks raise that error.
 
     The generators are not touched: apply them with ``composerlite.checkpoint.rng.restore`` when training starts.
 
-    All differences between checkpoint and state are raised in one error, before ``state`` changes. Then live tensors of
-    the saved form are filled in place, and verified meanwhile. If damage shows at this point, the error says that
-    ``state`` is unusable. Autoresume then restores an older checkpoint.
+    All differences between checkpoint and state are raised in one error, before ``state`` changes. Then live tensors
+    with the shape and type of the saved tensors are filled in place, and the bytes are verified meanwhile. If damage
+    shows at this point, the error says that ``state`` is unusable. Autoresume then restores an older checkpoint.
 
     Args:
         path: a file or directory, a URI, or a name in ``object_store``; format variables of ranks (``{run_name}``,
-            ``{rank}``) are filled in, links are followed. A file in a store is downloaded first.
+            ``{rank}``) are filled in with the values of rank 0, links are followed. A file in a store is downloaded
+            first, unless the file is one of safetensors. With DeepSpeed: the archive of rank 0, or a name with
+            ``{rank}`` for the archives of all ranks.
         state: what to restore.
         logger: not used; accepted because Composer's function has it.
         object_store: the store that ``path`` is a name in.
@@ -144,7 +146,8 @@ def read_in_place(
 ) -> Loaded:
     """Read the tensors of a checkpoint into the state of ``plan``. Nothing else changes until :meth:`Loaded.restore`.
 
-    If damage shows on a rank, all ranks raise the error: then another checkpoint must be read into the state.
+    Collective. If damage shows on a rank, all ranks raise the error: then another checkpoint must be read into the
+    state.
 
     Args:
         name: path, URI or name in ``object_store``, the same on every rank, without format variables.
@@ -194,7 +197,7 @@ class LoadTargets(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A tensor of the checkpoint, and the live tensor to fill from the file, if there is any."""
+    """A tensor of the checkpoint, and the live tensor at the same path of keys, if there is one."""
 
     saved: Tensor
     live: Tensor | None
@@ -211,9 +214,9 @@ def placed(
     pieces.
 
     Args:
-        contents: contents of the checkpoint, unread.
+        contents: contents of the checkpoint, with tensors whose bytes are not read yet.
         live: the live tensors, by the same path of keys.
-        unread: the record of each storage, by the ``id`` of the storage.
+        unread: the record in the zip archive of each storage, by the ``id`` of the storage.
         ring: staging memory for copies to devices.
 
     Returns:
@@ -246,6 +249,8 @@ def placed(
 
 def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
     """Return the distributed tensors to fill from a record; ``None`` if the record cannot be read in rows.
+
+    ``taken`` has the addresses of the tensors to fill so far, and gets the addresses of the result.
 
     A live tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the numbers.
     """

@@ -1,6 +1,7 @@
 """Loading sharded checkpoints: directories in the format of ``torch.distributed.checkpoint`` (DCP).
 
-A rank reads its parts of tensors, straight into place. Ranks communicate through :class:`composerlite.dist.Group` only.
+Each rank reads its own parts of tensors, directly into live tensors where possible. Ranks communicate through
+:class:`composerlite.dist.Group` only, never through DCP.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ log = logging.getLogger(__name__)
 
 
 def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> Loaded:
-    """Read the directory ``folder`` into a state, on every rank.
+    """Read the directory ``folder`` into a state. Collective.
 
     The keys of the directory are compared with the state first. Then tensors are read in place.
 
     Args:
-        folder: the directory.
-        plan: of the load.
-        step: the step whose model and optimizer are in ``folder``, with the train state of each rank; is closed.
+        folder: the directory; closed at the end.
+        plan: what to restore.
+        step: the step whose model and optimizer are in ``folder``, with a file of the train state of each rank; closed
+            at the end. ``None``: the directory is no part of a step.
+
+    Returns:
+        The contents, with all tensors read. Nothing but tensors has changed in the state.
 
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
@@ -68,7 +73,10 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
 def _read_state(
     reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan, beside: StateDict
 ) -> Any:
-    """Read the state to restore, and add the values ``beside``. Tensors are read into live tensors where possible."""
+    """Return the state to restore, with the top-level entries ``beside`` added. Collective.
+
+    Tensors are read into live tensors where possible.
+    """
     group = dist.get_group()
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
@@ -115,7 +123,15 @@ def as_in_a_file(contents: StateDict) -> StateDict:
 
 
 def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
-    """Return ``wanted`` with a tensor to fill for each unread tensor: the live tensor if the forms are equal."""
+    """Return ``wanted`` with a tensor to fill for each unread tensor: the live tensor if shape and type are equal.
+
+    Args:
+        wanted: the contents to restore.
+        live: the live tensors, by the same path of keys.
+        key_of: the key of the index for the ``id`` of each unread tensor.
+        targets: gets the tensors to fill, by the key of the index.
+        taken: gets the addresses of live tensors to fill.
+    """
     if isinstance(wanted, Tensor) and id(wanted) in key_of:
         key = key_of[id(wanted)]
         if key not in targets:  # a weight may have two names
@@ -126,7 +142,10 @@ def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[
 
 
 def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
-    """Choose the tensor to fill. No two tensors are read into the same memory, where the last would count."""
+    """Return the live tensor, or a new tensor to fill.
+
+    No two tensors are read into the same memory, since the order of the reads would decide the result.
+    """
     if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
     dist.shards.make_fillable(live)
@@ -149,9 +168,14 @@ _PAUSE_SECONDS = 0.02
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
-    """Read the same checkpoint on all ranks: the old or the new checkpoint, if another process replaces the old.
+    """Return the result of ``read``, from the same checkpoint on all ranks. Collective.
 
-    Collective. ``read`` may be called several times, and fails on all ranks if it fails on a rank.
+    If another process replaces the checkpoint meanwhile, the ranks read again, up to 20 times.
+
+    Args:
+        reader: of the checkpoint.
+        group: the ranks of the load.
+        read: collective; reads the whole checkpoint with ``reader``. An error on a rank must be raised on all ranks.
     """
     for attempt in range(_ATTEMPTS):
         try:
@@ -173,8 +197,8 @@ def load(
 ) -> None:
     """Fill ``state``, of nested dicts, in place: tensors are filled, values are replaced. Collective.
 
-    Sparse tensors, and tensors of a class of their own, are replaced by tensors of the same kind. A value
-    of ``None`` is replaced by any value of the checkpoint.
+    Sparse tensors, and tensors of a subclass, are replaced by tensors of the same class, layout, type and shape. A
+    value of ``None`` is replaced by any value or tensor of the checkpoint.
 
     Args:
         reader: of the checkpoint.
@@ -183,7 +207,8 @@ def load(
         only: keys of the index to load; ``None``: all keys of ``state``.
 
     Raises:
-        IncompatibleCheckpointError: the checkpoint has different numbers for two names of a tensor, on any rank.
+        IncompatibleCheckpointError: the checkpoint does not have a key, has a tensor of another shape, or has different
+            numbers for two names of one tensor. Raised on all ranks.
     """
     found = leaves(state, as_dcp=True)
     wanted = {key: value for key, value in found.values.items() if only is None or key in only}
@@ -241,7 +266,8 @@ def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
     """Fill ``state`` in place. The checkpoint must have all keys of ``state``, with the same shapes. Collective.
 
-    A single rank reads a tensor for several ranks, and sends the tensor to the others.
+    If several ranks need the same part of a tensor, one rank reads the part and sends the part to the others. Each rank
+    reads all values.
 
     Args:
         reader: of the checkpoint.
@@ -260,7 +286,7 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
 
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the tensors and values of ``keys`` of the index, whole, in this process alone."""
+    """Return the tensors and values of ``keys`` of the index, whole, in host memory. Not collective."""
     state = unread(reader.read_metadata(), keys)
     if state:
         load_leaves(reader, state, group=SingleProcess())
@@ -268,7 +294,7 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
 
 
 def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Return a whole tensor to fill for each tensor among ``keys`` of the index, and ``None`` for each value."""
+    """Return, by key of the index, a new CPU tensor to fill for each tensor, and ``None`` for each value."""
     stored = {key: metadata.state_dict_metadata[key] for key in keys}
     return {
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
@@ -287,10 +313,10 @@ _WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """Return the state of ``model``, with its shards, in this machine's memory.
+    """Return the state of ``model`` on the CPU, this rank's shards only. Tensors may share memory with the model.
 
-    ``get_model_state_dict`` looks up each name twice, and takes longer than the rest of the planning of a save. Only
-    models with tensors on devices, or with wrapped modules in their names, need the function.
+    torch's ``get_model_state_dict`` looks up each name twice, and takes longer than the rest of the planning of a save.
+    So it is called only for models with tensors on devices, with FSDP1, or with wrapped modules in their names.
 
     Raises:
         ConfigError: ``model`` is no module, or has parameters on the device ``meta``.
@@ -316,7 +342,7 @@ def model_state(model: nn.Module) -> StateDict:
 
 
 def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
-    """Load ``state`` into ``model``."""
+    """Load ``state`` into ``model``, in place. If ``strict`` is true, the names must agree exactly."""
     for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name in state:
             dist.shards.make_fillable(live)

@@ -1,7 +1,7 @@
-"""Reading a sharded checkpoint: the index, the requests of a rank, and ranged reads straight into place.
+"""Reading a sharded checkpoint: the index, the requests of a rank, and ranged reads directly into tensors.
 
-A request is for a part of a stored tensor, or for a value. :func:`requests_of` makes the requests to fill a state,
-:meth:`RemoteFileSystemReader.read` fulfils requests, near ones together.
+A request is for a part of a stored tensor, or for a value (anything but a tensor, stored as a pickle or as JSON).
+:func:`requests_of` makes the requests to fill a state. :meth:`RemoteFileSystemReader.read` fulfils requests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from composerlite.types import Piece
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _FETCH_SECONDS = 7200
-"""Longest time for another rank of this machine to fetch a file."""
+"""Longest wait for the lock of a folder of copies, while another rank of this machine downloads."""
 
 
 def safe_contents(data: bytes, key: str, uri: str) -> Any:
@@ -132,21 +132,23 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
 class RemoteFileSystemReader(StorageReader):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
-    A checkpoint with a record is verified during the read. A checkpoint without a record, or changed by another
-    program, is logged with a warning. Only the bytes of the plan are read. Before a file on this machine is read, the
-    function named by ``CHECKPOINT_VALIDATION_FUNCTION`` is called with the file.
+    A checkpoint with a record is verified during the read. A checkpoint without a record is read unverified, with a
+    warning. Only needed bytes are read; of a verified file, whole chunks. Before a file on this machine is read, the
+    function in the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with the file.
+
+    A context manager; otherwise call :meth:`close`.
 
     Args:
-        path: of the checkpoint's directory.
-        thread_count: number of reading threads.
-        pre_download: first copy the files to this machine.
-        work_dir: folder for these copies, kept for the next load. ``None``: a temporary folder.
+        path: path or URI of the checkpoint's directory; or a ``ShardedDirectory``, which the reader closes.
+        thread_count: number of reading threads; ``None``: at most 8.
+        pre_download: first copy the files from a bucket to this machine.
+        work_dir: folder for these copies, kept for the next load. ``None``: a temporary folder, until :meth:`close`.
 
     Attributes:
         bytes_read: bytes of data files read so far.
-        verified: numbers of the verified chunks, by the name of the data file on this machine.
+        verified: numbers of the verified chunks, by the name of the data file; only of files on this machine.
         ring: memory for data on the way to devices.
-        brought: a folder with files of the checkpoint, fetched from other disks.
+        brought: a folder with files of the checkpoint, fetched from the disks of other nodes; set by the caller.
     """
 
     def __init__(
@@ -189,12 +191,12 @@ class RemoteFileSystemReader(StorageReader):
 
     @property
     def place(self) -> str:
-        """Equal on ranks with the same files; different if nodes have a directory each."""
+        """Text that is equal on ranks with the same files, and differs between nodes with a directory each."""
         node = None if self._manifest is None else self._manifest.node
         return f"{self._index_digest} on {node}: {self._folder.identity()}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin again, with another checkpoint if ``checkpoint_id`` is given."""
+        """Forget the index. The next read gets the index again, from ``checkpoint_id`` if given, a path or a URI."""
         if checkpoint_id is not None:
             self._folder.close()
             self._folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
@@ -213,7 +215,7 @@ class RemoteFileSystemReader(StorageReader):
         Raises:
             CheckpointNotFoundError: there is no sharded checkpoint.
             CorruptCheckpointError: the index is damaged.
-            UntrustedCheckpointError: the index names an unknown type.
+            UntrustedCheckpointError: the index names an unknown type, or the validation function refused the index.
         """
         if self._metadata is None:
             if (here := self._folder.path) is not None and (here / INDEX).is_file():
@@ -300,7 +302,7 @@ class RemoteFileSystemReader(StorageReader):
         Raises:
             CorruptCheckpointError: the bytes differ from the saved bytes, or a file is gone.
             IncompatibleCheckpointError: a file is on the disk of another node, or the data were transformed.
-            UntrustedCheckpointError: an item names an unknown type.
+            UntrustedCheckpointError: an item names an unknown type, or the validation function refused a file.
         """
         places = self.read_metadata().storage_data
         if self._manifest is None and not self.bytes_read:
@@ -347,7 +349,7 @@ class RemoteFileSystemReader(StorageReader):
         self.close()
 
     def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
-        """Fulfil the requests to a file; return the values in the file by key."""
+        """Fulfil the requests to a file; return the bytes of the values in the file by key."""
         record = self._records.get(self._folder.at(name))
         if record is None and self._manifest is not None:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
@@ -370,7 +372,7 @@ class RemoteFileSystemReader(StorageReader):
     def _opened(
         self, name: str, record: FileRecord | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
-        """Open a data file: in the directory, among the files fetched from other disks, or after a download."""
+        """Open a data file: in the directory, in ``brought``, in the bucket, or as a copy in ``work_dir``."""
         here, path = self._folder.path, self._folder.at(name)
         digest = None if record is None else record.digest
         if here is not None and self._folder.has(name):
@@ -412,7 +414,8 @@ def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[i
 class FileSystemReaderWithValidation(RemoteFileSystemReader):
     """Reads a sharded checkpoint from a folder, verified by the record, if there is a record.
 
-    First the function named by the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with each file.
+    Before a file is read, the function in the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with
+    the file.
 
     Args:
         path, thread_count, pre_download, work_dir: as in :class:`RemoteFileSystemReader`.
@@ -423,12 +426,12 @@ class FileSystemReaderWithValidation(RemoteFileSystemReader):
 class DistCPObjectStoreReader(RemoteFileSystemReader):
     """Reads a sharded checkpoint from an object store, after a download of the files for this rank.
 
-    The ranks of a machine download each file once. The files stay, for this checkpoint only.
+    The ranks of a machine download each file once. The files stay, in a folder for this checkpoint only.
 
     Args:
         source_path: the directory's name in the store.
         destination_path: a folder of this machine for the files.
-        object_store: is not closed.
+        object_store: the store; not closed.
         device_mesh: accepted as in Composer; not needed.
     """
 
@@ -442,8 +445,9 @@ class DistCPObjectStoreReader(RemoteFileSystemReader):
 
 # ── items of one file ────────────────────────────────────────────────────────────────────────────────────────────────
 _LEAST_RUN_BYTES = 64 << 10
-"""If the runs of a box are shorter, the bytes between the runs are read, too."""
+"""If the runs (numbers next to each other in the file) of a request are shorter, the bytes in between are read, too."""
 _BATCH_BYTES = 128 << 20
+"""Most bytes of items of one file that are read at once, unless a single item is larger."""
 _SLOT_BYTES = 16 << 20
 _SLOTS = 2  # a slot is filled from the file while the other is copied to the device
 
@@ -463,8 +467,8 @@ class _Target(NamedTuple):
 
     Attributes:
         tensor: to fill.
-        strides: of the stored piece, in numbers, by dimension.
-        runs: offset in the file and bytes of each run of numbers, in order.
+        strides: strides of the stored piece, in numbers and not bytes, by dimension.
+        runs: for each run of numbers next to each other in the file, offset and size in bytes, in order.
         scratch: memory to fill first, and to copy to ``tensor``; ``None``: the memory of ``tensor`` is filled.
         copier: copies to the device of ``tensor``, if there is one.
     """

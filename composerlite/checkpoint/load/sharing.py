@@ -37,7 +37,7 @@ Ranks = tuple[int, ...]
 def plan_load(
     reader: RemoteFileSystemReader, state: Mapping[str, Any], group: dist.Group
 ) -> tuple[list[Request], list[dist.TensorTransfer]]:
-    """Plan which requests this rank reads, and the transfers after that. Collective.
+    """Plan which requests this rank reads, and the transfers between ranks after the reads. Collective.
 
     Args:
         reader: of the checkpoint.
@@ -45,7 +45,7 @@ def plan_load(
         group: the ranks that load together.
 
     Returns:
-        The requests that this rank reads, and the transfers in which the rank has a part.
+        The requests that this rank reads, and the transfers in which this rank sends or receives.
 
     Raises:
         IncompatibleCheckpointError: on every rank, if the checkpoint does not fit the state of a rank.
@@ -88,9 +88,10 @@ def plan_load(
 def shared_requests(
     requests: Iterable[Request], state: Mapping[str, Any], place: str
 ) -> dict[Ranks, list[tuple[bytes, Request]]]:
-    """Return the requests that other ranks have too, as far as the placements of tensors tell, with names.
+    """Return the requests that other ranks should have too, by the placements of tensors, each with a name.
 
-    Values are left out, since values are small. The names are the same on all ranks with the same requests.
+    The name is a digest of the request, so it is the same on all ranks with the same request. Values are left out,
+    since values are small.
 
     Args:
         requests: of this rank.
@@ -98,7 +99,7 @@ def shared_requests(
         place: equal on ranks that read the same files.
 
     Returns:
-        By the ranks that have the same requests: names and requests, in the order of names.
+        For each set of ranks: the names and the requests of this rank that these ranks share, sorted by name.
     """
     found: dict[Ranks, list[tuple[bytes, Request]]] = {}
     known: dict[Any, Ranks] = {}
@@ -119,7 +120,7 @@ def shared_requests(
 
 
 def all_alike(reports: Sequence[Mapping[bytes, int]]) -> bool:
-    """Return true if all ranks of each set have the same requests.
+    """Return true if all ranks of each set have reported the same requests.
 
     Args:
         reports: of each rank: for each set of ranks with the same parts of tensors, a digest of the set and its
@@ -149,10 +150,11 @@ def _parcels(targets: Iterable[tuple[bytes, Tensor]]) -> Iterator[tuple[bytes, l
 # ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────
 @final
 class RemoteShardFetcher:
-    """Fetches parts of a checkpoint that the disk of this node does not have. A context manager, on every rank.
+    """Fetches parts of a checkpoint that the disk of this node does not have. A context manager; entry is collective.
 
-    If all files are in one folder there is nothing to do. Otherwise each rank gets the parts that it needs from a rank
-    of a node with the file. The parts are in a temporary folder until the block ends, and are verified by the reader.
+    If all files are in one folder there is nothing to do. Otherwise each rank gets the needed parts from a rank of a
+    node with the file. The parts are in a temporary folder of the rank until the block ends. The reader finds this
+    folder in ``RemoteFileSystemReader.brought``, and verifies the parts.
 
     Args:
         folder: of the checkpoint.
@@ -181,7 +183,13 @@ class RemoteShardFetcher:
         self._stack.close()
 
     def fetch(self, wanted: Mapping[str, Any]) -> None:
-        """Fetch the data of ``wanted``, by the keys of the index, to this node. Collective."""
+        """Fetch the missing data of ``wanted``, by the keys of the index, to this rank's folder. Collective.
+
+        Raises:
+            CheckpointNotFoundError: the folder of a rank has no record.
+            IncompatibleCheckpointError: no rank has a file.
+            UntrustedCheckpointError: the validation function refused a file.
+        """
         group = dist.get_group()
         here = self._folder.path
         if not self._are_apart or here is None:
@@ -249,7 +257,7 @@ class RemoteShardFetcher:
 
 
 def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
-    """Return the ranges in whole chunks, as the reader verifies chunks, and each byte once."""
+    """Return the ranges without overlaps, extended to whole chunks, since the reader verifies whole chunks."""
     chunk = record.chunk_bytes or max(1, record.size_bytes)
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):

@@ -1,4 +1,4 @@
-"""Changing the keys of nested state dicts: other names, fewer, more."""
+"""Change the keys of nested state dicts, in place: rename, remove, merge."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def swap_param_keys(
     """Rename parameters in the state of a model and its optimizer, in place.
 
     Args:
-        state_dict: ``{"model": …, "optim": …}``, the optimizer's in either layout.
+        state_dict: ``{"model": …, "optim": …}``. The optimizer's state has ``state`` and ``param_groups``, or flat keys
+            such as ``state.w.exp_avg`` and ``param_groups.w.lr``.
         key_mapping: new names by present names.
         metadata: of a checkpoint. A parameter keeps its name if the checkpoint does not have the new name.
-        reverse: rename from new names to present names.
+        reverse: rename the other way, from the values of ``key_mapping`` to its keys.
         quiet: do not log the names.
     """
     names = {
@@ -70,14 +71,15 @@ def _rename(state: StateDict, names: Mapping[str, str]) -> None:
 
 
 def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
-    """Remove all keys but ``allowed_keys``, in place; return the removed keys.
+    """Remove all items but those with ``allowed_keys``, in place. Dicts that become empty are removed, too.
 
     Args:
-        state_dict: nested dicts.
-        allowed_keys: as in an index: the keys of the dicts one after the other, with dots between.
+        state_dict: nested dicts; may contain lists of dicts.
+        allowed_keys: keys as in an index: the keys of the dicts and the indices in lists, joined with dots. An allowed
+            key of a dict keeps all items in the dict.
 
     Returns:
-        Keys of the removed items.
+        Keys of the removed values, without keys of removed dicts.
     """
     removed: set[str] = set()
 
@@ -99,7 +101,10 @@ def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
 
 
 def _dicts_in(value: Any) -> list[tuple[str, StateDict]]:
-    """Return the dict ``value``, or the dicts in the list ``value``, each with the text before its keys."""
+    """Return the dict ``value``, or the dicts in the list ``value``, each with the prefix of its keys.
+
+    Empty: ``value`` is neither a dict nor a list of dicts.
+    """
     if isinstance(value, dict):
         return [("", cast("StateDict", value))]
     if isinstance(value, list) and value and all(isinstance(inner, dict) for inner in cast("list[Any]", value)):

@@ -1,4 +1,7 @@
-"""The private folder in memory with the newest checkpoint of a run, for one save folder only."""
+"""The private folder in memory (such as ``/dev/shm``) with the newest checkpoints of a run, for one save folder only.
+
+Each save folder or bucket has a file with a random number, which connects the place with its folder in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MARK = ".memory-id"
 
 
 def mark_of(place: Place, number: bytes | None = None) -> bytes:
-    """Return the random number of ``place``. A place without a number gets ``number``, or a new number, durable.
+    """Return the random number of ``place``, as text in bytes. If missing, write ``number`` or a new number, durable.
 
     A folder that was emptied and made again, or copied, has another number: the checkpoints in memory of the earlier
     folder are ignored.
@@ -32,7 +35,9 @@ def mark_of(place: Place, number: bytes | None = None) -> bytes:
 
 
 def make_private(folder: Path, *, levels: int) -> None:
-    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone.
+    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone (mode 0700).
+
+    The folder above these must exist.
 
     Raises:
         ConfigError: an existing folder is a link, belongs to another user, or is writable by others: a checkpoint in

@@ -1,7 +1,8 @@
 """Replicas of checkpoints in memory: each node keeps the checkpoints of the previous node too, in case a node is lost.
 
 Nodes form a ring. Each node has a folder of replicas beside the folder of checkpoints in memory. The replicas are the
-files and the record of the previous node. A resumed run detects the parts on each node again.
+files and the record of the previous node. On each node a single rank, the leader, sends and receives. A resumed run
+looks for the parts on all nodes, since the order of the nodes may have changed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class NodeMemory:
 
     # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> None:
-        """Remove incomplete replicas of killed processes; on leaders."""
+        """Remove incomplete replicas of killed processes. Call on leaders."""
         self._replicas.place.sweep(timedelta())
         records, faults = self._replicas.manifests_and_faults()
         if all(isinstance(fault, CorruptCheckpointError) for fault in faults.values()):
@@ -59,13 +60,13 @@ class NodeMemory:
             self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
 
     def empty(self, moment: tuple[int, int]) -> None:
-        """Delete replicas up to the moment ``moment``, as in ``Manifest.moment``."""
+        """Delete the replicas of this node up to ``moment``, as in ``Manifest.moment``. Does nothing unless leader."""
         for manifest in self._replicas.manifests() if self.is_leader else ():
             if manifest.moment <= moment:
                 delete_checkpoint(self._replicas.place, manifest)
 
     def records(self, name: str) -> list[Manifest | None]:
-        """Return the record of the checkpoint ``name`` of each rank, on all ranks. Collective, in the main thread.
+        """Return each rank's record of the checkpoint ``name``, by rank. Collective, in the main thread.
 
         ``None``: the rank is no leader, or has no readable record.
         """
@@ -83,9 +84,9 @@ class NodeMemory:
         committed.
 
         Args:
-            records: records of the checkpoint, from :meth:`records`.
-            bytes_per_second: the highest rate.
-            hurry: once set, there is no limit.
+            records: records of the checkpoint by rank, from :meth:`records`.
+            bytes_per_second: the highest rate at which this node sends.
+            hurry: once set, the rate has no limit.
 
         Raises:
             Exception: a part was not sent, or not received. Replicas with other names stay.
@@ -155,7 +156,8 @@ class NodeMemory:
     def bring(self, manifest: Manifest) -> None:
         """Copy the missing parts of a checkpoint to the folders in memory, verified. Collective.
 
-        A part of a lost node is added to the folder of the node with the replica: loading reads parts from any node.
+        ``manifest`` is a result of :meth:`find`. A part of a lost node is added to the folder of checkpoints of the
+        node with the replica: a load reads parts from any node.
         Nodes without a part get the index. A checkpoint in a single file is copied to the node of rank 0.
 
         Raises:

@@ -19,24 +19,26 @@ from composerlite.threads import start_threads
 log = logging.getLogger(__name__)
 _GIGABYTE = 1e9
 _LOOK_SECONDS = 0.2
+"""Seconds between two checks for a lost rank, in :meth:`Replication.close`."""
 
 
 @final
 class Replication:
-    """Sends the newest checkpoint to the next node, again and again.
+    """Sends the newest checkpoint in memory to the next node, one checkpoint after the other.
 
     All nodes replicate the same checkpoint, and keep their parts until all nodes have the next checkpoint. So parts and
-    replicas make a whole checkpoint whichever node is lost. All ranks call every method.
+    replicas make a whole checkpoint whichever node is lost. All ranks make an instance and call every method.
 
     Args:
         folder: folder of checkpoints in memory.
-        levels: number of folders for this user alone, see :func:`make_private`.
-        gigabytes_per_second: highest rate of a node; 1 GB is 10⁹ bytes.
+        levels: number of folders for this user alone, as in :func:`make_private`.
+        gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
 
     Attributes:
-        memory: the memory of the nodes; ``None``: all ranks see the same folder.
-        counters: counters that ranks exchange with each batch.
-        held: names of the checkpoints that must stay. At a resume, all that are there: replicas may belong to each.
+        memory: the memory of the nodes; ``None``: all ranks see the same folder, and nothing is replicated.
+        counters: the caller must exchange these counters between the ranks with each batch.
+        held: names of the checkpoints that retention must not delete. At a resume the caller adds all checkpoints in
+            the folder, since the replicas may belong to any of these.
     """
 
     def __init__(self, folder: Path, *, levels: int, gigabytes_per_second: float) -> None:
@@ -68,13 +70,15 @@ class Replication:
         return any(thread.is_alive() for thread in self._threads)
 
     def poll(self, newest: str | None) -> str | None:
-        """Begin to replicate ``newest`` unless a replication is running. Call between two batches.
+        """Begin to replicate ``newest`` in a thread, unless a replication is running. Call between two batches.
+
+        The start is collective. The end of a replication is known after the next exchange of :attr:`counters`.
 
         Args:
             newest: name of the newest checkpoint, if any.
 
         Returns:
-            Name of the checkpoint with replicas on all nodes since the last call.
+            Name of a checkpoint if its last replica was completed since the last call; otherwise ``None``.
         """
         if self.memory is None:
             return None
@@ -110,7 +114,10 @@ class Replication:
             self._done += 1
 
     def close(self) -> None:
-        """Send the rest without a limit, and wait, unless a rank has left."""
+        """Wait for the end of a replication, which continues without a limit of the rate.
+
+        Return early, with a warning, if another rank has ended.
+        """
         self._hurry.set()
         try:
             while self.is_busy:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _MOST_LINK_BYTES = 4096
 _MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
-"""Bytes in memory while an object is verified."""
+"""Bytes of a single request, all in memory, while an object is verified."""
 
 
 @final
@@ -52,7 +52,10 @@ class Bucket(Place):
 
     @classmethod
     def of(cls, store: ObjectStore, root: str = "", *, threads: int = 8, closes: bool = True) -> Bucket:
-        """Return the bucket of ``store`` below ``root``. With ``closes``, :meth:`close` closes ``store``, too."""
+        """Return the bucket of ``store`` below ``root``.
+
+        ``threads`` threads move bytes. With ``closes``, :meth:`close` closes ``store``, too.
+        """
         bucket = cls(Transfer(store, threads=threads), root)
         if closes:
             bucket._owned.callback(store.close)
@@ -65,7 +68,7 @@ class Bucket(Place):
         return get_uri(name) if name else get_uri("x").removesuffix("x")
 
     def name_of(self, path: str) -> str:
-        """Return the full name of the object ``path``."""
+        """Return the full name of the object ``path``, from the top of the bucket."""
         return check_name(self._full(path))
 
     def _full(self, path: str) -> str:

@@ -1,4 +1,8 @@
-"""Read the records of the checkpoints in a place, and find the latest checkpoint. This module changes no place."""
+"""Read the records of the checkpoints in a place, and find the latest checkpoint. This module changes no place.
+
+The deciding file of a checkpoint contains the record. The checkpoint exists if this file exists. The deciding file of a
+checkpoint in one file is that file, the deciding file of a directory is its index.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,12 @@ log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason for an unreadable record."""
 ANNOUNCED = ".next"
-"""Suffix of the object with the name of the checkpoint that an upload commits, perhaps newer than the link's target."""
+"""Suffix of an announcement: an object, written before the commit of an upload, with the name and the id of the
+checkpoint. The announced checkpoint may be newer than the target of the link.
+"""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
-"""Suffixes of files without a record."""
+"""Suffixes of files without a record, other than the index of weights."""
 
 
 def may_be_decider(path: str) -> bool:
@@ -37,16 +43,19 @@ def may_be_decider(path: str) -> bool:
 
 
 def record_in(place: Place, path: str, *, chunks: bool = False) -> Manifest | None:
-    """Return the record in the file ``path``; ``None``: there is no such file, or the file has no record.
+    """Return the record in the file ``path``.
+
+    ``None``: there is no such file, or the file has no record, or is the archive of a rank other than 0, which does not
+    list the other archives.
 
     Args:
         place: the place.
         path: path of the file.
-        chunks: read the digests of the chunks of data files, too, which an index contains.
+        chunks: read the whole index of a directory, with the digests of the chunks of data files.
 
     Raises:
         CorruptCheckpointError: the record is damaged.
-        NewerManifestError: a newer version wrote the record.
+        NewerManifestError: a newer version of composerlite wrote the record.
     """
     try:
         folder, _, last = path.rpartition("/")
@@ -77,7 +86,10 @@ def record_of_index(place: Place, path: str, index: bytes) -> Manifest | None:
 
 
 def _with_node(place: Place, manifest: Manifest) -> Manifest:
-    """Return the record with the number of the node whose files are in ``place``, if nodes have disks of their own."""
+    """Return the record with the number of the node whose files are in ``place``, if nodes have disks of their own.
+
+    If the files of no node are here, the result has the number of no node, so ``Manifest.here`` has only common files.
+    """
     firsts = {file.node: file.path for file in reversed(manifest.files) if file.node is not None}
     if not firsts:
         return manifest
@@ -86,9 +98,10 @@ def _with_node(place: Place, manifest: Manifest) -> Manifest:
 
 
 def home_of(place: Place, name: str) -> tuple[Place, str]:
-    """Return the place where the checkpoint ``name`` was saved, and the name at the save.
+    """Return the place in which the checkpoint ``name`` was saved, and the name at the save.
 
-    If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``.
+    If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``. Without a readable record the
+    result is ``place`` and ``name``.
     """
     full = str(place.top / name)
     for path in _deciders_of(name):
@@ -104,10 +117,10 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
 
 @final
 class Catalog:
-    """The checkpoints in ``place``. Only :meth:`verify` reads data; all other methods read records.
+    """The checkpoints in ``place``, a folder or a bucket. Only :meth:`verify` reads data.
 
-    A file without a record is no checkpoint: never listed, never deleted. The same holds for a copy made by hand, with
-    another name in the record. Every method raises the errors of the place; only "not found" counts as absence.
+    A file without a record is no checkpoint, and is never listed. The same holds for a copy made by hand, with another
+    name in the record. Every method raises the errors of the place; only FileNotFoundError counts as absence.
     """
 
     def __init__(self, place: str | Path | Place) -> None:
@@ -115,7 +128,7 @@ class Catalog:
 
     @property
     def folder(self) -> Path:
-        """Path of a place on this machine."""
+        """Path of the place, which must be a folder of this machine."""
         path = self.place.path_of("")
         assert path is not None, f"{self.place.uri()} is no folder"
         return path
@@ -137,7 +150,7 @@ class Catalog:
     def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
         """Return records as :meth:`manifests` does, and the fault of each unreadable record, by name.
 
-        Only damaged records justify a change. An OSError of a bucket is raised.
+        Only CorruptCheckpointError may justify a rename or a deletion. An OSError of a bucket is raised.
         """
         listed = self.place.files() if names is None else [path for name in names for path in _deciders_of(name)]
         paths = [path for path in listed if may_be_decider(path)]
@@ -152,7 +165,10 @@ class Catalog:
         return sorted(manifests, key=lambda manifest: manifest.order), faults
 
     def _read(self, decider: str) -> Manifest | Fault | None:
-        """Return the record in ``decider``, or the fault; ``None`` for a checkpoint moved or copied by hand."""
+        """Return the record in the deciding file ``decider``, or the fault.
+
+        ``None``: there is no record, or the checkpoint is a step, or was moved or copied by hand.
+        """
         try:
             found = record_in(self.place, decider)
             if found is None or found.form == "step":
@@ -168,7 +184,7 @@ class Catalog:
         return fault
 
     def manifest_of(self, name: str) -> Manifest | None:
-        """Return the complete record of the checkpoint or copy ``name``; ``None`` if there is no record.
+        """Return the record of the checkpoint or copy ``name``, with digests of chunks; ``None`` if there is no record.
 
         Raises:
             CorruptCheckpointError: the record is damaged.
@@ -184,13 +200,13 @@ class Catalog:
         """Find the newest checkpoint of a run in a bucket, with two or three requests.
 
         Args:
-            link: full name of the link to the newest checkpoint.
+            link: full name of the link to the newest checkpoint, from the top of the bucket, without ``.symlink``.
             run_name: name of the run.
             announced: try the announced checkpoint first: the target of the link may be older.
 
         Returns:
-            The record; ``None`` if there is no record, the record is damaged (this is logged), or the record belongs to
-            another run. Then call :meth:`manifests`, which lists all checkpoints.
+            The record; ``None`` if the link leads to no record of this run, the record is damaged (this is logged), or
+            the announced upload did not end. Then call :meth:`manifests`, which lists all checkpoints.
 
         Raises:
             NewerManifestError: a newer version wrote the record.
@@ -278,7 +294,7 @@ class Catalog:
         return [path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/"))]
 
     def names(self) -> list[str]:
-        """Return all names in conflict with the name of a new checkpoint."""
+        """Return all names that a new checkpoint may not have: visible files, and the folders above."""
         visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
         in_bucket = self.place.path_of("") is None  # where a directory without an index is no conflict
         whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible

@@ -1,13 +1,14 @@
-"""Commit and delete checkpoints. No other code makes a checkpoint exist or cease to exist.
+"""Commit and delete checkpoints. Only replicas in memory have a commit elsewhere.
 
 A save calls :func:`commit_file` or :func:`put_decider`, an upload :func:`send_files` and :func:`commit_sent`, a
 download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quarantine_checkpoint` remove a checkpoint.
 :func:`garbage` lists the files of killed saves.
 
 A checkpoint exists if the deciding file exists. The deciding file contains the record of the checkpoint
-(:mod:`composerlite.checkpoint.record.tail`). The commit is a single atomic put of the deciding file, after all other
-files are durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so
-there is nothing to recover.
+(:mod:`composerlite.checkpoint.record.tail`). The deciding file of a checkpoint in one file is that file, the deciding
+file of a directory is its index. The commit is a single atomic put of the deciding file, after all other files are
+durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so there is
+nothing to recover.
 
 The name of each data file in a directory contains the id of the save, and only the record with this id names the file.
 To replace a directory, a save writes new files beside the old files, commits, and then deletes the old files. The files
@@ -77,7 +78,7 @@ def put_decider(place: Place, path: str, data: bytes, staged: StagedFile | None,
 def send_files(
     place: Place, manifest: Manifest, files: Mapping[str, Path | bytes], *, overwrite: bool = False
 ) -> Manifest | None:
-    """Upload all files of a checkpoint to a bucket except the deciding file. :func:`commit_sent` must follow.
+    """Upload all files of a checkpoint to a bucket except the deciding file. Call :func:`commit_sent` afterwards.
 
     Nothing is uploaded if the bucket has this checkpoint. Archives of ranks under the same names are deleted first.
 
@@ -89,10 +90,12 @@ def send_files(
             replaced, since a resumed run saves this moment again.
 
     Returns:
-        The record in the deciding file in the bucket; ``None`` if there is no readable record.
+        The record of the checkpoint that the commit will replace, or of this checkpoint if it is in the bucket; for
+        ``existing`` of :func:`commit_sent`. ``None`` if there is no readable record.
 
     Raises:
         CheckpointExistsError: the bucket has another checkpoint of the name, and ``overwrite`` is false.
+        NewerManifestError: a newer version of composerlite saved a checkpoint of the name.
     """
     existing = _replaced_record(place, manifest.files[0].path)
     if existing is not None and existing.id == manifest.id:
@@ -172,9 +175,9 @@ def _exists_error(place: Place, existing: Manifest) -> CheckpointExistsError:
 def fetch_checkpoint(
     source: Place, manifest: Manifest, target: Place, progress: OnBytes = int, *, create_only: bool = False
 ) -> None:
-    """Copy a checkpoint to ``target`` and verify each file. The deciding files come last and commit the checkpoint.
+    """Copy a checkpoint to ``target`` and verify each file. The deciding files are copied last: the commit.
 
-    Files from an interrupted copy are verified and not copied again.
+    Intact files from an interrupted copy are not copied again.
 
     Args:
         source: the place of the checkpoint.
@@ -186,7 +189,8 @@ def fetch_checkpoint(
     Raises:
         CorruptCheckpointError: a file is missing, or the bytes differ from the record. Then the checkpoint is not in
             ``target``, and files of the same names in ``target`` stay unless replaced already.
-        FileExistsError: ``create_only`` is true, and ``target`` has a file of this name with other bytes.
+        FileExistsError: ``create_only`` is true, and ``target`` has a deciding file, or another file of the name with
+            other bytes.
     """
     check_own(source, manifest)
     deciders = [record for record in manifest.files if record.path in manifest.deciders]
@@ -210,10 +214,10 @@ def fetch_checkpoint(
 
 # ── deletions ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def delete_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Delete a checkpoint: the deciding files first, then the files of :func:`own_files`. Other files stay.
+    """Delete a checkpoint: the deciding files first, then the other files of :func:`own_files`.
 
     If nodes have disks of their own, every part on this disk is deleted: a disk may have parts of several nodes.
-    A kill between the two steps leaves files without a record: see :func:`garbage`. A missing file is no error.
+    A kill between the two steps leaves files without a record, which :func:`garbage` lists. A missing file is no error.
     """
     others = [path for path in own_files(place, manifest) if path not in manifest.deciders]
     place.delete(reversed(manifest.deciders), durable=bool(others), folders=manifest.is_directory)
@@ -230,7 +234,7 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
     Args:
         place: the place of the checkpoint.
         manifest: the record.
-        or_damaged: archives with a missing or damaged record count, too.
+        or_damaged: archives with a missing, damaged or newer record count, too.
     """
     first, *others = (file.path for file in manifest.files)
     if manifest.form != "archives":
@@ -250,7 +254,7 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
 
 
 def check_own(place: Place, manifest: Manifest) -> None:
-    """Check that all files of the record belong to the checkpoint, before the files replace other files.
+    """Check that all files of the record belong to the checkpoint. Call before the files replace other files.
 
     Raises:
         CorruptCheckpointError: a file belongs to another checkpoint: see :func:`own_files`.
@@ -262,26 +266,29 @@ def check_own(place: Place, manifest: Manifest) -> None:
 
 
 def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Rename a damaged checkpoint to ``<name>.damaged``, with archives that have no intact record."""
+    """Rename all files of a damaged checkpoint as :func:`quarantine_file` does; archives without a record, too."""
     paths = own_files(place, manifest, or_damaged=True) if manifest.form == "archives" else [manifest.name]
     for path in reversed(paths):  # the record comes last: after a kill the next start finishes
         quarantine_file(place, path)
 
 
 def quarantine_file(place: Place, name: str) -> None:
-    """Rename a damaged file or directory to ``<name>.damaged``."""
+    """Rename a damaged file or directory in a folder to ``<name>.damaged``, with a number if that name is taken."""
     place.quarantine(name)
     log.warning("quarantined %s as %s.damaged", place.uri(name), name)
 
 
 def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[str]:
-    """Return the data files of killed saves of directories: files without a record and without a living writer.
+    """Return the data files of killed saves of directories: files in no record, whose save has ended.
 
     Args:
         place: a folder after :meth:`Place.sweep`, with temporary files of living processes only; or a bucket with the
             lease held by this process.
         files: the paths to consider.
         names: pattern of the names of the directories to consider.
+
+    Raises:
+        NewerManifestError: a newer version of composerlite wrote the record of a directory.
     """
     found: dict[str, list[str]] = {}
     for path in files:

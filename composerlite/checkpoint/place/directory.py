@@ -1,10 +1,11 @@
 """The directory of a checkpoint in any place: data files, and the deciding file with the record.
 
-Another program wrote a directory without a record. Such a directory is read unverified.
+A directory without a record was written by another program, and is read unverified.
 
-A step has ``train/rank*.pt``, ``model_and_optim/`` and, written last, ``.metadata.json``, which makes the step a
-checkpoint for OLMo-core. The record is in ``model_and_optim/.metadata``, and names the files in ``train/``, too. Files
-of ranks have fixed names, so no atomic step can replace them: a save deletes the old step first.
+A step is a directory that ``Checkpointer`` saves, in the layout of OLMo-core: ``train/rank*.pt``, ``model_and_optim/``
+and, written last, ``.metadata.json``, which makes the directory a checkpoint for OLMo-core. The record is in
+``model_and_optim/.metadata``, and names the files in ``train/``, too. Files of ranks have fixed names, so no atomic
+operation can replace the files: a save deletes the old step first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, ma
 
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
-"""Age of files of killed saves, for saves without a lease."""
+"""Age from which files of killed saves are removed, for saves without a lease."""
 _SEEN_SECONDS = 20.0
 """Time until a network file system shows a new file on other machines."""
 LEAST_CHUNK_BYTES = 32 << 10
@@ -100,7 +101,9 @@ class Directory:
 
     @classmethod
     def of(cls, place: object, *, threads: int | None = None) -> Self:
-        """Return the directory at a path or a URI. ``threads`` threads move bytes to and from an object store.
+        """Return the directory at a path or a URI; a directory is returned unchanged.
+
+        ``threads`` threads move bytes to and from an object store; ``None``: 8.
 
         Raises:
             ConfigError: ``place`` is no path and no URI, or the URI names no store.
@@ -153,7 +156,8 @@ class ShardedDirectory(Directory):
 
     A save: :meth:`begin` in one process; :meth:`write` on any rank, each file durable and with its final name;
     :meth:`commit` in the process that called :meth:`begin`. If nodes have disks of their own, one process of each other
-    disk calls :meth:`begin` and :meth:`commit`, too. The checkpoint exists if every disk has the deciding file.
+    disk calls :meth:`begin` and :meth:`commit`, too. The checkpoint exists if every disk has the deciding file. No
+    method is collective: the caller orders the calls of the ranks.
 
     Args:
         place, name: as in :class:`Directory`.
@@ -193,6 +197,7 @@ class ShardedDirectory(Directory):
         Raises:
             FileNotFoundError: there is no index, and there are no weights.
             CorruptCheckpointError: the record or the index is damaged.
+            NewerManifestError: a newer version of composerlite wrote the record.
         """
         path = self.at(INDEX)
         if self._only is None:
@@ -223,7 +228,12 @@ class ShardedDirectory(Directory):
         return found, record
 
     def record(self) -> Manifest | None:
-        """Return the record; ``None`` if there is no record. Raises CorruptCheckpointError if it is damaged."""
+        """Return the record, with digests of chunks; ``None`` if there is no record.
+
+        Raises:
+            CorruptCheckpointError: the record is damaged.
+            NewerManifestError: a newer version of composerlite wrote the record.
+        """
         indexes = INDEXES if self._only is None else ()
         found = (record_in(self.place, self.at(index), chunks=True) for index in indexes)
         return next((record for record in found if record is not None), None)
@@ -257,12 +267,13 @@ class ShardedDirectory(Directory):
             )
 
     def sweep(self) -> None:
-        """Remove files of killed saves in the directory, older than a day. Failures are logged.
+        """Remove files of killed saves in the directory, older than a day. Failures of the disk or store are logged.
 
-        For saves without a lease, in one process for all.
+        For saves without a lease. Called by one process for all ranks.
 
         Raises:
             ConfigError: a checkpoint cannot have this name.
+            NewerManifestError: a newer version of composerlite wrote the record.
         """
         check_name(self.place, self.name)
         try:
@@ -275,13 +286,13 @@ class ShardedDirectory(Directory):
             log.warning("could not remove leftovers of killed processes in %s: %s", self.uri, e)
 
     def begin(self, handle: SaveHandle) -> None:
-        """Begin a save: in one process for all, and in one process for each other disk of the nodes.
+        """Begin a save. Called by one process, or by one process for each disk if nodes have disks of their own.
 
-        In a folder this makes the directory and the deciding file under a temporary name. The file is locked during the
-        life of this process. While the lock is held, data files with the id of the save are no garbage.
+        In a folder this makes the directory and the deciding file under a temporary name. The file is locked until the
+        save or this process ends. While the lock is held, data files with the id of the save are no garbage.
 
         Raises:
-            CheckpointExistsError: as :meth:`check_free`.
+            CheckpointExistsError, ConfigError: as :meth:`check_free`.
             FileExistsError: another process has begun this save on this disk.
         """
         self.check_free(overwrite=handle.overwrite)
@@ -293,8 +304,10 @@ class ShardedDirectory(Directory):
     def write(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
         """Write durable files in order, with paths relative to the directory, and return the digests.
 
+        In a process that did not call :meth:`begin`, this first waits up to 20 s for the temporary deciding file.
+
         Raises:
-            FileNotFoundError: the deciding file of another machine is missing here: the machines share no folder.
+            FileNotFoundError: the temporary deciding file does not appear: the machines share no folder.
         """
         if self._handle is None and (folder := self.path) is not None:
             staged = StagedFile.temporary_of(folder / handle.decider, handle.id)
@@ -316,8 +329,9 @@ class ShardedDirectory(Directory):
 
         Args:
             index: content of the index.
-            files: digests of all other files, by name, each with the node of its disk if nodes have disks of their own.
-            record: the record, with files beside the directory only.
+            files: digests of all other files, by name in the directory, each with the number of the node whose disk has
+                the file; ``None`` if there is one folder for all nodes.
+            record: the record. ``record.files`` has only files outside of the directory, such as those in ``train/``.
 
         Returns:
             The record as a reader sees it.
@@ -348,7 +362,7 @@ class ShardedDirectory(Directory):
         return committed
 
     def abandon(self) -> None:
-        """Remove the files of a failed save, after the last write of all ranks. Raises no error.
+        """Remove the files of a failed save. Call after the last write of all ranks. Raises no error.
 
         Only a process that called :meth:`begin` removes files. The files stay if the checkpoint exists: then the error
         came after the commit, for example because the answer of a bucket was lost.
@@ -379,7 +393,7 @@ class ShardedDirectory(Directory):
             staged.__exit__(None, None, None)
 
     def close(self) -> None:
-        """End a save without a commit, and close connections. May be called twice."""
+        """End a save without a commit, and close connections. Data files stay. May be called twice."""
         self._end()
         self.place.close()
 
@@ -389,7 +403,10 @@ class StepFolder(Directory):
     """The directory of one step. A context manager; otherwise call :meth:`close`."""
 
     def model(self, *, bare: bool = False) -> ShardedDirectory:
-        """Return the directory of the model and the optimizer. With ``bare`` this directory has the model itself."""
+        """Return the directory of the model and the optimizer: ``model_and_optim``, or with ``bare`` this directory.
+
+        The result is usable until this directory is closed.
+        """
         return ShardedDirectory(self.place.inside(""), self.name if bare else self.at(MODEL))
 
     def rank_files(self) -> dict[int, str]:
@@ -402,6 +419,7 @@ class StepFolder(Directory):
 
         Raises:
             CorruptCheckpointError: the record is damaged.
+            NewerManifestError: a newer version of composerlite wrote the record.
         """
         return record_in(self.place, self.at(f"{MODEL}/{INDEX}"))
 
@@ -435,7 +453,7 @@ class StepFolder(Directory):
             )
 
     def uncommit(self) -> None:
-        """Delete the existing step, and the files of a killed save, in one process for all."""
+        """Delete the existing step, and old files of killed saves. Called by one process for all ranks."""
         self.place.delete([self.at(MARKER)], durable=True)
         with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
             if (old := self.record()) is not None and old.form == "step":

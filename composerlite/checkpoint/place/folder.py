@@ -29,7 +29,7 @@ _MOST_SMALL_BYTES = 1 << 30
 
 @final
 class Folder(Place):
-    """The checkpoints in the folder ``path``."""
+    """The checkpoints in the folder ``path``, which may be missing. Listings and deletions follow no links."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -210,7 +210,10 @@ class Folder(Place):
 def _write(
     target: Path, data: bytes | Path, digest: FileDigest | None, progress: OnBytes, *, create_only: bool
 ) -> None:
-    """Write the file ``target`` from bytes or another file: write, flush, verify by ``digest``, rename."""
+    """Write the file ``target`` from bytes or another file: write, flush, verify by ``digest``, rename.
+
+    ``progress`` is called during the verification only, so never without ``digest``.
+    """
     make_folder(target.parent)
     with StagedFile(target) as staged:
         if isinstance(data, Path):
@@ -230,7 +233,8 @@ def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEnt
     Links are not followed, and temporary folders are not entered.
 
     Raises:
-        OSError: a folder cannot be read. An unreadable folder does not count as empty.
+        OSError: a folder cannot be read. An unreadable folder does not count as empty, a missing folder does.
+        CorruptCheckpointError: ``folder`` is a file.
     """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)

@@ -1,9 +1,10 @@
 """Leases: only a single process at a time writes the checkpoint files and the link of a run.
 
 :func:`take_leases` takes all leases of a run, or raises an error with the name of the holder. In a folder a lease is a
-locked file, in a bucket an object, rewritten every few seconds by the holder. Leases of the same file or object in a
-process share the file or object. Both classes have the attributes ``uri``, the path or URI of the file or object, and
-``lost_to``, a description of the process with the lease after a takeover; always ``None`` in a folder.
+locked file, in a bucket an object, rewritten every few seconds by the holder. Each such write is a beat. Leases of the
+same file or object in a process share the file or object. Both classes have the attributes ``uri``, the path or URI of
+the file or object, and ``lost_to``, a description of the process with the lease after a takeover; always ``None`` in a
+folder.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ DEAD_SECONDS = 20.0
 
 @functools.cache
 def this_process(pid: int) -> dict[str, Any]:
-    """Return the record of this process, for leases. A forked child has another ``pid``, and so another id."""
+    """Return the description of this process that a lease contains. ``pid`` is the number of this process.
+
+    The result is cached by ``pid``, so a forked child has another id.
+    """
     try:  # process numbers are unique within one boot and one process namespace (container)
         boot = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:  # not Linux, or hidden: treat each process as on its own machine
@@ -45,7 +49,7 @@ def this_process(pid: int) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return the record of the holder of a lease. Unreadable content gives a holder without a name."""
+    """Return the description of the holder of a lease. Unreadable content gives a holder without a name."""
     nameless = {"id": "", "process": "a process that has not written its name", "pid": 0, "boot": ""}
     try:
         return {**nameless, **json.loads(data)}
@@ -66,12 +70,12 @@ def _is_own_or_gone(holder: Mapping[str, Any]) -> bool:
 
 
 def lease_name(name: str) -> str:
-    """Return the file name of the lease of the file name ``name``."""
+    """Return the file name of the lease that protects ``name``, a path or a template of paths."""
     return f".{name.replace('/', '%2F')}.lease"
 
 
 def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
-    """Take all leases, and wait until other holders release the leases.
+    """Take all leases. Wait until other holders release the leases, or are dead.
 
     Args:
         leases: leases by the protected path or URI.
@@ -115,7 +119,11 @@ class FileLease:
         self.lost_to: str | None = None
 
     def try_to_take(self) -> str | None:
-        """Return ``None`` if this process holds the lease now, otherwise a description of the holder."""
+        """Return ``None`` if this process holds the lease now, otherwise a description of the holder.
+
+        Raises:
+            PermissionError: this process may not write the file.
+        """
         try:
             while not self._is_locked():  # retry if the previous holder deletes the file between open and lock
                 _unlock(self.uri)
@@ -167,9 +175,9 @@ class FileLease:
 class HeartbeatLease:
     """Lease in a bucket: an object, rewritten every few seconds by a thread of the holder with a conditional swap.
 
-    Another process takes the lease over with a swap of the version of its last read, so only the first of several
-    processes succeeds. A takeover is allowed after `DEAD_SECONDS` without a change, or at once if the holder ran on
-    this machine and is gone. The old holder learns of the loss at the next beat.
+    Another process takes the lease over with a conditional swap of the version that it has read, so only the first of
+    several processes succeeds. A takeover is allowed after ``DEAD_SECONDS`` without a change, or at once if the holder
+    ran on this machine and is gone. The old holder detects the loss at the next beat.
 
     Attributes:
         taken_over: the lease was taken from a silent process, perhaps still alive.
@@ -185,7 +193,13 @@ class HeartbeatLease:
         self._threads: list[threading.Thread] = []
 
     def try_to_take(self) -> str | None:
-        """Return ``None`` if this process holds the lease now, otherwise a description of the holder."""
+        """Return ``None`` if this process holds the lease now, otherwise a description of the holder.
+
+        Raises:
+            PermissionError: the object cannot be read back, or access is denied.
+            ObjectStoreError: the store does not answer.
+            OSError: no thread can be started to renew the lease.
+        """
         holder = self.observe()
         is_new = self._seen_version is None
         is_free = is_new or _is_own_or_gone(holder)
@@ -205,7 +219,7 @@ class HeartbeatLease:
         return None
 
     def observe(self) -> dict[str, Any]:
-        """Read the object and return the holder. Stores the version (``None``: no object) and when it changed."""
+        """Read the object and return the holder. Remember the version (``None``: no object) and when this changed."""
         try:
             data, version = self._transfer.read_versioned(self._name)
         except FileNotFoundError:
@@ -252,7 +266,7 @@ class HeartbeatLease:
                 log.warning("the lease %s was not renewed or removed: %s", self.uri, e)
 
     def release(self) -> None:
-        """Release the lease. May be called twice."""
+        """Release the lease: wait up to ``DEAD_SECONDS`` until the object is deleted. May be called twice."""
         if self in _held:
             _held.remove(self)
             self._is_released.set()

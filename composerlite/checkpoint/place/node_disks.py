@@ -24,7 +24,7 @@ class Disks:
     """Disks of nodes, each with a folder of checkpoints for some ranks.
 
     Attributes:
-        leaders: for each rank, the rank that begins, commits and deletes checkpoints in the same folder.
+        leaders: for each rank, the leader of its folder: the rank that begins, commits and deletes checkpoints there.
     """
 
     leaders: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Place: a folder of this machine, or the objects of a bucket below a prefix, with the same verbs.
+"""Place: the interface of a folder of this machine, and of the objects of a bucket below a prefix.
 
 Nothing here imports torch, which a listing does not need.
 """
@@ -30,7 +30,7 @@ _REQUESTS = 16
 T = TypeVar("T")
 R = TypeVar("R")
 OnBytes = Callable[[int], object]
-"""Called with each number of bytes."""
+"""A callback of a transfer: called with the number of bytes of each piece, not with a total."""
 
 
 class StoredFile(NamedTuple):
@@ -53,8 +53,8 @@ class NewFile(NamedTuple):
     Attributes:
         path: path below the place.
         most_bytes: upper limit of the size.
-        fill: writes the content to a sink.
-        chunk_bytes: size of the chunks with a digest each.
+        fill: writes the content to the given sink.
+        chunk_bytes: size of the chunks, each with a digest, in bytes.
     """
 
     path: str
@@ -86,18 +86,24 @@ class Place(ABC):
 
     @abstractmethod
     def inside(self, path: str) -> Place:
-        """Return the place ``path`` in this place, usable until this place is closed."""
+        """Return the place at ``path`` in this place. The result is usable until this place is closed."""
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
-        """Return every file below ``below`` by path and in order: hidden files too, but no links."""
+        """Return every file below the folder ``below``, by path and in order. Hidden files are included.
+
+        Links in a folder are left out. In a bucket links are objects, and are included. A missing folder is empty.
+        """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
         """Return the names of the files and folders directly in ``folder``. Empty if there is no such folder.
 
         Some stores list folders without objects.
+
+        Raises:
+            ConfigError: ``folder`` is a file on this machine.
         """
 
     @abstractmethod
@@ -129,7 +135,10 @@ class Place(ABC):
     def opened(
         self, path: str, digest: FileDigest | None, *, threads: int = 8
     ) -> contextlib.AbstractContextManager[ByteSource]:
-        """Open a file. Every read is compared with ``digest``. Raises FileNotFoundError."""
+        """Open a file. Every read is compared with ``digest``, if given. Raises FileNotFoundError.
+
+        ``threads`` threads read a file on this machine. An object in a bucket may be missing until the first read.
+        """
 
     @abstractmethod
     def verify(self, record: FileRecord, progress: OnBytes = int) -> None:
@@ -144,9 +153,12 @@ class Place(ABC):
     def fetch(
         self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False
     ) -> None:
-        """Copy a file to the local file ``target``, durable, and verified by ``digest``. Raises as :meth:`verify`.
+        """Copy a file to the local file ``target``, durable, and verified by ``digest`` if given.
 
-        With ``create_only`` an existing ``target`` raises FileExistsError.
+        Raises:
+            CorruptCheckpointError: the size or the bytes differ from ``digest``. ``target`` is unchanged.
+            FileNotFoundError: there is no such file.
+            FileExistsError: ``create_only`` is true, and ``target`` exists.
         """
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,12 +170,17 @@ class Place(ABC):
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
         """Write a file whole and durable, in one atomic step, from bytes or from a local file.
 
-        An existing file is replaced; with ``create_only`` it raises FileExistsError.
+        An existing file is replaced. A bucket calls ``progress`` while a local file is uploaded.
+
+        Raises:
+            FileExistsError: ``create_only`` is true, and the file exists.
         """
 
     @abstractmethod
     def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
-        """Delete files one after the other. Links stay, and so do files behind links. A missing file is no error.
+        """Delete files one after the other. Files behind a link, and links in a folder, stay.
+
+        A missing file is no error.
 
         Args:
             paths: paths of the files.
@@ -188,29 +205,35 @@ class Place(ABC):
 
     @abstractmethod
     def pointing(self, links: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
-        """Point each link to the checkpoint of its name at the end of the block. Raises as :meth:`check_link`.
+        """Point each link to a checkpoint at the end of the block, if the block raises no error.
 
-        A full disk raises before the block.
+        ``links`` has the name of the checkpoint by the name of the link. Errors of :meth:`check_link`, and the OSError
+        of a full disk, are raised before the block.
         """
 
     @abstractmethod
     def target_of(self, link: str) -> str:
-        """Return the target of ``link``. Raises FileNotFoundError."""
+        """Return the target of ``link``, relative to the place.
+
+        Raises:
+            FileNotFoundError: there is no such link.
+            CorruptCheckpointError: a link in a bucket contains no name.
+        """
 
     @abstractmethod
     def links(self) -> Mapping[str, str]:
-        """Return the target of each link in the place, also of broken links."""
+        """Return the target of each link in the place, also of broken links. Empty text: the link cannot be read."""
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
-        """Return the lease for the names ``name``."""
+        """Return the lease that protects ``name``, a template of checkpoint names or of a link. It is not taken yet."""
 
     @abstractmethod
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
         """Remove temporary files and unfinished uploads of killed processes, and return them.
 
-        In a folder a lock shows if a process is dead. In a bucket an upload is removed if it started ``older_than``
-        ago.
+        In a folder a lock shows if a process is dead. In a bucket an upload is removed if the upload started
+        ``older_than`` ago. With ``dry_run`` nothing is removed.
         """
 
     def close(self) -> None:
@@ -224,7 +247,10 @@ class Place(ABC):
 
 
 def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return the results of ``work``, a function that reads files of ``place``, in order. Threads read a bucket."""
+    """Return the results of ``work`` for ``items``, in order. ``work`` reads files of ``place``.
+
+    For a bucket, ``work`` runs in up to 16 threads.
+    """
     everything = list(items)
     threads = min(_REQUESTS, len(everything)) if place.path_of("") is None else 1
     if threads < 2:
@@ -236,7 +262,10 @@ def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[
 
 @contextlib.contextmanager
 def local_copy(place: Place, path: str, digest: FileDigest | None = None) -> Generator[Path]:
-    """Provide a file of ``place``, verified by ``digest``, as a local file. Raises as :meth:`Place.verify`."""
+    """Yield the path of a file of ``place`` on this machine, verified by ``digest`` if given.
+
+    A file in a bucket is downloaded, and deleted at the end of the block. Raises as :meth:`Place.verify`.
+    """
     if (here := place.path_of(path)) is not None:
         place.size(path)
         if digest is not None:
@@ -256,7 +285,7 @@ def set_link(place: Place, link: str, name: str) -> None:
 
 
 def check_name(place: Place, name: str) -> None:
-    """Check that ``place`` takes the name of a checkpoint, or of a file in a checkpoint.
+    """Check that a checkpoint, or a file in a checkpoint, can have the name ``name`` in ``place``.
 
     Raises:
         ConfigError: the name breaks a rule, which the message states.

@@ -1,6 +1,10 @@
 """The record of a checkpoint (class :class:`Manifest`), and the attempts of a run in a set of records.
 
-The record is in the deciding file of its checkpoint: :mod:`composerlite.checkpoint.record.tail`.
+The record is in the deciding file of its checkpoint (:mod:`composerlite.checkpoint.record.tail`). The checkpoint exists
+if this file exists.
+
+An attempt is one course of a run, from a start until the run is started over. A run that resumes from its newest
+checkpoint continues the attempt. Otherwise a new attempt begins, and the attempts before are the ancestors.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ from composerlite.storage import FileDigest
 from composerlite.types import Ancestor, Lineage
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""Range of whole numbers in a file."""
+"""A whole number in a record, from 0 to 2**63 - 1."""
 RESUMABLE = ("monolithic", "sharded", "deepspeed")
-"""Kinds of checkpoints that autoresume takes."""
+"""Kinds of checkpoints from which a run can resume."""
 _DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
 """Name of the deciding file of a directory, by form."""
 _NUMBER = re.compile(r"\d+")
@@ -35,7 +39,7 @@ T = TypeVar("T")
 
 @final
 class NewerManifestError(IncompatibleCheckpointError):
-    """A record was written by a newer version."""
+    """A record was written by a newer version of composerlite."""
 
 
 @final
@@ -114,9 +118,10 @@ class Manifest:
     Attributes:
         name: path of the checkpoint below the folder of checkpoints.
         id: 16 hexadecimal digits, new for each save.
-        also: other names with the same bytes in a bucket, each with its template.
+        also: further names of the same bytes in a bucket, and the template of each name.
         kind: ``'monolithic'``: all parts of the state, in a file; ``'sharded'``: in a directory; ``'deepspeed'``: in
-            archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``.
+            archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``: saved
+            by ``Checkpointer``.
         form: ``'file'``; ``'archives'``: a file of each rank; ``'sharded'``, ``'weights'`` (safetensors), ``'step'``:
             a directory.
         template: template of the file name. Savers of one folder have different templates.
@@ -179,11 +184,14 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sort key of checkpoints of one run, the oldest first: attempt, moment, time of the save."""
+        """Sort key of checkpoints of one run, oldest first: attempt, the two numbers of the moment, ``saved_at``."""
         return self.run.lineage.attempt, *self.moment, self.saved_at
 
     def marked(self, weights: Iterable[str | None]) -> Manifest:
-        """Return the record with the first name of ``weights`` as ``not_finite``, unless the run has such names."""
+        """Return the record with the first name in ``weights`` as ``not_finite``, unless ``not_finite`` has names.
+
+        ``weights`` has an item for each rank: the name of a weight with NaN or infinity, or ``None``.
+        """
         found = next((name for name in weights if name is not None), None)
         if found is None or self.not_finite:
             return self
@@ -210,7 +218,7 @@ class Manifest:
 
     @property
     def here(self) -> tuple[FileRecord, ...]:
-        """The files in the folder of this record."""
+        """The files in the folder of this record. If nodes have disks of their own, other disks have the others."""
         return tuple(file for file in self.files if file.node in (None, self.node))
 
     @property
@@ -232,13 +240,19 @@ class Manifest:
         raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
 
     def lying_at(self, path: str) -> Manifest | None:
-        """Return the record with the name ``path``. ``None``: a copy made by hand has a name that no save gave."""
+        """Return the record with the name ``path``, if ``path`` is ``name`` or in ``also``.
+
+        ``None``: the checkpoint at ``path`` is a copy made by hand.
+        """
         if path == self.name:
             return self
         return dataclasses.replace(self, name=path, template=self.also[path]) if path in self.also else None
 
     def check(self) -> None:
-        """Check that the parts agree, files of a directory lie in it, and names of archives differ in numbers only.
+        """Check the fields of a record from a file.
+
+        The timestamp needs a batch count. All files of a directory must be in the directory. The names of archives must
+        differ in numbers only.
 
         Archives are deleted only if their own records agree: :func:`composerlite.checkpoint.place.commit.own_files`.
 
@@ -272,7 +286,10 @@ def new_id() -> str:
 # the attempts apart, and clocks may jump. So each attempt has a number: the highest number in the folder or the bucket,
 # plus one.
 def in_line(lineage: Lineage, manifest: Manifest) -> bool:
-    """Return true if the attempt of ``lineage`` saved the checkpoint, or an ancestor saved the checkpoint in time."""
+    """Return true if the attempt of ``lineage``, or an ancestor, saved the checkpoint.
+
+    Of an ancestor, only checkpoints up to the checkpoint from which the next attempt started count.
+    """
     own = manifest.run.lineage
     if (own.attempt, own.id) == (lineage.attempt, lineage.id):
         return True
@@ -316,8 +333,9 @@ class Position(NamedTuple):
 def living_line(items: Sequence[T], manifest_of: Callable[[T], Manifest]) -> list[T]:
     """Select the checkpoints of the newest attempt and its ancestors. All others are abandoned.
 
-    The newest attempt has the highest number among checkpoints that autoresume takes. Of two attempts with the same
-    number, begun at the same time, the attempt with the last save is the newest. Later attempts with weights only stay.
+    The newest attempt has the highest number among checkpoints of a kind in ``RESUMABLE``. Of two attempts with the
+    same number, begun at the same time, the attempt with the last save is the newest. Checkpoints of later attempts,
+    which have other kinds only, are selected, too.
     """
     manifests = [manifest_of(item) for item in items]
     whole = [manifest for manifest in manifests if manifest.kind in RESUMABLE] or manifests
@@ -363,8 +381,8 @@ def continued(
     Args:
         chosen: the checkpoint.
         known: all checkpoints of the run.
-        resumable: the candidates.
-        is_incomplete: ``known`` lacks checkpoints of records that cannot be read, and these may be newer.
+        resumable: the checkpoints of the run from which a run can resume, ``chosen`` included.
+        is_incomplete: ``known`` lacks checkpoints whose records cannot be read, and which may be newer.
     """
     own = chosen.run.lineage
     newer = is_incomplete or any(in_line(own, one) and one.order[:3] > chosen.order[:3] for one in resumable)
@@ -373,7 +391,10 @@ def continued(
 
 
 def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
-    """Return true if an attempt of this line skipped ``manifest`` at its start, and so saves under its name again."""
+    """Return true if an ancestor of ``lineage`` saved ``manifest``, and its last checkpoints were skipped at a resume.
+
+    The run saves under the names of skipped checkpoints again.
+    """
     own = manifest.run.lineage
     return any(
         (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and ancestor.passed_over
@@ -412,7 +433,7 @@ def relative_path(value: str) -> str:
 
 
 def new_name(value: str, *, on_disk: bool = True) -> str:
-    """Return ``value`` if a checkpoint, or a file in a checkpoint, can have this name.
+    """Return ``value`` if a new checkpoint, or a new file in a checkpoint, can have this name.
 
     Args:
         value: the name, below its place.
@@ -461,9 +482,10 @@ def recorded(kind: type[T], fields: object) -> T:
 
 
 def manifest_from(fields: object, decider: FileRecord) -> Manifest:
-    """Return the record with the JSON ``fields``, and the paths of its files in the folder of ``decider``.
+    """Return the record with the JSON ``fields``, with ``decider`` as the first file.
 
-    The record of a copy keeps the saved name.
+    The paths of the other files are made relative to the place of ``decider``: a copied directory names its own files.
+    ``Manifest.name`` is the name at the save, also for a copy.
 
     Raises:
         ValueError: a field is missing or has another type, or :meth:`Manifest.check` finds a fault.

@@ -1,4 +1,7 @@
-"""Names of checkpoints. Only this module formats or parses names."""
+"""Names of checkpoints, and templates of names, such as ``ep{epoch}-rank{rank}.pt``.
+
+Only this module formats or parses names.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
-"""Variables of folder names and file names."""
+"""Variables that templates of folder names and file names may have."""
 FIRST_RANK: Mapping[str, int] = {"rank": 0, "local_rank": 0, "node_rank": 0}
-"""Variables with different values on each rank, with the values of rank 0: rank 0's file names the checkpoint."""
+"""Values on rank 0 of the variables that differ between ranks. The checkpoint has the name of rank 0's file."""
 _TOTALS = ("epoch", "batch", "sample", "token")
 _WITHIN = ("batch_in_epoch", "sample_in_epoch", "token_in_epoch")
 _CLOCKS = ("total_wct", "epoch_wct", "batch_wct")
 TIME_VARIABLES = (*_TOTALS, *_WITHIN, *_CLOCKS)
-"""Further variables of file names."""
+"""Further variables that templates of file names may have. The last three, the clocks, are in seconds."""
 _DATA_FILE = re.compile(rf"(?:.*/)?[^/]+_([0-9a-f]{{16}})(?:{re.escape(SUFFIX)}|\.safetensors)")
 """Path of a data file of a directory; the group is the id of the save."""
 _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^}]*)?\}")
@@ -46,7 +49,11 @@ class NamedState(Protocol):
 
 # ── checks of a user's templates ─────────────────────────────────────────────────────────────────────────────────────
 def variables_in(template: str, source: str) -> list[str]:
-    """Return the format variables of ``template``. Errors name ``source``."""
+    """Return the format variables of ``template``.
+
+    Raises:
+        ConfigError: the braces of ``template`` do not match; the message begins with ``source``.
+    """
     try:
         return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as e:
@@ -125,7 +132,8 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
     ``.tar`` replaces ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}-rank{rank}.tar'``.
 
     Raises:
-        ConfigError: all ranks have the same name, or the file is compressed and no archive.
+        ConfigError: the template has no ``{rank}``, so all ranks would have the same name; or the file is compressed
+            and no archive.
     """
     layout = format_of(template)
     if not layout.archive:
@@ -245,7 +253,7 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
 
     Args:
         state: state of the run.
-        filename: a template, or a :class:`PartialFilePath`.
+        filename: a template.
 
     Returns:
         The name.
@@ -258,7 +266,7 @@ def get_save_filename(state: NamedState, filename: str | Path = "ep{epoch}-ba{ba
 
 # ── names in a place ─────────────────────────────────────────────────────────────────────────────────────────────────
 def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
-    """Return a pattern of all names of ``template`` in this run; the numbers are groups."""
+    """Return a pattern of all names of ``template`` in this run. Each number is a group with the variable's name."""
     pattern, known = "", set[str]()
     for text, name, _, _ in string.Formatter().parse(template):
         pattern += re.escape(text)
@@ -291,7 +299,7 @@ def ensure_no_conflict(
         may_replace: returns true for a checkpoint that the run may replace.
 
     Raises:
-        CheckpointExistsError: a file is ahead of ``timestamp``.
+        CheckpointExistsError: a name has later numbers than a name at ``timestamp``, and may not be replaced.
     """
     pattern = name_pattern(template, run_name)
     now = timestamp.state_dict()

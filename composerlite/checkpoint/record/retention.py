@@ -49,7 +49,7 @@ class RetentionPolicy:
     mode: str = "max"
 
     def keep(self, manifests: Sequence[Manifest]) -> list[bool]:
-        """Decide for each of ``manifests``, oldest first and none ephemeral, if its checkpoint stays."""
+        """Return for each of ``manifests`` if its checkpoint stays. Give manifests oldest first, none ephemeral."""
         last, every, best = self.last, self.every, self.best
         if last is None and every is None and best is None:
             return [True] * len(manifests)
@@ -87,15 +87,15 @@ def retention_policy(
     Args:
         num_checkpoints_to_keep: number of newest checkpoints to keep; -1: no such rule. ``best_k=3`` alone keeps the
             best three and the newest, which :func:`deletions` never deletes.
-        keep_every: as ``RetentionPolicy.every``. This interval counts training, not checkpoints: training is known
-            after other checkpoints are deleted.
+        keep_every: as ``RetentionPolicy.every``. The interval counts training, not checkpoints, so the choice does not
+            change after other checkpoints are deleted.
         best_k: number of best checkpoints by ``best_metric``.
         best_metric: as ``RetentionPolicy.metric``.
         best_mode: as ``RetentionPolicy.mode``.
 
     Raises:
-        ConfigError: a number keeps no checkpoint, an interval cannot be counted in checkpoints, ``best_k`` is given
-            without ``best_metric`` or the other way round, or the mode is unknown.
+        ConfigError: a number keeps no checkpoint, ``keep_every`` has no unit of :class:`Interval` or is not positive,
+            ``best_k`` is given without ``best_metric`` or the other way round, or the mode is unknown.
     """
     if not _is_whole(num_checkpoints_to_keep) or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
         raise ConfigError(
@@ -144,7 +144,7 @@ class Retention(NamedTuple):
     Attributes:
         policy: the rules.
         position: position of the run at the save.
-        held: names of checkpoints that always stay.
+        held: names of checkpoints that stay in any case, such as those with replicas in memory.
     """
 
     policy: RetentionPolicy

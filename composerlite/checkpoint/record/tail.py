@@ -47,7 +47,7 @@ from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
 VERSION = 1
-"""Version of the record's layout. A reader refuses a newer version."""
+"""Version of the record's layout. A reader refuses any other version."""
 _MOST_COMMENT_BYTES = 0xFFFF - 256
 _FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) ([0-9a-f]{32})\n\Z")
 _FOOTER_BYTES = 50
@@ -58,11 +58,12 @@ _MARK_CHARACTERS = 80
 _CHUNK_DIGEST_BYTES = 8
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
 _EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
+"""A digest whose fields have the largest number of characters, except ``chunks``."""
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def tail_room(manifest: Manifest, body_bytes: int) -> int:
-    """Return the size of the tail to reserve, in bytes, before the body of a file is written.
+    """Return the size of the tail to reserve, in bytes, before the body (the bytes before the tail) is written.
 
     A zip archive states the size of its comment before the comment, so the size must not depend on the digests.
 
@@ -91,7 +92,7 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
     """Return the tail of a file.
 
     Args:
-        manifest: the record. Its files exclude the deciding file.
+        manifest: the record. ``manifest.files`` excludes the deciding file.
         stored: digest of the bytes before the tail, as in the file.
         plain: digest of the decompressed bytes, for a compressed file.
         room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
@@ -175,7 +176,7 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
 
     Raises:
         CorruptCheckpointError: the tail is damaged, or belongs to a file of another size.
-        NewerManifestError: a newer version wrote the record.
+        NewerManifestError: a newer version of composerlite wrote the record.
     """
     with _reading(source):
         text, before = _find(end)
@@ -208,7 +209,7 @@ def index_of(data: bytes, source: str) -> bytes:
 
 
 def unseal_index(path: str, data: bytes, source: str) -> Manifest | None:
-    """Return the record of ``.metadata`` with the content ``data``, and with the digests of chunks.
+    """Return the record of ``.metadata`` with the whole content ``data``, and with the digests of chunks.
 
     The index is compared with its digest, too. Arguments and errors are those of :func:`unseal`.
     """
@@ -304,6 +305,11 @@ def _find(end: bytes) -> tuple[bytes | None, int]:
 
 
 def _text_of(end: bytes) -> bytes | None:
+    """Return the JSON line of the tail at the end of ``end``; ``None`` if there is no footer.
+
+    Raises:
+        ValueError: the digest in the footer does not match.
+    """
     footer = _FOOTER.search(end)
     if footer is None:
         return None

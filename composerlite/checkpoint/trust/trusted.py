@@ -32,10 +32,13 @@ from composerlite._torch_compat import (
 
 _MOST_DEPTH = 200
 MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
+"""Limits of tuples and frozensets that are keys of dicts or items of sets: the time to hash a key is bounded."""
 MOST_NAME_CHARACTERS = 1000
 _MOST_DIMENSIONS = 64
 SPARE_ITEMS = 1_000_000
+"""Number of objects that a pickle of any size may create."""
 BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
+"""Modules and functions that are refused even if a user allows the names."""
 _DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SU]\d{0,9})")
 
 
@@ -44,7 +47,7 @@ class RefusedError(Exception):
 
     Attributes:
         name: the class or function, as ``module.name``.
-        allowable: whether ``torch.serialization.add_safe_globals`` may allow it.
+        allowable: true if ``torch.serialization.add_safe_globals`` can allow the class or function.
     """
 
     def __init__(self, name: str, *, allowable: bool) -> None:
@@ -54,7 +57,7 @@ class RefusedError(Exception):
 
 
 def storage_dtype(module: str, name: str) -> torch.dtype | None:
-    """Return the type of the numbers in a storage of the class ``module.name``. ``None``: no class of storages."""
+    """Return the type of the numbers in a storage of torch's class ``module.name``. ``None``: no class of storages."""
     return _STORAGE_DTYPES.get(name) if module in ("torch", "torch.storage", "torch.cuda") else None
 
 
@@ -71,7 +74,10 @@ def user_types() -> dict[str, Any]:
 
 
 def own_enum(name: str) -> type[enum.Enum] | None:
-    """Return the imported enumeration of composerlite with this full name, or with this full name in Composer."""
+    """Return the enumeration of composerlite with the full name ``name``, or with this full name in Composer.
+
+    ``None``: there is no such enumeration, or its module is not imported.
+    """
     module, _, kind = name.rpartition(".")
     module = f"composerlite.{rest}" if (rest := module.removeprefix("composer.")) != module else module
     is_ours = module.startswith("composerlite.") and module in sys.modules
@@ -80,7 +86,7 @@ def own_enum(name: str) -> type[enum.Enum] | None:
 
 
 def is_loadable(thing: Any) -> bool:
-    """Check that checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
+    """Return true if checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
     module, name = thing.__module__, thing.__qualname__
     full = f"{module}.{name}"
     known = full in KNOWN or full in user_types()
@@ -94,7 +100,7 @@ class Described(dict[str, Any]):
 
 @final
 class Dtype:
-    """A numpy dtype before its state was read. numpy's ``__setstate__`` checks nothing, so nobody calls that method.
+    """A numpy dtype before its state was read. numpy's ``__setstate__`` checks nothing, so it is never called.
 
     Attributes:
         value: the dtype without the state.
@@ -109,13 +115,26 @@ class Dtype:
 @final
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Stands for an allowed function on the stack of the unpickler."""
+    """Stands for an allowed function on the stack of the unpickler.
+
+    ``call`` checks the arguments, and does what the function does. It is called with the unpickler and the arguments.
+    """
 
     call: Callable[..., Any]
 
 
 # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def check_key(key: Any, budget: list[int], depth: int) -> None:
+    """Refuse a key of a dict, or an item of a set, that takes long to hash.
+
+    Args:
+        key: the key.
+        budget: a list with the number of parts that may follow; counted down in place.
+        depth: number of tuples and frozensets around the key.
+
+    Raises:
+        ValueError: the key has too many parts, or is nested too deeply.
+    """
     budget[0] -= 1
     if budget[0] < 0 or depth > _MOST_KEY_DEPTH:
         raise ValueError("a key of many parts")
@@ -125,6 +144,7 @@ def check_key(key: Any, budget: list[int], depth: int) -> None:
 
 
 def check_counts(shape: Any) -> None:
+    """Refuse a shape or strides that are no tuple of whole numbers from 0 to 2**62 - 1. Raises ValueError."""
     if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
         raise ValueError(f"{short(shape)} is no shape")
 
@@ -196,7 +216,13 @@ def short(value: object) -> str:
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
 def set_attributes(target: Any, state: Any) -> None:
-    """Set attributes. Names of the class are refused, so methods do not change."""
+    """Set the attributes in ``state``, a dict, or a tuple of two dicts. Names of attributes of the class are refused.
+
+    So no method of the class can be replaced.
+
+    Raises:
+        ValueError: a name is refused.
+    """
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
     for part in cast("tuple[Any, ...]", parts):
         for name, value in (part or {}).items():
@@ -220,7 +246,11 @@ def restore(target: Any, state: Any) -> None:
 
 
 def built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
-    """Return ``dtype`` with the ``state`` in the form of numpy. Only the byte order is taken."""
+    """Return ``dtype`` with the byte order in ``state``, a tuple as numpy pickles it. Other state is refused.
+
+    Raises:
+        RefusedError: the dtype has fields, a shape or another property that is not allowed.
+    """
     order, inner, names = state[1:4]
     if dtype.kind in "mMV" or inner is not None or names is not None or order not in ("<", ">", "|", "="):
         raise RefusedError(f"numpy.dtype({dtype})", allowable=False)

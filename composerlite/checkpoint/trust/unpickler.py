@@ -1,4 +1,7 @@
-"""An unpickler with a list of allowed calls, from :mod:`composerlite.checkpoint.trust.trusted`. Imports nothing."""
+"""An unpickler with a list of allowed calls, from :mod:`composerlite.checkpoint.trust.trusted`.
+
+Reading a pickle imports no module.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ class Storages(Protocol):
     """The source of the bytes of tensors."""
 
     def storage(self, identity: Any) -> Any:
-        """Return the storage with the persistent id ``identity``. Its bytes may be read later."""
+        """Return the storage with the persistent id ``identity`` of the pickle. The bytes may be read later."""
         ...
 
     def read_now(self) -> None:
-        """Read the bytes of all storages so far. Later storages are read at once."""
+        """Read the bytes of all storages returned so far. From now on :meth:`storage` reads the bytes at once."""
         ...
 
 
@@ -94,19 +97,19 @@ class RestrictedUnpickler(_PYTHONS):
 
     # ── what the functions of ``trusted`` need ───────────────────────────────────────────────────────────────────────
     def read_now(self) -> None:
-        """Read the bytes of all storages so far. Later storages are read at once."""
+        """Read the bytes of all storages so far; bytes of later storages are read at once."""
         self._storages.read_now()
 
     def is_users(self, kind: Any) -> bool:
-        """Check whether the user has allowed the class ``kind``."""
+        """Return true if the class ``kind`` is allowed by the user, or is in ``types``."""
         return id(kind) in self._user_ids
 
     def is_dict(self, target: Any) -> bool:
-        """Check that keys may be set in ``target``."""
+        """Return true if ``target`` is a dict in which the pickle may set keys."""
         return type(target) in trusted.DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
 
     def keys(self, items: list[Any]) -> list[Any]:
-        """Return ``items``. Checks that the time for hashing an item is bounded."""
+        """Return ``items``, after a check that the time to hash each item is bounded. Raises ValueError."""
         for item in items:
             if type(item) is not str:
                 trusted.check_key(item, [trusted.MOST_KEY_PARTS], 0)
@@ -123,7 +126,12 @@ class RestrictedUnpickler(_PYTHONS):
             raise ValueError("it unfolds to many times its size")
 
     def make(self, kind: Any, arguments: Any) -> Any:
-        """Call the class or function ``kind`` if allowed."""
+        """Return the result of a call of the class or function ``kind``, if allowed.
+
+        Raises:
+            RefusedError: the class is not allowed to be called.
+            ValueError: the arguments have the wrong types, or ``kind`` is no class or function.
+        """
         if type(arguments) is not tuple:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
         self.charge(sum(len(value) for value in arguments if type(value) in trusted.SIZED))
@@ -149,10 +157,14 @@ class RestrictedUnpickler(_PYTHONS):
 
     # ── operations of pickles ────────────────────────────────────────────────────────────────────────────────────────
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class ``module.name``, or a placeholder for the function of this name.
+        """Return the object that represents ``module.name`` on the stack.
+
+        The result is the class or constant of the name; a ``Maker`` for a function, or for any class of Composer; the
+        dtype for a class of storages.
 
         Raises:
             RefusedError: the class or function is not allowed.
+            ValueError: the name is too long.
         """
         if len(module) + len(name) > trusted.MOST_NAME_CHARACTERS:
             raise ValueError(f"a name of {len(module) + len(name)} characters")
