@@ -106,6 +106,10 @@ class CheckpointManager:
                 f"options={options}: give {', '.join(twice)} as folder, filename and keep of the manager."
             )
         self.options = save_options({**given, **(options or {})})
+        if parts and (self.options.in_memory or self.options.replication is not None or self.options.on_exception):
+            raise ConfigError(
+                f"options={options}: in_memory, replication and on_exception need a Trainer. Leave them out."
+            )
         self.where = RunFolder(self.options)
         self.saved: list[str] = []
         self.outcomes = Outcomes(self.options.failure_limit)

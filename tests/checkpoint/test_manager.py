@@ -181,6 +181,8 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, timestamp=loop.position)
     with pytest.raises(ConfigError, match=r"give filename as folder, filename and keep"):
         CheckpointManager(tmp_path, options={"filename": "ep{epoch}.pt"}, **loop.parts)
+    with pytest.raises(ConfigError, match=r"in_memory, replication and on_exception need a Trainer"):
+        CheckpointManager(tmp_path, options={"in_memory": True}, **loop.parts)
     with pytest.raises(ConfigError, match=re.escape("call restore() before the first save")):
         CheckpointManager(tmp_path, **loop.parts).save(1)
     with CheckpointManager(tmp_path, **loop.parts) as checkpoints:
