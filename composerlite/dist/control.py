@@ -63,6 +63,7 @@ class Control:
         """
         self._run += 1
         self.ticket = self._run * _TICKETS
+        self._votes = itertools.count(self.ticket + 1)
 
     # ── operations of all ranks ──────────────────────────────────────────────────────────────────────────────────
     def meet(self, operation: str, error: BaseException | None = None, timeout: timedelta | None = None) -> None:

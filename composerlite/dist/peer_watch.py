@@ -64,6 +64,9 @@ class PeerWatch:
             host, port = control.store.get(next_key).decode().split()
             where = f" at {host}:{port}"
             self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+        except RankError:
+            self._server.close()
+            raise
         except OSError as e:
             self._server.close()
             raise RankError(

@@ -286,9 +286,6 @@ def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[
             lease held by this process.
         files: the paths to consider.
         names: pattern of the names of the directories to consider.
-
-    Raises:
-        NewerManifestError: a newer version of composerlite wrote the record of a directory.
     """
     found: dict[str, list[str]] = {}
     for path in files:
@@ -300,8 +297,8 @@ def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[
         try:
             indexes = [f"{folder}/{index}".lstrip("/") for index in INDEXES]
             records = [record_in(place, path) for path in indexes]
-        except CorruptCheckpointError:
-            continue  # the damaged record may name these files
+        except (CorruptCheckpointError, NewerManifestError):
+            continue  # the record may name these files
         if any(record is None and place.exists(path) for record, path in zip(records, indexes, strict=True)):
             continue  # an index without a record may need these files
         named = {file.path for record in records if record is not None for file in record.files}
