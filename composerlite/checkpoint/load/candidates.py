@@ -257,7 +257,7 @@ def quarantine_damaged(
             quarantine_file(fault.catalog.place, fault.name)
     place = places[chosen.place_number]
     if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
-        _repair_links(place, own, run_name, renamed)
+        repair_links(place, own, run_name, renamed)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
@@ -274,8 +274,8 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
     return own[0] if own else None
 
 
-def _repair_links(place: RunPlace, record: Manifest, run_name: str, renamed: Container[str]) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``record``.
+def repair_links(place: RunPlace, record: Manifest | None, run_name: str, renamed: Container[str] = ()) -> None:
+    """Point the broken links of the run's saver to the checkpoint of ``record``; ``None``: delete these links.
 
     Links with other names stay, and links to anything but a checkpoint of the saver or one of the ``renamed`` files.
     """
@@ -286,6 +286,9 @@ def _repair_links(place: RunPlace, record: Manifest, run_name: str, renamed: Con
         match = names.fullmatch(target)
         is_broken = not (place.catalog.folder / link).exists()
         if is_broken and links.fullmatch(link) is not None and (match is not None or target in renamed):
+            if record is None:
+                (place.catalog.folder / link).unlink(missing_ok=True)
+                continue
             rank = 0 if match is None else int(match.groupdict().get("rank", 0))
             is_of_rank = record.form == "archives" and rank < len(record.files)  # each rank has a file and a link
             set_link(place.catalog.place, link, record.files[rank].path if is_of_rank else record.name)

@@ -21,6 +21,7 @@ from composerlite.checkpoint.load.candidates import (
     list_checkpoints,
     newest_first,
     quarantine_damaged,
+    repair_links,
 )
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.load.resolve import source_of
@@ -309,5 +310,7 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
                     "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
                     "start over in another save_folder, or with autoresume=False and save_overwrite=True."
                 )
+            for place in places:
+                repair_links(place, None, run_name)
             lineage = new_attempt(highest_attempt(one.record for one in listing.known))
     return group.broadcast(lineage)

@@ -211,7 +211,7 @@ class RunFolder:
         Raises:
             ConfigError: the folder has checkpoints of ``run_name`` for another bucket.
         """
-        note = self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+        note = self._note(run_name)
         before = note.read_bytes().decode(errors="replace") if note.is_file() else None
         if before == bucket:
             return
@@ -383,8 +383,13 @@ class RunFolder:
                     "Put it back, or start the run again."
                 )
 
+    def _note(self, run_name: str) -> Path:
+        return self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+
     def release(self) -> None:
-        """Release the leases of the run."""
+        """Release the leases of the run. If retention keeps no checkpoint here and none is left, delete the note."""
+        if self._leases and self._options.keep.none_here and not self.catalog.manifests():
+            self._note(self.run_name).unlink(missing_ok=True)
         leases, self._leases = self._leases, []
         for lease in reversed(leases):
             lease.release()
