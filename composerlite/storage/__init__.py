@@ -1,6 +1,6 @@
-"""Stores, transfers and files. Nothing here imports torch or knows of training.
+"""Object stores, transfers to and from them, and files of this machine. No module here imports torch.
 
-What talks to object stores is imported when it is first used: most runs have none.
+``Transfer``, ``Uploader`` and the modules of the stores are imported at the first use: most runs need none of them.
 """
 
 from __future__ import annotations

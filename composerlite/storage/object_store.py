@@ -27,7 +27,7 @@ class ObjectInfo:
     """An object in a listing.
 
     Attributes:
-        name: as the methods of the store take the name.
+        name: name of the object, as given to the methods of the store.
         size_bytes: size of the content.
         modified_at: time of the upload by the clock of the store, in UTC; ``None`` if the store does not say.
     """
@@ -40,12 +40,14 @@ class ObjectInfo:
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectRange:
-    """A part of an object, while it arrives.
+    """A part of an object in a running download.
 
     Attributes:
-        version: differs for every upload of the object, such as an ETag. Empty if the store has no versions.
+        version: version of the object, such as an ETag. If :attr:`ObjectStore.has_versions`, uploads with
+            different content have different versions; otherwise the version may be empty, or the same for both.
         size_bytes: size of the whole object.
-        pieces: yields the bytes in order. Close the generator to end the request early.
+        pieces: yields the bytes in order. Raises the errors of :class:`ObjectStore`. Close the generator to end
+            the request early.
     """
 
     version: str
@@ -106,7 +108,7 @@ class PartUpload(ABC):
 
 
 class ObjectStore(ABC):
-    """Keeps objects, each with a name and bytes. Names look like paths: ``run/ep1.pt``.
+    """Interface of a store of objects, each with a name and bytes. Names look like paths: ``run/ep1.pt``.
 
     Do not use both ``a`` and ``a/b`` as names: stores of files cannot keep both and raise ObjectStoreError.
 
@@ -114,7 +116,7 @@ class ObjectStore(ABC):
     retry: :class:`~composerlite.storage.Transfer` does.
 
     A subclass needs four methods: upload, download, size and listing. The defaults of the other methods use those
-    four.
+    four, except :meth:`delete_object`, which raises ObjectStoreError.
 
     Every method raises errors that name the object, the operation and the cause:
 
@@ -128,7 +130,7 @@ class ObjectStore(ABC):
         least_part_bytes: smallest size of a part, except for the last one; 0 if the store takes no parts.
         most_parts: largest number of parts of an upload.
         reads_ranges: the store can read a range without a download of the whole object.
-        has_versions: each upload of an object has another version, see :class:`ObjectRange`.
+        has_versions: uploads of an object with different content get different versions, as in :class:`ObjectRange`.
         creates_atomically: ``create_only`` lets exactly one of several processes succeed.
         swaps_atomically: :meth:`swap_bytes` lets exactly one of several processes replace a version.
     """
@@ -176,7 +178,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list_objects(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """List the objects with names below ``prefix``, sorted by name.
+        """List the objects with names beginning with ``prefix``, sorted by name.
 
         The list is empty if no object matches. A subclass may return names instead, as stores of Composer do.
 
@@ -245,7 +247,7 @@ class ObjectStore(ABC):
             size: in bytes.
 
         Returns:
-            The version and size of the object, and an iterator of the bytes, which may raise.
+            The version and size of the object, and an iterator of the bytes.
         """
         size_bytes = self.get_object_size(name)
         start, end = span_of(offset, size, size_bytes)
@@ -255,7 +257,7 @@ class ObjectStore(ABC):
         return ObjectRange("", size_bytes, (piece for piece in [data]))
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
-        """Return the size of the object ``name`` and its last bytes, in one request where the store can.
+        """Return the size of the object ``name`` and the last bytes, in one request if the store can do so.
 
         Args:
             name: name of the object.
@@ -268,14 +270,14 @@ class ObjectStore(ABC):
         return found.size_bytes, found.read()
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
-        """Return the content of the small object ``name``, and its version for :meth:`swap_bytes`.
+        """Return the content of the small object ``name``, and the version for :meth:`swap_bytes`.
 
         Args:
             name: name of the object, of up to 64 MiB.
 
         Returns:
-            All bytes, and the version. The version is a digest of the content unless :attr:`has_versions`, so never
-            write the same content twice to an object that is swapped.
+            All bytes, and the version. The version may depend on nothing but the content, so never write the same
+            content twice to an object that is swapped.
         """
         found = self.open_range(name, 0, _MOST_VERSIONED_BYTES)
         data = found.read()
@@ -322,9 +324,9 @@ class ObjectStore(ABC):
         )
 
     def check_writable(self, prefix: str) -> None:
-        """Raise the error of a write if objects below ``prefix`` cannot be written.
+        """Write a trial object with a name beginning with ``prefix``, and raise the error if the write fails.
 
-        Called before training starts. A store without ``delete_object`` keeps a file ``.writable``.
+        Called before training starts. This default writes an empty object ``<prefix>.writable``, which stays.
         """
         self.put_bytes(f"{prefix}.writable", b"")
 
@@ -357,11 +359,11 @@ class ObjectStore(ABC):
         return opened(bucket, **backend_kwargs)
 
     def start_parts(self, name: str) -> PartUpload | None:
-        """Begin to send an object in parts; ``None`` if the store takes no parts."""
+        """Begin to send an object in parts. Return ``None`` if the store takes no parts."""
         return None
 
     def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
-        """Return the unfinished uploads of names that begin with ``prefix``, oldest first."""
+        """Return the unfinished uploads of objects with names beginning with ``prefix``, oldest first."""
         return ()
 
     def __enter__(self) -> Self:
@@ -385,9 +387,9 @@ def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectIn
 
 
 def span_of(offset: int, size: int, size_bytes: int) -> tuple[int, int]:
-    """Return the first and the last byte of a range of an object of ``size_bytes``, as :meth:`ObjectStore.open_range`.
+    """Return start and end, exclusive, of a range of an object of ``size_bytes``, cut at the end of the object.
 
-    The last byte does not belong to the range.
+    ``offset`` and ``size`` are as in :meth:`ObjectStore.open_range`.
     """
     start = max(0, size_bytes + offset) if offset < 0 else min(offset, size_bytes)
     return start, min(start + size, size_bytes)

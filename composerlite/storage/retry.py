@@ -1,4 +1,4 @@
-"""Retries: one policy for all operations of object stores."""
+"""Retries: RetryPolicy for all operations of object stores, and the decorator ``retry`` for any function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RetryPolicy:
         attempts: total number, the first one included.
         first_delay_seconds: bound of the first pause.
         longest_delay_seconds: bound of every pause.
-        budget_seconds: no attempt begins that long after the first failure.
+        budget_seconds: time after the first failure in which further attempts may begin.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -60,11 +60,12 @@ class RetryPolicy:
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
         """Call ``operation`` until it succeeds and return its result.
 
-        The first failure is logged as a warning, once in half a minute for each cause; other failures for debugging.
+        The first failure is logged as a warning, once in half a minute for each cause. Other failures are logged with
+        level DEBUG.
 
         Args:
             operation: may be called several times.
-            what: name of the operation for messages, such as ``"upload of 'run/ep1.pt'"``.
+            what: name of the operation in messages, such as ``"upload of 'run/ep1.pt'"``.
             stopped: when set, a pause ends and no further attempt begins.
 
         Returns:
@@ -95,6 +96,7 @@ class RetryPolicy:
 
 
 def _log_failure(what: str, attempt: int, attempts: int, delay: float | None, error: Exception) -> None:
+    """Log a failed attempt. ``delay`` is the pause before the next attempt; ``None``: no further attempt."""
     cause, now, level = str(error).rpartition(": ")[2], time.monotonic(), logging.DEBUG
     is_due = now - _warned_at.get(cause, -math.inf) >= _SECONDS_BETWEEN_WARNINGS
     if attempt == 1 and delay is not None and is_due:

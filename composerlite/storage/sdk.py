@@ -1,4 +1,4 @@
-"""Optional libraries: imported late, and isolated from the random numbers of training."""
+"""Imports of optional libraries, isolated from the random numbers of training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generato
     """Wrap the imports of an optional library.
 
     Args:
-        what: name for the message, such as ``"boto3, which S3 needs,"``.
+        what: name in the message, such as ``"boto3, which S3 needs,"``.
         extra: extra of composerlite with the library.
-        packages: packages that draw random numbers: see :func:`isolate_sdk_rng`.
+        packages: names of packages that draw random numbers, for :func:`isolate_sdk_rng`.
 
     Raises:
         ConfigError: the library is not installed.
@@ -32,7 +32,7 @@ def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generato
 
 @final
 class _SystemRandom(random.SystemRandom):
-    """Replaces the module ``random`` in a library."""
+    """Replacement for the module ``random`` in a library: functions and classes, with numbers from the system."""
 
     Random = random.Random
     SystemRandom = random.SystemRandom

@@ -1,4 +1,4 @@
-"""Transfer: moves objects to and from a store, in parts, with retries. VerifiedObject: reads and verifies an object.
+"""Transfer: uploads and downloads objects, in parts and with retries. VerifiedObject: reads and verifies an object.
 Uploader: uploads in the background.
 """
 
@@ -32,8 +32,8 @@ _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to this size an object is sent by one request
 _LEAST_PART_BYTES, _MOST_PART_BYTES, _USUAL_PARTS = 8 * _MiB, 16 * _MiB, 128
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
-_WINDOW_BYTES = 8 * _MiB  # of a download to a file, for each thread
-_GAP_BYTES = 512 << 10  # one more request takes about as long as the bytes of such a gap
+_WINDOW_BYTES = 8 * _MiB  # memory of each thread in a download to a file
+_GAP_BYTES = 512 << 10  # an additional request takes about as long as to read a gap of this size
 _CLOSE_SECONDS = 5.0
 _DRAIN_SECONDS = 60.0
 
@@ -47,9 +47,9 @@ class ReplacedError(ObjectStoreError):
 
 @final
 class SameVersion:
-    """Checks that all parts of the object ``name`` come from a single upload. The first answer decides which one.
+    """Checks that all parts of the object ``name`` have the version of the first part. Threads may share a check.
 
-    Parts of a store without versions are not checked.
+    The check finds only differences in :attr:`ObjectRange.version`: a store without versions may not show a new upload.
 
     Args:
         name: name of the object.
@@ -62,7 +62,7 @@ class SameVersion:
         self._first: dict[str, str] = {}  # setdefault is atomic
 
     def check(self, found: ObjectRange) -> None:
-        """Raise an error if ``found`` belongs to another upload.
+        """Raise an error if ``found`` has another version or size than expected.
 
         Raises:
             ReplacedError: the version differs from the version of the first answer.
@@ -77,11 +77,11 @@ class SameVersion:
 
 
 class _StoppedError(Exception):
-    """The batch was stopped, so this job ends."""
+    """Ends a job of a stopped batch."""
 
 
 Job = Callable[["_Batch"], int]
-"""Runs in a thread of the pool and returns the number of bytes moved, without those it has delivered."""
+"""Runs in a thread of the pool. Returns the number of bytes moved, except bytes counted by :meth:`_Batch.deliver`."""
 
 
 @final
@@ -99,7 +99,11 @@ class _Batch:
         self._pending: set[Future[int]] = set()
 
     def deliver(self, put: Callable[[memoryview, int], object], piece: bytes, at: int) -> None:
-        """Call ``put`` with bytes that arrived, unless the batch was stopped: then ``put`` must not write any more."""
+        """Call ``put`` with received bytes and the offset ``at``, and count the bytes.
+
+        Raises:
+            _StoppedError: the batch was stopped. Then ``put`` may not write to the memory of the caller.
+        """
         with self._lock:
             if self.stopped.is_set():
                 raise _StoppedError
@@ -112,8 +116,8 @@ class _Batch:
         Few jobs are queued in advance, so that concurrent transfers take turns.
 
         Raises:
-            Exception: the first error of a job. After an error or an interrupt nothing is delivered any more, while
-                jobs may still wait for the network.
+            Exception: the first error of a job. After an error or an interrupt no bytes are delivered, but jobs may
+                still run and wait for the network.
         """
         jobs = iter(jobs)
         try:
@@ -132,11 +136,11 @@ class _Batch:
             self.stopped.set()
             for future in self._pending:
                 future.cancel()
-            with self._lock:  # a piece that is delivered at this moment
+            with self._lock:  # wait for the end of a delivery
                 raise
 
     def drain(self) -> bool:
-        """Wait until no job waits for the network either. Returns false if that takes too long."""
+        """Wait after an error until all jobs have ended. Return false if a job still runs after 60 s."""
         return not wait(self._pending, timeout=_DRAIN_SECONDS).not_done
 
 
@@ -158,7 +162,7 @@ class _Source:
         self.size_bytes = os.fstat(self._file.fileno()).st_size if self._file else len(self._memory or b"")
 
     def view(self, offset: int, size: int) -> memoryview:
-        """Return the bytes from ``offset`` on, valid until the next call in this thread.
+        """Return ``size`` bytes from ``offset`` on, valid until the next call in this thread.
 
         Raises:
             ObjectStoreError: the file has become shorter.
@@ -185,18 +189,18 @@ class _Source:
             self._file.close()
 
     def cut(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of the parts of ``step`` bytes."""
+        """Yield offset and size of each part of ``step`` bytes. The last part may be smaller."""
         for offset in range(0, self.size_bytes, step):
             yield offset, min(step, self.size_bytes - offset)
 
 
 def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
-    """Return the size of the parts of an object. A restart gets the same size and so can resume the upload.
+    """Return the size of the parts of an object in bytes. The size is the same after a restart, so uploads can resume.
 
     Args:
         size_bytes: size of the object.
         store: the store.
-        wanted: size to use where the store takes parts of this size; ``None``: 8 to 16 MiB.
+        wanted: preferred size, if the store accepts parts of this size; ``None``: 8 to 16 MiB.
     """
     usual = min(_MOST_PART_BYTES, max(_LEAST_PART_BYTES, -(-size_bytes // _USUAL_PARTS)))
     least = max(store.least_part_bytes, -(-size_bytes // store.most_parts))
@@ -205,7 +209,7 @@ def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = Non
 
 
 def _summed(callback: Progress | None, total: int) -> Callable[[int], None]:
-    """Return a callback for numbers of bytes that calls ``callback`` with (bytes moved, ``total``)."""
+    """Return a function that adds up numbers of bytes and calls ``callback`` with (sum, ``total``)."""
     done = 0
 
     def progress(count: int) -> None:
@@ -219,19 +223,19 @@ def _summed(callback: Progress | None, total: int) -> Callable[[int], None]:
 
 @final
 class Transfer:
-    """Moves objects to and from ``store``: large ones in parts at the same time, and with retries.
+    """Moves objects to and from ``store`` with retries, and large objects in parts at the same time.
 
     Used as a context manager, or until :meth:`close`; the store stays open. Threads may share a transfer. Memory is
     limited to ``threads`` parts. Only one process at a time may upload to a name: an unfinished upload of the name is
     resumed.
 
-    Every method raises the errors of the store, an ObjectStoreTransientError after the last attempt. After an error or
-    an interrupt no file or memory of the caller is written any more.
+    Every method raises the errors of the store, and ObjectStoreTransientError only after the last attempt. After an
+    error or an interrupt no thread writes to the files or memory of the caller.
 
     Args:
-        store: keeps the objects.
+        store: store of the objects. The caller closes the store.
         threads: number of parts that move at the same time.
-        retry: how often an operation is tried.
+        retry: attempts and pauses of each operation.
         part_bytes: size of the parts of uploads, and of the largest range that one request reads; ``None``: 8 to
             16 MiB, and up to 32 MiB for reading.
 
@@ -263,7 +267,7 @@ class Transfer:
     ) -> None:
         """Make the file ``path`` the content of the object ``name``, in place of the old content.
 
-        A large file goes in parts. Parts that an interrupted upload has sent, with the same bytes, are not sent again.
+        A large file is sent in parts. Parts of an interrupted upload with the same bytes are not sent again.
         After a transient error or a kill the parts stay for the next upload of the name or for :meth:`abort_stale`;
         after any other error they are deleted.
 
@@ -271,7 +275,8 @@ class Transfer:
             name: name of the object.
             path: file, which must not change during the upload.
             callback: called in this thread with (bytes in the store, total).
-            create_only: raise FileExistsError if the object exists, with other bytes if an answer was lost.
+            create_only: raise FileExistsError if the object exists. An object with the same bytes is no error in a
+                retry: the answer to an earlier attempt was lost.
 
         Raises:
             FileNotFoundError: the file or the bucket does not exist.
@@ -284,8 +289,8 @@ class Transfer:
 
         Args:
             name: name of the object.
-            data: new content. Large data goes in parts.
-            create_only: raise FileExistsError if the object exists, with other bytes if an answer was lost.
+            data: new content. Large data is sent in parts.
+            create_only: as in :meth:`upload`.
         """
 
         def put(**how: bool) -> None:
@@ -306,7 +311,7 @@ class Transfer:
 
         Raises:
             FileExistsError: the object has another version or was deleted. The object is unchanged.
-            ObjectStoreTransientError: the content was perhaps replaced: read the object.
+            ObjectStoreTransientError: the content may have been replaced: read the object.
         """
         swap = partial(self.store.swap_bytes, name, data, version)
         self._put_once(f"swap of {name!r}", swap, name, _Source(memoryview(data)))
@@ -324,7 +329,7 @@ class Transfer:
         self._put_once(f"upload of {name!r}", partial(put, **how), name, source)
 
     def _put_once(self, what: str, put: Callable[[], object], name: str, source: _Source) -> None:
-        """Call ``put`` with retries. A refused retry is a success if the object has the content: an answer was lost."""
+        """Call ``put`` with retries. A refused retry succeeds if the object has the bytes of ``source``."""
         attempts = 0
 
         def put_or_find() -> None:
@@ -369,7 +374,7 @@ class Transfer:
         known, attempts = {one.upload_id for one in unfinished}, itertools.count()
 
         def start() -> PartUpload | None:
-            if next(attempts):  # the answer to the first attempt was lost: did it succeed?
+            if next(attempts):  # the first attempt may have started an upload, and the answer was lost
                 for one in self._unfinished(name):
                     if one.upload_id not in known:
                         return one
@@ -383,6 +388,7 @@ class Transfer:
         return [upload for upload in self.store.unfinished_parts(name) if upload.name == name]
 
     def _send_parts(self, upload: PartUpload, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
+        """Send the missing parts of ``upload`` and complete the object. Abort unless a later upload may resume."""
         parts = list(source.cut(part_bytes_for(source.size_bytes, self.store, self._part_bytes)))
         batch, what = _Batch(), f"upload of {upload.name!r}"
 
@@ -400,7 +406,7 @@ class Transfer:
             if isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception):
                 _log.warning("%s: failed; its parts stay for the next upload: %s", what, e)
                 raise
-            # A part that arrives after the abort would stay for ever.
+            # Wait for running jobs: a part that arrives after the abort would stay in the store forever.
             if not batch.drain():
                 _log.warning("%s: a part is still on its way during the abort", what)
             self._abort(upload)
@@ -414,11 +420,12 @@ class Transfer:
             _log.warning("upload of %r: upload %s was not aborted: %s", upload.name, upload.upload_id, e)
 
     def abort_stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
-        """Delete the parts of interrupted uploads below ``prefix``.
+        """Delete the parts of interrupted uploads of objects with names beginning with ``prefix``.
 
         Args:
             prefix: beginning of the names of objects.
-            older_than: age by the clock of the store. Uploads of unknown age stay.
+            older_than: age, from the start reported by the store to the time of this machine. Uploads without a
+                reported start stay.
 
         Returns:
             The uploads that were aborted.
@@ -430,11 +437,11 @@ class Transfer:
         return stale
 
     def stale(self, prefix: str, older_than: timedelta) -> Sequence[PartUpload]:
-        """Return the uploads that :meth:`abort_stale` would delete.
+        """Return the interrupted uploads to be deleted by :meth:`abort_stale`.
 
         Args:
             prefix: beginning of the names of objects.
-            older_than: age by the clock of the store.
+            older_than: as in :meth:`abort_stale`.
 
         Returns:
             The uploads.
@@ -464,7 +471,7 @@ class Transfer:
             overwrite: replace a file.
             size_bytes: size of the object, if it is known.
             callback: called in this thread with (bytes received, total).
-            check: called with the path of the complete temporary file. If it raises, the file does not appear.
+            check: called with the path of the complete temporary file. If ``check`` raises, the file does not appear.
 
         Raises:
             FileExistsError: the file exists and ``overwrite`` is false.
@@ -487,7 +494,7 @@ class Transfer:
     def _download_ranges(
         self, staged: StagedFile, name: str, size_bytes: int | None, callback: Progress | None
     ) -> None:
-        """Write an object to a file past the page cache: new pages of the cache cost more than the network."""
+        """Write an object to a file with O_DIRECT: new pages of the page cache cost more than the network."""
         size = self.size(name) if size_bytes is None else size_bytes
         reserve(staged.file.fileno(), size, staged.path)
         step = min(self._range_bytes(size), _WINDOW_BYTES)
@@ -499,7 +506,7 @@ class Transfer:
         same, save = SameVersion(name, size), partial(self._save_range, staged.temporary, name, windows)
         jobs = (partial(save, start, end, same) for start, end in list(cut(0, size, step)) or [(0, 0)])
         _Batch().run(self._pool, jobs, self._threads, _summed(callback, size))
-        give_memory_back(memory)
+        give_memory_back(memory)  # not after an error: jobs may still fill the windows
         os.ftruncate(staged.file.fileno(), size)  # the last block was written whole
         if callback is not None and not size:
             callback(0, 0)
@@ -514,7 +521,8 @@ class Transfer:
         same: SameVersion,
         batch: _Batch,
     ) -> int:
-        window = windows.get_nowait()  # one for each thread
+        """Read a range into a free window, and write the window to the file."""
+        window = windows.get_nowait()  # there is a window for each thread
 
         def put(piece: memoryview, at: int) -> None:
             window[at - start : at - start + len(piece)] = piece
@@ -539,12 +547,12 @@ class Transfer:
             name: name of the object.
             targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
                 must exist until this returns.
-            progress: called in this thread with each number of bytes read. Small gaps are read, too.
+            progress: called in this thread with each number of bytes read, small gaps between the targets included.
             same: checks the version of the object; ``None``: the caller verifies the bytes.
 
         Raises:
-            CorruptCheckpointError: the object ends before.
-            ReplacedError: the object has another version.
+            CorruptCheckpointError: the object ends before the end of a target, or ``same`` expects another size.
+            ReplacedError: the object has another version than the first answer to ``same``.
         """
         for offset, _, size in targets:
             if offset < 0 or size < 0:
@@ -567,18 +575,18 @@ class Transfer:
             The bytes.
 
         Raises:
-            CorruptCheckpointError: the object ends before.
+            CorruptCheckpointError: the object ends before ``offset + size``.
         """
         data = bytearray(max(0, size))
         self.read_into(name, [(offset, address_of(data) if data else 0, size)])
         return bytes(data)
 
     def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:
-        """Return the content of the small object ``name``, by one request.
+        """Return the content of the small object ``name``, in one request.
 
         Args:
             name: name of the object.
-            most_bytes: largest size that is accepted.
+            most_bytes: largest accepted size.
 
         Returns:
             The bytes.
@@ -604,11 +612,11 @@ class Transfer:
         return self._retry.run(lambda: self.store.read_tail(name, most_bytes), f"read of the tail of {name!r}")
 
     def read_versioned(self, name: str) -> tuple[bytes, str]:
-        """Return the content of the small object ``name``, and its version for :meth:`swap_bytes`."""
+        """Return the content of the small object ``name``, and the version for :meth:`swap_bytes`."""
         return self._retry.run(lambda: self.store.read_versioned(name), f"read of {name!r}")
 
     def _range_bytes(self, size: int) -> int:
-        """Return the size of the requests for ``size`` bytes, such that all threads have work."""
+        """Return the bytes of each request to read ``size`` bytes, such that all threads have work."""
         share = -(-size // self._threads)
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
@@ -622,7 +630,7 @@ class Transfer:
         same: SameVersion | None,
         batch: _Batch,
     ) -> int:
-        """Deliver the bytes from ``start`` to ``end`` as they come, each once. A retry continues where it was."""
+        """Deliver the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte."""
         at = start
 
         def read() -> None:
@@ -654,7 +662,7 @@ class Transfer:
         return self._retry.run(lambda: self.store.has_object(name), f"size of {name!r}")
 
     def list(self, prefix: str = "") -> Sequence[ObjectInfo]:
-        """List the objects with names below ``prefix``, sorted by name.
+        """List the objects with names beginning with ``prefix``, sorted by name.
 
         Args:
             prefix: beginning of the names; empty for all.
@@ -680,7 +688,7 @@ class Transfer:
         self._retry.run(lambda: self.store.delete_object(name), f"deletion of {name!r}")
 
     def check_writable(self, name: str) -> None:
-        """Raise the error of a write if objects below ``name`` cannot be written."""
+        """Raise the error of a write if objects with names beginning with ``name`` cannot be written."""
         what = f"check that {self.store.get_uri(name)} can be written to"
         self._retry.run(lambda: self.store.check_writable(name), what)
 
@@ -697,14 +705,17 @@ class Transfer:
 
 @final
 class VerifiedObject:
-    """An object that is read in whole chunks, each compared with its digest.
+    """An object to read in whole chunks, each verified by a digest.
 
-    Without digests all bytes come from a single upload: ObjectStoreError if the object is replaced.
+    Without a digest, :class:`SameVersion` checks the object instead: ReplacedError if the object was replaced.
 
     Args:
         transfer: transfer of the bucket.
         name: name of the object.
         digest: size and hashes of the content; ``None``: not verified.
+
+    Raises:
+        CorruptCheckpointError: ``digest`` has no digests of chunks, or not the right number.
     """
 
     _BATCH_BYTES = 64 << 20
@@ -722,11 +733,22 @@ class VerifiedObject:
             raise CorruptCheckpointError(f"the record has no digests of the chunks of {name!r}.")
 
     def read(self, offset: int, size: int) -> bytes:
+        """Return the bytes from ``offset`` to ``offset + size``. Errors are those of :meth:`read_into`."""
         data = bytearray(size)
         self.read_into([(offset, address_of(data), size)] if size else [])
         return bytes(data)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
+        """Fill memory with parts of the object.
+
+        Args:
+            targets: offset in the object, address in memory and number of bytes of each part, in any order.
+            progress: called in this thread with numbers of bytes read.
+
+        Raises:
+            CorruptCheckpointError: the object is shorter, or the bytes differ from the digest.
+            ReplacedError: the object was replaced, without a digest.
+        """
         if self._digest is None:
             self._transfer.read_into(self._name, targets, progress, self._same)
             return
@@ -745,7 +767,7 @@ class VerifiedObject:
             self._read_units(batch, places, progress)
 
     def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
-        """Read whole chunks at the same time, compare them, and copy the wanted parts."""
+        """Read ``units``, in whole chunks, at the same time. Verify the chunks and copy the requested parts."""
         assert self._digest is not None
         step = self._digest.chunk_bytes
         parts = [bytearray(end - start) for start, end in units]
@@ -762,7 +784,7 @@ class VerifiedObject:
 
 
 def _copy_to_targets(places: ReadTargets, piece: memoryview, at: int) -> None:
-    """Copy bytes of an object, from the offset ``at`` on, to their places in memory."""
+    """Copy ``piece``, the bytes of an object from ``at`` on, to the targets in memory."""
     done = 0
     for address, size in places.of(at, at + piece.nbytes):
         if address is not None:
@@ -774,9 +796,9 @@ class Uploader(Background):
     """Uploads in the background.
 
     Args:
-        transfer: moves the bytes. It is closed with this.
-        num_concurrent: uploads at the same time, of different lanes.
-        timeout: as for :class:`Background`.
+        transfer: moves the bytes. Closed by :meth:`stop`.
+        num_concurrent: number of uploads at the same time, as in :class:`Background`.
+        timeout: as in :class:`Background`.
     """
 
     late_error = ObjectStoreError

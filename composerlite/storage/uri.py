@@ -24,7 +24,7 @@ _STORES = {
 _DOWNLOADS = ("http", "https")
 _SCHEMES = (*_STORES, *_DOWNLOADS, "file")
 _NEARLY = re.compile(rf"\s*(?P<scheme>{'|'.join(_SCHEMES)}):/+(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
-"""A URI with a space at the beginning, or with one slash, as ``pathlib.Path`` makes. This is not a path."""
+"""A mistyped URI: with a space at the beginning, or with one slash, as made by ``pathlib.Path``. Raises an error."""
 _HOST = re.compile(r"(\[[^\]@]+\]|[^\s:@\[\]?#]+)(:(?P<port>\d{1,5}))?")
 """Host and port of an HTTP address."""
 _IN_ADDRESSES = "%/:=&?~#+!$,;'@()*[]"
@@ -44,7 +44,8 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     ('', '', 'runs/ep1.pt')
 
     Raises:
-        ConfigError: ``uri`` is empty, has an unknown scheme, no bucket or a password, or is not quite a URI.
+        ConfigError: ``uri`` is empty, has an unknown scheme, no bucket or a password, or begins with a
+            space or has one slash instead of two.
     """
     if not uri.strip():
         raise ConfigError(
@@ -98,7 +99,7 @@ def without_secrets(uri: str) -> str:
 
 
 def is_uri(path: str) -> bool:
-    """Return true if ``path`` is not a path of this machine."""
+    """Return true if ``path`` is a URI with a scheme other than ``file``. ConfigError: as :func:`parse_uri`."""
     return parse_uri(path)[0] != ""
 
 
@@ -107,7 +108,7 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
 
     Args:
         uri: a URI such as ``s3://bucket``. The name after the bucket is ignored.
-        backend_kwargs: further arguments of the class of the store.
+        backend_kwargs: further arguments of the constructor of the store.
 
     Returns:
         The store. The caller closes the store.
@@ -134,13 +135,13 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
     Args:
         url: an ``http`` or ``https`` address. Spaces need not be quoted. The query is not logged.
         path: path of the local file.
-        progress: called with (bytes received, total).
+        progress: called with (bytes received, total). The total is 0 if the server does not report the size.
 
     Raises:
         FileNotFoundError: the server has nothing at ``url``. PermissionError: the server refuses the download.
         ObjectStoreTransientError: the download may succeed when it is tried again. ObjectStoreError: the server answers
             with another error.
-        ConfigError: ``url`` is not an HTTP address, or has a password.
+        ConfigError: ``url`` is not an HTTP address, or has a user or a password.
     """
     import http.client  # most processes download nothing
     import urllib.error

@@ -1,4 +1,4 @@
-"""Threads, background jobs with errors that are raised in training, and the wait for jobs when a program ends."""
+"""Pools of threads, background jobs with errors raised in the training thread, and a wait for jobs at exit."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class WorkerPool:
     """Up to ``most`` daemon threads, started when there is work. Jobs run in the order of :meth:`submit`.
 
     Unlike the threads of ``ThreadPoolExecutor`` these threads do not keep a process alive. If the system gives no
-    thread, :meth:`submit` runs the job itself. Used as a context manager, or until :meth:`close`.
+    thread, :meth:`submit` runs the job in the calling thread. Used as a context manager, or until :meth:`close`.
 
     Args:
         most: largest number of threads.
         name: name of the threads.
-        first: called in each thread before its first job.
+        first: called once in each new thread of the pool, before any job.
     """
 
     def __init__(self, most: int, *, name: str, first: Callable[[], object] | None = None) -> None:
@@ -93,7 +93,7 @@ class WorkerPool:
         """Finish the submitted jobs and stop the threads. May be called twice.
 
         Args:
-            seconds: time to wait; ``None`` waits for the jobs. A thread that takes longer ends by itself.
+            seconds: longest wait; ``None``: no limit. A thread that needs longer finishes all submitted jobs and ends.
         """
         with self._lock:
             if not self._closed:
@@ -117,7 +117,10 @@ class WorkerPool:
             pass
 
     def _do_next(self) -> bool:
-        """Run the next job and return true; false if the thread should end. Keeps no reference to the job."""
+        """Wait for a job, run the job and return true; return false if the thread should end.
+
+        The job is a local variable here, so an idle thread keeps no reference to a finished job.
+        """
         item = self._queue.get()
         if item is None:
             return False
@@ -136,6 +139,8 @@ class WorkerPool:
 
 # ── background jobs ──────────────────────────────────────────────────────────────────────────────────────────────────
 class _Job(NamedTuple):
+    """Arguments of :meth:`Background.submit`."""
+
     what: str
     work: Callable[[], object]
     lane: str | None
@@ -143,14 +148,14 @@ class _Job(NamedTuple):
 
 
 class Background:
-    """Runs jobs in threads of its own. With one thread jobs run in the order of :meth:`submit`.
+    """Runs jobs in background threads. With one thread jobs run in the order of :meth:`submit`.
 
-    Errors are kept until :meth:`raise_failures` or :meth:`close` raises them; later jobs run all the same. The threads
+    Errors are kept until :meth:`raise_failures` or :meth:`close` raises them, and do not stop later jobs. The threads
     end with :meth:`stop`. A program that ends without :meth:`stop` waits for pending jobs.
 
     Args:
         who: owner of the jobs, for messages, such as ``'MLFlowLogger'``.
-        num_concurrent: number of jobs at the same time, of different lanes.
+        num_concurrent: number of jobs at the same time. Jobs of one lane run one after the other.
         timeout: seconds that :meth:`close`, or the end of the program, waits for jobs.
 
     Attributes:
@@ -186,7 +191,7 @@ class Background:
             what: name of the job, for messages.
             work: the job.
             lane: jobs of one lane run in order, such as uploads of one object; ``None``: in any order.
-            replaces: drop the jobs of the lane that have not begun.
+            replaces: drop jobs of the same ``lane`` that have not begun.
             dropped: called if the job is dropped, by a newer job or by :meth:`stop`.
 
         Raises:
@@ -216,7 +221,7 @@ class Background:
         raise_all(failures, f"{self._who}: {len(failures)} jobs failed")
 
     def wait(self, seconds: float, *, lane: str | None = None, at_most: int = 0) -> bool:
-        """Wait until at most ``at_most`` jobs are pending. Ends with the grace period of :func:`leave_by`.
+        """Wait until at most ``at_most`` jobs are pending, but not beyond the moment of :func:`leave_by`.
 
         Args:
             seconds: longest wait.
@@ -242,7 +247,7 @@ class Background:
             seconds: longest wait.
 
         Returns:
-            Names of the unfinished jobs. Jobs that have not begun are dropped.
+            Names of the unfinished jobs. Of these, running jobs continue in their threads, and the others are dropped.
         """
         in_time = self.wait(seconds)
         late = self.pending
@@ -258,7 +263,7 @@ class Background:
     def close(self, seconds: float | None = None) -> None:
         """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
 
-        Jobs that a grace period cuts off are logged and not raised.
+        Jobs unfinished at the moment of :func:`leave_by` are logged as an error, and raise no error.
 
         Args:
             seconds: longest wait; ``None``: the timeout.
@@ -306,14 +311,14 @@ class Background:
 
 @final
 class StagedFiles:
-    """Copies of files that wait for an upload. The copies do not change when the originals do.
+    """Copies of files for later uploads, so that the originals may change meanwhile.
 
     Args:
-        folder: where the copies are made; ``None``: the folder of the system for temporary files.
+        folder: parent folder of the copies; ``None``: the folder of the system for temporary files.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        # Absolute: the script may change its folder.
+        # Absolute: the script may change the working directory.
         parent = Path(tempfile.gettempdir() if folder is None else folder).absolute()
         self._root = parent / f"composerlite-files-{secrets.token_hex(8)}"
 
@@ -342,7 +347,7 @@ class StagedFiles:
         return Path(shutil.copyfile(file, Path(tempfile.mkdtemp(dir=self._root)) / name))
 
     def give_back(self, staged: Path) -> None:
-        """Remove a copy that :meth:`copy` made."""
+        """Remove a copy made by :meth:`copy`."""
         shutil.rmtree(staged.parent, ignore_errors=True)
 
     def remove(self) -> None:
@@ -352,17 +357,17 @@ class StagedFiles:
 
 # ── the end of the program ───────────────────────────────────────────────────────────────────────────────────────────
 _unfinished: dict[int, tuple[Callable[[], Sequence[str]], float]] = {}
-"""Work that the end of the program waits for: a function that returns the pending jobs, and seconds to wait."""
+"""Work to wait for at exit: a function that returns the names of pending jobs, and the longest wait in seconds."""
 _leave_by = math.inf
 
 
 def wait_at_exit(work: object, pending: Callable[[], Sequence[str]], seconds: float) -> None:
-    """Wait for ``work`` when this process ends, until :func:`wait_no_more`. Forked processes do not wait.
+    """Register ``work``: this process waits at exit, until :func:`wait_no_more`. Forked processes do not wait.
 
     Args:
         work: any object that identifies the work.
         pending: returns the names of the unfinished jobs, for messages.
-        seconds: longest wait. Jobs that are unfinished then are logged as an error.
+        seconds: longest wait. Jobs unfinished after the wait are logged as an error.
     """
     _unfinished[id(work)] = (pending, seconds)
 
@@ -373,7 +378,11 @@ def wait_no_more(work: object) -> None:
 
 
 def leave_by(moment: float = math.inf) -> None:
-    """Wait for no background work after ``moment``, in the time of ``time.monotonic``: this process will be killed."""
+    """Set the moment after which this process waits for no background work, for a process that will be killed.
+
+    Args:
+        moment: time by ``time.monotonic``; by default no limit.
+    """
     global _leave_by
     _leave_by = moment
 
@@ -384,7 +393,7 @@ def seconds_left() -> float:
 
 
 def _finish() -> None:
-    """Wait for unfinished work while the interpreter ends. Ctrl-C ends the wait. Log an error if work is missing."""
+    """Wait for registered work while the interpreter exits. Ctrl-C ends the wait. Log unfinished jobs as an error."""
     began, is_told, why = time.monotonic(), False, ""
     try:
         while any(time.monotonic() < min(began + seconds, _leave_by) for _, seconds in list(_unfinished.values())):
@@ -401,12 +410,13 @@ def _finish() -> None:
 
 
 def _missing() -> list[str]:
+    """Return the names of the unfinished jobs of all registered work."""
     return [what for pending, _ in list(_unfinished.values()) for what in pending()]
 
 
 os.register_at_fork(after_in_child=_unfinished.clear)
-# threading calls these before it joins threads, also in processes of multiprocessing, and in reverse order: executors,
-# which the work may use, must register first.
+# At exit, threading calls the functions of _register_atexit before it joins threads, also in processes of
+# multiprocessing. The order is reversed: executors, which the work may use, must register first to be closed last.
 importlib.import_module("concurrent.futures.thread")
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
 atexit.register(_finish)  # for jobs that other handlers of atexit submit

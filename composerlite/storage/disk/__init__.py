@@ -1,3 +1,3 @@
-"""Files and memory of this machine: files that appear whole, reading and writing them fast and past the page cache, the
-memory that it takes, and digests of bytes on their way.
+"""Files and memory of this machine: atomic and durable files, fast reads and writes without the page cache, buffers for
+reads and writes, and digests computed meanwhile.
 """

@@ -1,4 +1,4 @@
-"""Files that appear whole and survive a power cut, their temporary names, and digests of their contents."""
+"""Atomic and durable files, temporary names of files, and digests of files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import IO, final
 import xxhash
 
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
-"""Names of files and folders that are being written."""
+"""Names of files, folders and links before they get their final names."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
-"""On a file system without locks, a temporary without a change for so long is abandoned."""
+"""On a file system without locks, a temporary file without a change for this time is abandoned."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-BLOCK_BYTES = 4096  # O_DIRECT wants offsets and sizes in multiples of this
+BLOCK_BYTES = 4096  # O_DIRECT requires multiples of this for offsets in files, sizes and addresses
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
 
@@ -48,12 +48,15 @@ def is_temporary(name: str) -> bool:
 
 
 def final_name(temporary: str) -> str:
-    """Return the ``name`` that :func:`temporary_name` got."""
+    """Return the final name of a file with the name ``temporary``, the inverse of :func:`temporary_name`."""
     return temporary[1:].rpartition(".tmp-")[0]
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """Open a file with O_DIRECT; return ``None`` if the file system refuses O_DIRECT."""
+    """Open a file with O_DIRECT and return the descriptor, for the caller to close.
+
+    Returns ``None`` if the file system refuses O_DIRECT or ``path`` does not exist, such as a path in ``/proc``.
+    """
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError as e:
@@ -73,9 +76,10 @@ def write_file(path: Path, memory: memoryview, position: int, size: int, *, past
     """Write to an existing file.
 
     Args:
-        path: of the file.
-        memory: begins with the bytes, at an address in whole blocks. The block of the last byte may be written whole.
-        position: of the bytes in the file, in whole blocks.
+        path: path of the file.
+        memory: begins with the bytes. The address is a multiple of ``BLOCK_BYTES``. The last block may be written
+            whole, so the caller must truncate the file afterwards.
+        position: offset of the bytes in the file, a multiple of ``BLOCK_BYTES``.
         size: number of bytes.
         past_cache: write with O_DIRECT, unless the file system refuses O_DIRECT: new pages of the cache cost more than
             the disk. False: write through the page cache.
@@ -93,22 +97,25 @@ def write_file(path: Path, memory: memoryview, position: int, size: int, *, past
 
 
 def reserve(descriptor: int, size_bytes: int, path: Path) -> None:
-    """Reserve space for a file, so that a full disk is found before the first byte is written."""
+    """Reserve space for a file, which becomes ``size_bytes`` long, so that a full disk is an error before any write.
+
+    ``path`` is for the message of the OSError. Does nothing if the file system cannot reserve space.
+    """
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as e:
         if e.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            return  # the file system cannot reserve: writing finds a full disk
+            return  # a full disk is an error of a later write
         raise OSError(e.errno, f"cannot reserve {size_bytes} bytes: {os.strerror(e.errno or 0)}", str(path)) from e
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make names created, renamed or removed in ``folder`` durable."""
+    """Make new, renamed and removed names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as e:
-        e.filename = str(folder)  # the error of the system names no file
+        e.filename = str(folder)  # the error has no file name
         raise
     finally:
         os.close(descriptor)
@@ -137,18 +144,21 @@ def check_free(path: Path, overwrite: bool) -> None:
 class StagedFile:
     """A file that gets its name when the content is complete and durable.
 
-    Used as a context manager. The bytes go to ``.<name>.tmp-<id>`` in the same folder, locked as long as this process
-    lives. :meth:`flush` makes the bytes durable, :meth:`publish` renames the file. Leaving the block unpublished
-    removes the temporary. After a kill the temporary stays, and :func:`abandoned_temporaries` finds it.
+    Used as a context manager. Write to :attr:`file`, a temporary file ``.<name>.tmp-<id>`` in the same folder, locked
+    while open. Then :meth:`flush` makes the bytes durable, and :meth:`publish` renames the file. The end of the block
+    removes an unpublished temporary file. After a kill the file stays for :func:`abandoned_temporaries`.
 
     Args:
-        path: of the file.
-        save_id: the id in the temporary name; random by default. FileExistsError if a temporary has this id.
+        path: final path of the file.
+        save_id: id in the temporary name, 16 hexadecimal digits; random by default.
 
     Attributes:
         path: final path.
-        temporary: path of the temporary.
-        file: the temporary, open for writing.
+        temporary: path of the temporary file.
+        file: the temporary file, open for writing.
+
+    Raises:
+        FileExistsError: there is a temporary file with ``save_id``.
     """
 
     def __init__(self, path: Path, save_id: str = "") -> None:
@@ -182,20 +192,21 @@ class StagedFile:
         os.fsync(self.file.fileno())
 
     def leave_behind(self) -> None:
-        """Keep the temporary if the file is not published; :func:`abandoned_temporaries` finds it later."""
+        """Keep the temporary file at the end of the block, for :func:`abandoned_temporaries`."""
         self._stays = True
 
     def publish(self, *, overwrite: bool = True) -> None:
-        """Rename to ``path`` and make the name durable. Call after :meth:`flush`.
+        """Rename the temporary file to :attr:`path` and make the name durable. Call after :meth:`flush`.
 
         Args:
-            overwrite: replace the file of that name, atomically.
+            overwrite: replace an existing file, atomically.
 
         Raises:
             FileExistsError: ``path`` exists, and ``overwrite`` is false.
-            OSError: the file system refused.
+            OSError: the rename failed, or ``overwrite`` is false and the file system can neither rename without
+                replacement nor make hard links.
         """
-        # The lock is still held: a sweep sees either the lock or no temporary.
+        # The lock is still held: abandoned_temporaries finds either a locked file or none.
         if overwrite:
             self.temporary.replace(self.path)
         elif not _renamed_to_new(self.temporary, self.path):
@@ -206,7 +217,7 @@ class StagedFile:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
-            error.filename = str(self.path)  # an error of a write names no file
+            error.filename = str(self.path)  # the error of a write has no file name
         if self._stays:
             self.file.close()
             return
@@ -233,7 +244,7 @@ def _renamed_to_new(temporary: Path, path: Path) -> bool:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Generator[IO[bytes]]:
-    """Write the file ``path``: after the block the file is complete and durable; after an error unchanged."""
+    """Replace the file ``path`` by the bytes written in the block, durably. After an error the file is unchanged."""
     with StagedFile(path) as staged:
         yield staged.file
         staged.flush()
@@ -242,16 +253,16 @@ def atomic_write(path: Path) -> Generator[IO[bytes]]:
 
 @contextlib.contextmanager
 def pinned_file(path: Path, folder: Path) -> Generator[Path]:
-    """Give a file a second name (a hard link) during the block, so that the content stays if the first is removed.
+    """Give a file a second name (a hard link) during the block, so that the content outlives the first name.
 
-    The second name is a locked temporary: :func:`abandoned_temporaries` finds this name after a kill.
+    The second name is a temporary name and locked: :func:`abandoned_temporaries` yields the name after a kill.
 
     Args:
-        path: of the file.
+        path: path of the file.
         folder: folder of the second name, on the same disk.
 
     Yields:
-        The second name.
+        Path with the second name.
 
     Raises:
         OSError: the file does not exist, or the file system has no hard links.
@@ -268,8 +279,11 @@ def pinned_file(path: Path, folder: Path) -> Generator[Path]:
 
 
 def _locked(file: IO[bytes], temporary: Path) -> bool:
-    """Lock a new temporary until ``file`` is closed; close ``file`` and return false if a sweep was faster."""
-    with contextlib.suppress(OSError):  # on a file system without locks a sweep waits for a week
+    """Lock a new temporary file until ``file`` is closed, and return true.
+
+    Return false and close ``file`` if another process removed the file as abandoned before the lock was taken.
+    """
+    with contextlib.suppress(OSError):  # without locks, abandoned_temporaries yields the file only after a week
         fcntl.flock(file, fcntl.LOCK_EX)
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(temporary.stat(), os.fstat(file.fileno())):
@@ -279,15 +293,16 @@ def _locked(file: IO[bytes], temporary: Path) -> bool:
 
 
 def abandoned_temporaries(folder: Path) -> Iterator[Path]:
-    """Yield the temporaries that dead processes left in ``folder``, each locked until the next is asked for.
+    """Yield the temporary files and links of killed processes in ``folder``, for the caller to remove.
 
-    Where the file system has no locks, a temporary counts that was not changed for a week.
+    Each file is locked until the caller requests the next. If the file system has no locks, yields the temporary files
+    without a change for a week. Yields all temporary links: :func:`staged_symlink` makes a removed link again.
     """
     if not folder.is_dir():
         return
     for temporary in [path for path in sorted(folder.iterdir()) if is_temporary(path.name)]:
         if temporary.is_symlink():
-            yield temporary  # a living process renames the link at once
+            yield temporary  # a link cannot be locked
         elif temporary.is_file():
             try:
                 descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
@@ -301,7 +316,7 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(descriptor: int) -> bool:
-    """Return true if the writer of a temporary is dead, and lock the temporary."""
+    """Return true if no process writes the temporary file, and lock the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -313,14 +328,14 @@ def _is_abandoned(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def staged_symlink(link: Path, target: str) -> Generator[None]:
-    """Point ``link`` to ``target`` when the block ends, durable; there is no moment without a link.
+    """Point ``link`` to ``target`` at the end of the block, atomically and durably.
 
     The new link is made before the block, under a temporary name, so that a full disk is an error before the block. If
     the block raises, ``link`` stays as before.
 
     Args:
         link: path of the link.
-        target: relative to the folder of the link.
+        target: path of the target, relative to the folder of the link.
     """
     temporary = link.with_name(temporary_name(link.name))
     temporary.symlink_to(target)
@@ -333,11 +348,12 @@ def staged_symlink(link: Path, target: str) -> Generator[None]:
 
 
 def _move_link(temporary: Path, link: Path, target: str) -> None:
+    """Rename the temporary link to ``link``, durably. Make the temporary link again if another process removed it."""
     while True:
         try:
             temporary.replace(link)
             break
-        except FileNotFoundError:  # a link cannot be locked: a sweep removed the link
+        except FileNotFoundError:  # removed as abandoned: a link cannot be locked
             temporary.symlink_to(target)
     fsync_folder(link.parent)
 
@@ -360,11 +376,11 @@ class FileDigest:
 
     Attributes:
         size_bytes: size of the whole file.
-        xxh3_128: digest of the file without the tail, in hexadecimal.
+        xxh3_128: XXH3-128 of the file without the tail, in hexadecimal.
         chunk_bytes: size of a chunk; the last chunk is shorter. 0: there are no digests of chunks.
-        chunks: XXH3-64 of each chunk, 8 bytes each, big-endian, in base 64.
-        tail_bytes: size of the end of the file, where the digest is stored; the digest does not cover the tail.
-        tail_xxh3_128: digest of that end, in hexadecimal.
+        chunks: XXH3-64 of each chunk of the file without the tail: 8 bytes each, big-endian, in base 64.
+        tail_bytes: size of the tail, the end of the file, where the digest of the rest is stored; 0: no tail.
+        tail_xxh3_128: XXH3-128 of the tail, in hexadecimal; empty without a tail.
     """
 
     size_bytes: int
@@ -376,16 +392,16 @@ class FileDigest:
 
     @property
     def body_bytes(self) -> int:
-        """Size of the bytes that the digest covers."""
+        """Size of the file without the tail, in bytes."""
         return self.size_bytes - self.tail_bytes
 
     def with_tail(self, tail: bytes) -> FileDigest:
-        """Return the digest of the file after ``tail`` was appended to the body."""
+        """Return the digest of the file with ``tail`` as the tail, in place of an earlier tail."""
         size, digest = self.body_bytes + len(tail), xxhash.xxh3_128_hexdigest(tail) if tail else ""
         return replace(self, size_bytes=size, tail_bytes=len(tail), tail_xxh3_128=digest)
 
     def chunk_digests(self) -> list[bytes]:
-        """Return the 8 bytes of the digest of each chunk; empty if there are no digests of chunks.
+        """Return the digest of each chunk, 8 bytes each. Empty if there are no digests of chunks.
 
         Raises:
             ValueError: the number of digests does not fit the size of the file.
@@ -399,7 +415,7 @@ class FileDigest:
 
 
 def chunk_bytes_for(size_bytes: int, least: int = _SMALLEST_CHUNK_BYTES, most_chunks: int = _MOST_CHUNKS) -> int:
-    """Return the size of the chunks of a file, each of which has a digest.
+    """Return the size of the chunks of a file, for a :class:`FileDigest`.
 
     Args:
         size_bytes: largest possible size of the file.

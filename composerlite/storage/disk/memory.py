@@ -1,4 +1,4 @@
-"""Memory of this machine: allocated once and used again, and copied without the interpreter's lock."""
+"""Memory of this machine: allocation and reuse of large buffers, free memory, and copies in several threads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # advice for madvise(2)
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
 _SMALL_BYTES = 16 << 10
-_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads do not make memory faster; few pieces need none
-_LEAST_LENT_BYTES = 49 << 20  # the default size of a ring: memory of a load is large enough for a save
-_MOST_KEPT_BYTES = 65 << 20  # the blocks of a load
+_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads copy no faster; fewer pieces than 8 for a thread do not pay
+_LEAST_LENT_BYTES = 49 << 20  # enough for the 48 MiB of StreamWriter: a save can use the memory of an earlier load
+_MOST_KEPT_BYTES = 65 << 20  # a load by ParallelReader with 16 threads
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -30,16 +30,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @final
 class HostMemory:
-    """Memory of this machine, in huge pages if the system has some. :meth:`close` frees the memory.
+    """Zeroed memory of this machine, in huge pages if the system has some. The owner calls :meth:`close`.
 
     Forked processes, such as workers of a data loader, find zeros: inherited pages would be copied at the next use.
 
     Args:
-        size_bytes: the least size.
+        size_bytes: smallest size, in bytes.
 
     Attributes:
-        address: of the first byte; a multiple of 2 MiB.
-        size_bytes: whole pages.
+        address: address of the first byte; a multiple of 2 MiB.
+        size_bytes: size in bytes, rounded up to whole pages.
 
     Raises:
         OSError: the system has less memory.
@@ -58,7 +58,7 @@ class HostMemory:
         """Return a writable view.
 
         Args:
-            offset: of the first byte of the view.
+            offset: offset of the first byte of the view, in bytes.
             size: in bytes.
 
         Returns:
@@ -67,10 +67,12 @@ class HostMemory:
         return memoryview(self._map)[self._skipped + offset : self._skipped + offset + size]
 
     def fault_in(self, offset: int, size: int) -> None:
-        """Make the system provide the pages of a range now instead of at the first use. Other threads run meanwhile.
+        """Make the system provide the pages of a range now instead of at the first use.
+
+        Other threads run meanwhile. The range may be filled with zeros.
 
         Args:
-            offset: of the range, a multiple of the page size.
+            offset: offset of the range in bytes, a multiple of the page size.
             size: in bytes.
 
         Raises:
@@ -84,17 +86,17 @@ class HostMemory:
         ctypes.memset(self.address + offset, 0, size)
 
     def close(self) -> None:
-        """Free the memory when no view is left. Nothing may use the address any more. May be called twice."""
+        """Free the memory when no view is left. Do not use the address afterwards. May be called twice."""
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 @final
 class WarmMemory:
-    """Keeps a piece of unused memory for the next user.
+    """Keeps a piece of unused memory for the next user. Threads may share this object.
 
-    The first touch of memory takes up to 3 ms per MiB in virtual machines whose host reclaims free pages: as long as
-    writing as much to a fast disk.
+    The reason is the cost of new pages: if the host of a virtual machine reclaims free pages, the first access takes up
+    to 3 ms per MiB, as long as a write of 1 MiB to a fast disk.
     """
 
     def __init__(self) -> None:
@@ -102,7 +104,7 @@ class WarmMemory:
         self._free: HostMemory | None = None
 
     def take(self) -> HostMemory | None:
-        """Take the kept memory; ``None`` if there is none."""
+        """Return the kept memory, now owned by the caller; ``None`` if there is none."""
         with self._lock:
             memory, self._free = self._free, None
         return memory
@@ -121,7 +123,7 @@ _lent = WarmMemory()
 
 
 def borrow_memory(size_bytes: int) -> HostMemory:
-    """Return memory of at least ``size_bytes`` to write or read a file with, until :func:`give_memory_back`."""
+    """Return memory of at least ``size_bytes``, with any content, until :func:`give_memory_back`."""
     if (memory := _lent.take()) is not None:
         if memory.size_bytes >= size_bytes:
             return memory
@@ -130,20 +132,20 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 
 def give_memory_back(memory: HostMemory) -> None:
-    """Keep borrowed memory of up to 65 MiB for the next borrower. No view may be used any more."""
+    """Return borrowed memory, and use no view of it afterwards. Up to 65 MiB are kept for the next borrower."""
     unwanted = _lent.keep(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
     if unwanted is not None:
         unwanted.close()
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes still free for this process, in the machine and in the control groups of the process.
+    """Return the free memory for this process in bytes, by the machine and by the control groups of the process.
 
     Args:
-        root: folder with the files of the system.
+        root: folder with ``proc`` and ``sys``.
 
     Returns:
-        The smallest number, at least 0.
+        The smallest of these numbers, at least 0. Half of the memory of the machine if the system reports nothing.
     """
     free = _number_in(root / "proc/meminfo", "MemAvailable")
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if free is None else free << 10
@@ -151,7 +153,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _number_in(file: Path, name: str) -> int | None:
-    """Return the number after ``name`` in a file of the system that has a name in each line; ``None``: it has none."""
+    """Return the number after ``name`` in a file with a name and a number in each line; ``None`` if there is none."""
     with contextlib.suppress(OSError):
         if found := re.search(rf"^{name}:?\s+(\d+)", file.read_text(), re.MULTILINE):
             return int(found[1])
@@ -159,7 +161,7 @@ def _number_in(file: Path, name: str) -> int | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Return the free bytes of each control group of the process, for both versions of control groups."""
+    """Yield the free bytes of each control group of the process with a limit, in both versions of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -175,7 +177,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
-    """Return the free bytes of the group ``path`` and its parents. A container is its own root."""
+    """Yield the free bytes of the group ``path`` and of the parents, for each with a limit.
+
+    A container may see its own group as ``mount``, where ``path`` does not exist.
+    """
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
@@ -189,17 +194,17 @@ def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Itera
 _ALL = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")  # the address space; nothing is touched
 
 move = ctypes.CDLL(None).memmove
-"""Copy memory: address to copy to, address to copy from, bytes. Other threads run meanwhile."""
+"""Copy memory: destination address, source address, number of bytes. Other threads run meanwhile."""
 
 move_small = ctypes.PyDLL(None).memmove
-"""Copy few bytes without releasing the interpreter's lock: waiting for the lock would take longer than the copy."""
+"""Copy few bytes and hold the interpreter's lock: to wait for the lock afterwards would take longer than the copy."""
 
 for _function in (move, move_small):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _function.restype = None
 
 Copy = tuple[int, int, int]
-"""Address to copy to, address to copy from, bytes."""
+"""Destination address, source address, number of bytes."""
 
 
 def memory_at(address: int, size: int) -> memoryview:
@@ -208,17 +213,17 @@ def memory_at(address: int, size: int) -> memoryview:
 
 
 def address_of(buffer: bytearray | memoryview) -> int:
-    """Return the address of the bytes of ``buffer``. A resize may move the bytes."""
+    """Return the address of the bytes of ``buffer``, valid while the caller holds ``buffer`` and does not resize it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def copy_memory(copies: Iterable[Copy]) -> None:
-    """Copy memory in up to four threads, including the calling thread.
+    """Copy memory in up to four threads, including the calling thread. Returns when all copies are done.
 
-    Each thread takes a piece after the other: a thread with a busy core copies less.
+    Each thread copies one piece after the other, so a thread on a busy core copies fewer pieces.
 
     Args:
-        copies: for each the address to copy to, the address to copy from, and the number of bytes.
+        copies: destination address, source address and number of bytes of each copy.
     """
     small: list[Copy] = []
     pieces: list[Copy] = []
@@ -241,7 +246,7 @@ def copy_memory(copies: Iterable[Copy]) -> None:
         for copy in small:
             move_small(*copy)
     finally:
-        for _ in left:  # after an interrupt: the threads end with their pieces
+        for _ in left:  # after an interrupt: no thread begins another piece
             pass
         for thread in threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""Read parts of a large file into memory: several threads, straight into place, verified on the way."""
+"""ParallelReader: reads parts of a large file into memory in several threads, and verifies digests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from composerlite.types import Piece
 _PIECE_BYTES = 1 << 20  # read into place, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
 _SMALL_BYTES = 16 << 10  # smaller parts are read together and then moved
-_GAP_BYTES = 64 << 10  # to read over a smaller gap is faster than another read
-_CACHED_SHARE = 0.9  # of a file that is read through the page cache only
+_GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
+_CACHED_SHARE = 0.9  # if this share of the range is in the page cache, O_DIRECT is not used
 _CACHESTAT = 451  # number of the system call, on all processors
 
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
-UNIT_BYTES = 4 << 20  # read by one thread at a time
-_DIRECT_THREADS = 4  # more threads for waits for the disk
+UNIT_BYTES = 4 << 20  # size of a job of a thread, unless a chunk is larger
+_DIRECT_THREADS = 4  # additional threads for O_DIRECT, which mostly wait for the disk
 
 Unit = tuple[int, int]
 """A part of a file: offsets of the beginning and the end."""
 
 
 class Target(NamedTuple):
-    """Memory that a part of a file is read into."""
+    """Destination of a part of a file: offset in the file, address in memory, number of bytes."""
 
     offset: int
     address: int
@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
-    """Yield ``targets`` in sorted lists without overlaps in the file."""
+    """Distribute ``targets`` over lists that are sorted and without overlaps in the file. Empty targets are dropped."""
     left = sorted(Target(*target) for target in targets if target[2])
     while left:
         layer, rest, end = list[Target](), list[Target](), 0
@@ -71,13 +71,13 @@ def units_of(
     gap_bytes: int = 0,
     unit_bytes: int = UNIT_BYTES,
 ) -> list[Unit]:
-    """Return the units to read for ``targets``.
+    """Return the parts of a file to read for ``targets``, each a job of one thread.
 
     Args:
         targets: sorted, not overlapping.
         chunk_bytes: units consist of whole chunks of this size.
         size_bytes: size of the file, where the last chunk ends.
-        gap_bytes: read over gaps of up to this size.
+        gap_bytes: also read gaps between targets of up to this size.
         unit_bytes: size of a unit, unless a chunk is larger.
 
     Returns:
@@ -96,7 +96,7 @@ def units_of(
 
 
 def cut(start: int, end: int, step: int) -> Iterator[Unit]:
-    """Cut ``start`` to ``end`` at the multiples of ``step``."""
+    """Yield ``start`` to ``end`` in parts, cut at the multiples of ``step``."""
     while start < end:
         stop = min(end, start - start % step + step)
         yield start, stop
@@ -105,14 +105,14 @@ def cut(start: int, end: int, step: int) -> Iterator[Unit]:
 
 @final
 class ReadTargets:
-    """Finds the targets of parts of a file. ``targets`` are sorted and do not overlap in the file."""
+    """Finds the targets for parts of a file. ``targets`` must be sorted and not overlap in the file."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self._targets = targets
         self._ends = [target.offset + target.size for target in targets]
 
     def of(self, start: int, end: int) -> Iterator[tuple[int | None, int]]:
-        """Yield address (``None``: no target) and size of the parts of ``start`` to ``end``, in order."""
+        """Divide ``start`` to ``end`` into parts with and without a target. Yield (address or ``None``, size) each."""
         at = bisect_right(self._ends, start)
         while start < end:
             offset = self._targets[at].offset if at < len(self._targets) else end
@@ -128,7 +128,7 @@ class ReadTargets:
 
 
 def put(places: ReadTargets, data: memoryview, start: int) -> None:
-    """Copy ``data``, read at ``start`` in the file, to the targets."""
+    """Copy ``data``, the bytes from ``start`` on in the file, to the targets."""
     source = address_of(data)
     for address, size in places.of(start, start + len(data)):
         if address is not None:
@@ -140,13 +140,13 @@ def put(places: ReadTargets, data: memoryview, start: int) -> None:
 class ParallelReader:
     """Reads parts of a file. Used as a context manager, or until :meth:`close`.
 
-    With a digest, every chunk with a wanted byte is read whole and verified on the way; a file without digests of
-    chunks is a single chunk. Cached bytes are read from the page cache, the rest with O_DIRECT where that is possible.
+    With a digest, every chunk with a requested byte is read as a whole and verified. If the digest has no chunks, the
+    file is a single chunk. Cached bytes are read from the page cache, others with O_DIRECT if the file system allows.
 
     Args:
         path: the file.
-        digest: expected digest; ``None``: nothing is verified.
-        threads: number of reading threads, the caller's included; four more when the disk is read.
+        digest: expected digest, see :class:`FileDigest`; ``None``: nothing is verified.
+        threads: number of reading threads, the calling thread included. Reads with O_DIRECT use four more.
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.
@@ -154,7 +154,7 @@ class ParallelReader:
         verified: numbers of the chunks read and verified so far.
 
     Raises:
-        CorruptCheckpointError: not a file, or the size differs from ``digest``.
+        CorruptCheckpointError: not a file, or the size or the tail differs from ``digest``.
         OSError: the file does not exist or cannot be read.
     """
 
@@ -224,7 +224,7 @@ class ParallelReader:
         Args:
             targets: offset in the file, address in memory and number of bytes of each part, in any order. The memory
                 must exist until this returns.
-            progress: called in this thread with numbers of bytes read. Whole chunks are more than the targets.
+            progress: called in this thread with numbers of bytes read. The sum may exceed the sizes of the targets.
 
         Raises:
             CorruptCheckpointError: the file is shorter, or the bytes are not the saved bytes; the message says
@@ -236,7 +236,7 @@ class ParallelReader:
             self._run(ReadTargets(layer), layer, progress)
 
     def verify(self, progress: Callable[[int], object] = int, skip: Container[int] = ()) -> None:
-        """Read and verify all chunks.
+        """Read and verify all chunks. Without a digest there are no chunks, and nothing is read.
 
         Args:
             progress: called in this thread with numbers of bytes read.
@@ -269,7 +269,7 @@ class ParallelReader:
             )
 
     def _run(self, places: ReadTargets, wanted: Sequence[Target], progress: Callable[[int], object]) -> None:
-        """Read and verify the units of ``wanted`` with several threads, this thread included, and fill ``places``."""
+        """Read and verify the units of ``wanted`` in several threads, this thread included, and fill ``places``."""
         gap_bytes = 0 if self._chunks else _GAP_BYTES
         units = units_of(wanted, chunk_bytes=self._chunk_bytes, size_bytes=self.size_bytes, gap_bytes=gap_bytes)
         if not units:
@@ -303,7 +303,7 @@ class ParallelReader:
                 threads += start_threads(work, 1, name="checkpoint-reader")
             work(progress)
         finally:
-            for thread in threads:  # the caller may use the memory when no thread fills it, also after a second Ctrl-C
+            for thread in threads:  # no thread may fill memory after the return, even after a second Ctrl-C
                 while thread.is_alive():
                     try:
                         thread.join()
@@ -320,7 +320,15 @@ class ParallelReader:
                 self.verified.update(range(start // self._chunk_bytes, -(-end // self._chunk_bytes)))
 
     def _read_unit(self, places: ReadTargets, block: memoryview, direct: int | None, start: int, end: int) -> None:
-        """Read a unit, verify the chunks, and copy the bytes to the targets."""
+        """Read a unit, verify the chunks, and fill the targets.
+
+        Args:
+            places: the targets.
+            block: memory of this thread.
+            direct: descriptor with O_DIRECT; ``None``: read through the page cache.
+            start: offset of the unit.
+            end: end of the unit.
+        """
         digest = self._hash()
         if direct is not None and cached_share(self._buffered, start, end) < 0.5:
             for at, stop in cut(start, end, UNIT_BYTES):
@@ -349,7 +357,7 @@ class ParallelReader:
                 move_small(*job)
 
     def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
-        """Read a part of the file past the page cache into ``block``; return the view of the part."""
+        """Read a part of the file with O_DIRECT into ``block``, and return the view of the part."""
         before = start % BLOCK_BYTES
         size = before + end - start
         count = 0
@@ -378,7 +386,7 @@ class ParallelReader:
                 left[0] = left[0][count:]
 
     def _verify(self, digest: xxhash.xxh3_64 | xxhash.xxh3_128, views: Sequence[memoryview], position: int) -> None:
-        """Digest ``views``, which begin at ``position`` in the file, and compare at the end of each chunk."""
+        """Add ``views``, the bytes from ``position`` on, to ``digest``. Compare and reset at the end of each chunk."""
         for view in views if self._chunks else ():
             for start, end in cut(position, position + len(view), self._chunk_bytes):
                 digest.update(view[start - position : end - position])
@@ -396,7 +404,7 @@ class ParallelReader:
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
-    """Return the share of a part of a file that is in the page cache, from 0 to 1; 1 if the system does not tell."""
+    """Return the share of a part of a file in the page cache, from 0 to 1; 1 if the system does not report this."""
     counts = _Counts()
     extent = (ctypes.c_uint64 * 2)(start, end - start)
     if start >= end:
@@ -418,7 +426,7 @@ def verify_file(
     """Compare the file ``path`` with ``digest``.
 
     Args:
-        path: of the file.
+        path: path of the file.
         digest: expected size and hashes.
         progress: called with numbers of bytes read.
         skip: numbers of chunks verified before, as in :attr:`ParallelReader.verified`.

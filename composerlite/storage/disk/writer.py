@@ -1,4 +1,4 @@
-"""Write large files at the speed of the disk: a ring of memory, threads that write with O_DIRECT, digests meanwhile."""
+"""StreamWriter: writes large files at the speed of the disk, in threads and with O_DIRECT, and computes digests."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_mem
 from composerlite.storage.workers import WorkerPool
 
 _RING_BYTES = 48 << 20
-"""Memory to write with, for a file that is not in memory as a whole."""
+"""Size of the ring: the memory for a file that is not in memory as a whole, divided into windows used in turn."""
 _WINDOW_BYTES = 8 << 20  # more windows than threads: all threads and the caller are busy
 _WRITERS = 4  # fewer leave the disk idle between two writes
 _PIECE_BYTES = 2 << 20  # copied, then hashed while in the cache of the processor
 _LARGE_WINDOW_BYTES = 32 << 20
-"""Window of memory that is written without a copy. Training waits for the interpreter at each call: calls are few."""
+"""Window of memory written without a copy. Large, for few calls: at each call training waits for the interpreter."""
 _SMALL_FILE_BYTES = 8 << 20
 _FEW_CORES = 2  # training has a core; the other core either hashes or writes
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
-"""Makes the tail of a file from the digest of the stored bytes, and of the bytes before compression, if any."""
+"""Makes the tail of a file. Called with the digest of the stored bytes, and with that of the bytes before compression;
+the latter is ``None`` without compression.
+"""
 
 
 class Sink(Protocol):
-    """Takes the bytes of a file in order. Used as a context manager; leaving without :meth:`finish` gives the file up.
+    """Takes the bytes of a file in order. Used as a context manager. Without :meth:`finish` the file stays incomplete.
 
     Attributes:
         size_bytes: bytes appended so far.
         piece_bytes: best size of an append.
-        seconds: time by activity: ``hash``, ``write``, ``flush`` and others. Complete after :meth:`finish`.
+        seconds: seconds by activity: ``hash``, ``write``, ``flush`` and others. Complete after :meth:`finish`.
     """
 
     size_bytes: int
@@ -58,12 +60,12 @@ class Sink(Protocol):
         """Append ``size`` bytes of memory at ``address``. The memory may change when this returns.
 
         Args:
-            address: of the first byte.
+            address: address of the first byte.
             size: in bytes.
             crc: CRC-32 of the bytes before; ``None``: compute no CRC-32 and return 0.
 
         Returns:
-            CRC-32 of all bytes so far.
+            CRC-32 of the bytes before and these bytes.
 
         Raises:
             OSError: an earlier append could not be written.
@@ -74,7 +76,7 @@ class Sink(Protocol):
         """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
 
         Args:
-            seal: makes the tail of the file from the digest of the bytes before the tail. ``None``: no tail.
+            seal: called for the tail, which is appended before the file becomes durable. ``None``: no tail.
 
         Raises:
             OSError: the file could not be written.
@@ -88,7 +90,7 @@ class Sink(Protocol):
 
 @final
 class Digester:
-    """Digests a file from front to back in one pass: the whole file and each chunk of ``chunk_bytes``."""
+    """Computes the digests of a file and of each chunk of ``chunk_bytes`` while the bytes are written."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._whole = xxhash.xxh3_128()
@@ -99,7 +101,7 @@ class Digester:
         self._size = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """Digest the next bytes of the file."""
+        """Add the next bytes of the file."""
         view = memoryview(data)
         self._size += len(view)
         self._whole.update(view)
@@ -127,7 +129,7 @@ class Digester:
 
 
 class _Window(NamedTuple):
-    """A part of the memory to write from: address of the first byte, and all bytes."""
+    """A part of the memory to write from: address of the first byte, and a view of all bytes."""
 
     address: int
     view: memoryview
@@ -137,23 +139,25 @@ class _Window(NamedTuple):
 class StreamWriter:
     """Writes a file from front to back: the caller fills windows of memory, threads write the windows to the disk.
 
-    Windows are written with O_DIRECT, or through the page cache where the file system refuses O_DIRECT. The caller
-    alone writes a file of up to 8 MiB; on one or two cores also a file in ``memory``: more threads would cost training
-    more than the save gains. Used as a context manager: leaving the block without :meth:`finish` gives the file up.
+    Windows are written with O_DIRECT, or through the page cache if the file system refuses O_DIRECT. Files of up to
+    8 MiB are written in the calling thread and through the page cache. Files in ``memory`` are also written in the
+    calling thread on machines with one or two cores, where threads would slow down training. Used as a context manager.
+    Without :meth:`finish` the file stays incomplete, and the caller removes the file.
 
     Args:
         path: an existing file, empty.
-        size_bytes: size of the file, if known. The space is reserved first, so that a full disk is found at once.
-        memory: memory for the whole file. Appended bytes are put at their offset in the file, unless the source is
-            there already, and written from there. Nobody else may change the memory until :meth:`finish` returns.
-            ``None``: a ring of 48 MiB; a written window is used again.
-        chunk_bytes: size of the chunks with a digest; ``None``: as :func:`chunk_bytes_for` says.
+        size_bytes: expected size of the file. Above 8 MiB the space is reserved first, so that a full disk
+            is an error before any write.
+        memory: memory for the whole file, owned by the caller. The bytes are copied to the same offset as in the file,
+            unless ``copy`` gets this address, and are written from there. No other code may change the memory until
+            :meth:`finish` returns. ``None``: a ring of 48 MiB, where a window is reused after the write.
+        chunk_bytes: size of the chunks with a digest; ``None``: the result of :func:`chunk_bytes_for`.
 
     Attributes:
         size_bytes: bytes appended so far.
         piece_bytes: best size of an append.
-        seconds: time by activity. ``hash``: the caller hashed. ``wait``: the caller waited for a free window.
-            ``write``: sum over the threads. ``flush``: fsync.
+        seconds: seconds by activity. ``hash``: hashes in the calling thread. ``wait``: waits of the calling thread for
+            writes. ``write``: writes, the sum over all threads. ``flush``: fsync.
 
     Raises:
         ValueError: ``memory`` is smaller than ``size_bytes``.
@@ -188,7 +192,7 @@ class StreamWriter:
         )
         self._filled = self._digested = 0  # bytes of the first window
         self._pool = WorkerPool(_WRITERS, name="checkpoint-writer") if has_threads else None
-        self._pending: deque[Future[float]] = deque()  # a write of each of the last windows, in order
+        self._pending: deque[Future[float]] = deque()  # unfinished writes of windows, the oldest first
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
@@ -203,12 +207,12 @@ class StreamWriter:
         """Append ``size`` bytes of memory at ``address``. The memory may change when this returns.
 
         Args:
-            address: of the first byte.
+            address: address of the first byte.
             size: in bytes.
             crc: CRC-32 of the bytes before; ``None``: compute no CRC-32 and return 0.
 
         Returns:
-            CRC-32 of all bytes so far.
+            CRC-32 of the bytes before and these bytes.
         """
         while size:
             length = min(size, self._room(), self.piece_bytes)
@@ -228,7 +232,7 @@ class StreamWriter:
         """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
 
         Args:
-            seal: makes the tail, which is written before the file is flushed.
+            seal: called for the tail, with ``None`` as the second argument. The tail is written before the fsync.
 
         Raises:
             OSError: the file could not be written.
@@ -259,26 +263,27 @@ class StreamWriter:
         self._close()
 
     def _room(self) -> int:
-        """Return the free bytes of the first window; a full window is written, and the next window comes first."""
+        """Return the free bytes of the first window. If the window is full, first write it and rotate to the next."""
         if self._filled == len(self._windows[0].view):
             self._write_window()
         return len(self._windows[0].view) - self._filled
 
     def _advance(self, size: int) -> None:
+        """Count ``size`` bytes added to the first window, and digest them when enough have been added."""
         self._filled += size
         self.size_bytes += size
         if self._filled - self._digested >= self.piece_bytes:
             self._digest()
 
     def _digest(self) -> None:
-        """Digest the bytes appended since the last call: small pieces together."""
+        """Digest the bytes in the first window added since the last call."""
         started = time.perf_counter()
         self._digester.update(self._windows[0].view[self._digested : self._filled])
         self._digested = self._filled
         self.seconds["hash"] += time.perf_counter() - started
 
     def _write_window(self) -> None:
-        """Write the first window in a thread, or here if there are no threads. The next window comes first."""
+        """Write the first window in a thread, or here if there are no threads, and rotate to the next window."""
         self._digest()
         write = partial(self._write, self._windows[0].view, self.size_bytes - self._filled, self._filled)
         self._filled = self._digested = 0
@@ -291,7 +296,7 @@ class StreamWriter:
             self._finish_oldest()
 
     def _write(self, view: memoryview, position: int, size: int) -> float:
-        """Write the first ``size`` bytes of a window, and return the time in seconds."""
+        """Write the first ``size`` bytes of a window at ``position`` in the file, and return the time in seconds."""
         started = time.perf_counter()
         try:
             write_file(self._path, view, position, size, past_cache=self._is_large)
@@ -301,13 +306,13 @@ class StreamWriter:
         return time.perf_counter() - started
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest write, and raise the error of the write."""
+        """Wait for the oldest write, and raise the error of a failed write."""
         started = time.perf_counter()
         self.seconds["write"] += self._pending.popleft().result()
         self.seconds["wait"] += time.perf_counter() - started
 
     def _close(self) -> None:
-        """Stop the threads, without the writes that have not begun. May be called twice."""
+        """Drop the writes that have not begun, stop the threads and return borrowed memory. May be called twice."""
         for future in self._pending:
             future.cancel()
         if self._pool is not None:

@@ -1,3 +1,3 @@
-"""The object stores, one module for each service or protocol. A module imports its SDK, and is itself imported when a
-store of its scheme is opened.
+"""Object stores: one module for each service or protocol, and the shared modules ``base`` and ``web``. SDKs are
+optional libraries, so the module of a service is imported when a store with the scheme of the service is opened.
 """

@@ -1,4 +1,4 @@
-"""BackendStore: the common part of all stores. A store adds requests and the meaning of errors."""
+"""BackendStore: base class of all stores. A subclass adds the requests to a service and the translation of errors."""
 
 # pyright: reportPrivateUsage=false
 # _Parts calls the requests of BackendStore.
@@ -33,30 +33,34 @@ from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.transfer import Transfer
 
 CONNECTIONS = 64
-"""Connections to a service at the same time."""
+"""Largest number of connections of a store at the same time."""
 PIECE_BYTES = 1 << 20
-"""Size of one read or write."""
+"""Size of one read or write, in bytes."""
 ABSENT = ""
 """The version of an object that does not exist."""
 _WHOLE_BYTES = 64 << 20  # a larger file is uploaded in parts, where the store takes parts
 _TRANSFER_THREADS = 4
 
 Meaning = tuple[type[Exception], str]
-"""Type of the error that a method raises, and the cause in its message."""
+"""Translation of an error: the type of the new error, and the cause for the message."""
 
 log = logging.getLogger(__name__)
 
 
 class BackendStore(ObjectStore):
-    """An object store without its requests.
+    """Everything in an object store except the requests to the service.
 
-    The methods check names, add :attr:`prefix`, translate the errors of the backend and sort listings. A subclass
-    implements the methods with an underscore. Their ``key`` is a checked name with the prefix. They raise the errors of
-    their library, and ``_meaning`` translates these errors.
+    The public methods check names, add :attr:`prefix`, translate the errors of the backend and sort listings. A
+    subclass implements the abstract methods, and the methods for parts if ``least_part_bytes`` is not 0. The argument
+    ``key`` is a checked name with the prefix. A subclass raises the errors of the SDK, and ``_meaning`` translates
+    each error.
 
     Args:
         uri: URI of the bucket, with a slash at the end.
         prefix: put before every name, with a slash between.
+
+    Raises:
+        ConfigError: no object can have a name with this prefix.
     """
 
     reads_ranges = True
@@ -142,7 +146,7 @@ class BackendStore(ObjectStore):
         return self.open_range(name, offset, size).read()
 
     def _answer(self, name: str, offset: int, size: int) -> Generator[Any]:
-        """Yield version and size of the object, and then its bytes, with translated errors."""
+        """Yield (version, size of the object), then the bytes as in ``_read``, with translated errors."""
         with self._translated("read", name) as key:
             if size == 0:
                 yield self._stat(key)
@@ -187,8 +191,9 @@ class BackendStore(ObjectStore):
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         """Make the ``size`` bytes of ``file`` the content of an object.
 
-        ``version``: replace only this version; ``ABSENT``: only create. Otherwise raise FileExistsError. A store whose
-        :attr:`creates_atomically` is false ignores ``version``: the caller has looked for the object.
+        ``None`` replaces any version, ``ABSENT`` only creates the object, and any other ``version`` is the only version
+        to replace. Raise an error with the meaning FileExistsError if the object has another version. A store with
+        false :attr:`creates_atomically` ignores ``version``: the caller has checked if the object exists.
         """
 
     @abstractmethod
@@ -197,7 +202,7 @@ class BackendStore(ObjectStore):
 
     @abstractmethod
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
-        """Yield first (version, size of the object), then the bytes from ``offset`` on, at most ``size``, at least 1.
+        """Yield (version, size of the object), then at most ``size`` bytes from ``offset`` on. ``size`` is at least 1.
 
         A negative ``offset`` counts from the end of the object, and stands for 0 if the object is smaller.
         """
@@ -208,30 +213,30 @@ class BackendStore(ObjectStore):
 
     @abstractmethod
     def _list(self, prefix: str, *, level: bool) -> Iterable[ObjectInfo]:
-        """List the objects with keys below ``prefix``. The keys are the names.
+        """List the objects with keys beginning with ``prefix``. The ``name`` of each result is the key.
 
-        ``level``: folders may be listed in place of the objects whose keys have a slash after ``prefix``. The name of a
-        folder ends with a slash.
+        With ``level``, a result may be a folder in place of all objects in the folder. The key of a folder ends with
+        the first slash after ``prefix``.
         """
 
     @abstractmethod
     def _meaning(self, error: Exception) -> Meaning | None:
-        """Translate an error of the library; ``None``: any other error."""
+        """Translate an error of the SDK. Return ``None`` for any other error."""
 
     def _start(self, key: str) -> tuple[str, datetime | None]:
-        """Begin an upload in parts; return its id, and the time of its start where the backend tells."""
+        """Begin an upload in parts. Return the id and, if the backend reports the time, the start of the upload."""
         raise NotImplementedError
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
-        """List key, id and start of the unfinished uploads with keys below ``prefix``."""
+        """Yield (key, id, start) of each unfinished upload with a key beginning with ``prefix``."""
         return ()
 
     def _list_parts(self, key: str, upload_id: str) -> dict[int, Any]:
-        """Return the parts that the backend has, by their numbers."""
+        """Return the parts stored by the backend: number to part. A part is any value for ``_complete``."""
         raise NotImplementedError
 
     def _recognized(self, part: Any, data: memoryview) -> Any:
-        """Return ``part`` for ``_complete`` if the content is ``data``; otherwise ``None``."""
+        """Return a part for ``_complete`` if ``part`` of ``_list_parts`` has the content ``data``; else ``None``."""
         raise NotImplementedError
 
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Any:
@@ -239,7 +244,7 @@ class BackendStore(ObjectStore):
         raise NotImplementedError
 
     def _complete(self, key: str, upload_id: str, parts: Sequence[Any], version: str | None) -> None:
-        """Make the object of all ``parts``, which are in order. ``version``: ``ABSENT`` or ``None``, as in ``_put``."""
+        """Make the object from ``parts``, in order. ``version`` is ``ABSENT`` or ``None``, as in ``_put``."""
         raise NotImplementedError
 
     def _abort(self, key: str, upload_id: str) -> None:
@@ -249,7 +254,7 @@ class BackendStore(ObjectStore):
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def _translated(self, operation: str, name: str, *, is_prefix: bool = False) -> Generator[str]:
-        """Give the block the key of ``name``, and translate errors into the errors of every store."""
+        """Give the block the key of ``name``, and translate errors into those of :class:`ObjectStore`."""
         key = self.prefix + name if is_prefix else self._key(name)
         try:
             yield key
@@ -272,7 +277,7 @@ class BackendStore(ObjectStore):
 
 
 def _of_system(error: Exception) -> Meaning | None:
-    """Translate an error of the system. A missing file of this machine does not mean that an object is missing."""
+    """Translate an error of the operating system. A missing local file does not mean a missing object."""
     if not isinstance(error, OSError):
         return None
     cause = error.strerror or str(error) or type(error).__name__
@@ -290,7 +295,7 @@ class _Parts(PartUpload):
 
     def __init__(self, store: BackendStore, name: str, upload_id: str, started_at: datetime | None) -> None:
         super().__init__(name, upload_id, started_at)
-        self.parts: dict[int, Any] | None = None  # the store is asked once
+        self.parts: dict[int, Any] | None = None  # None: not listed yet; see _known
         self._store = store
         self._lock = threading.Lock()
 
@@ -319,7 +324,7 @@ class _Parts(PartUpload):
             self._store._abort(key, self.upload_id)
 
     def _known(self, key: str) -> dict[int, Any]:
-        """Return the parts that the store has."""
+        """Return the parts in the store. The first call lists the parts, and ``send`` adds to the result."""
         with self._lock:
             if self.parts is None:
                 self.parts = self._store._list_parts(key, self.upload_id)

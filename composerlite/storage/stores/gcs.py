@@ -1,4 +1,4 @@
-"""Google Cloud Storage."""
+"""GCSObjectStore: objects in a bucket of Google Cloud Storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composerlite.storage.stores.base import ABSENT, CONNECTIONS, PIECE_BYTES, B
 
 _XML_API = "https://storage.googleapis.com"
 _CHUNK_BYTES = 32 << 20
-"""Size of one request of a large upload, which is in memory. A multiple of 256 KiB, as the service requires."""
+"""Bytes of a large upload in each request, held in memory. The service requires a multiple of 256 KiB."""
 _NOT_GCS = "it is not that of Google's service, or was cut short"
 _WAY_OUT = (
     "Set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, run 'gcloud auth application-default login',"
@@ -27,21 +27,23 @@ _WAY_OUT = (
 class GCSObjectStore(BackendStore):
     """Objects in a bucket of Google Cloud Storage. Needs ``composerlite[gcs]``.
 
-    With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the store is an ``S3ObjectStore`` for the S3
-    protocol of the service (needs ``composerlite[s3]``): large objects go in parts, and ``create_only`` is a check
-    followed by a write. Otherwise credentials are Google's application default credentials: the file that
-    ``GOOGLE_APPLICATION_CREDENTIALS`` names, ``gcloud auth application-default login``, or credentials of the machine.
-    Then objects are created atomically and sent as a whole. The service verifies a checksum of every upload. The SDK
+    With an HMAC key in the environment, ``GCS_KEY`` and ``GCS_SECRET``, the constructor returns an ``S3ObjectStore``
+    for the S3 protocol of the service (needs ``composerlite[s3]``). Then large objects are uploaded in parts, and
+    ``create_only`` is a check followed by a write.
+
+    Otherwise credentials are Google's application default credentials: the file in ``GOOGLE_APPLICATION_CREDENTIALS``,
+    ``gcloud auth application-default login``, or credentials of the machine. Then objects are created atomically, and
+    an interrupted upload starts again from the beginning. The service verifies a checksum of every upload. The SDK
     does not retry.
 
     Args:
         bucket: name of an existing bucket.
-        prefix: put before every name, with a slash between. No method returns the prefix.
+        prefix: put before every name, with a slash between. Listings return names without the prefix.
         endpoint_url: address of the service, such as ``https://host``; otherwise ``GCS_ENDPOINT_URL``, or Google's. For
             emulators without credentials set ``STORAGE_EMULATOR_HOST`` instead.
-        project: project that pays; otherwise the project of the credentials.
+        project: project of the SDK's client, unused with an HMAC key; otherwise the project of the credentials.
         connect_timeout_seconds: longest wait for a connection.
-        read_timeout_seconds: longest wait for a byte of the service.
+        read_timeout_seconds: longest wait for the next bytes of an answer.
 
     Raises:
         ConfigError: an argument is wrong, or only one of ``GCS_KEY`` and ``GCS_SECRET`` is set.
@@ -97,7 +99,7 @@ class GCSObjectStore(BackendStore):
         with self._translated("open", "", is_prefix=True):
             options = {"api_endpoint": endpoint_url} if endpoint_url else None
             self._client: Any = storage.Client(project=project, client_options=options)  # the SDK has no types
-            # For traces the SDK asks for the bucket in a thread of its own, which many accounts may not.
+            # For traces the SDK would request metadata of the bucket in a thread. Many accounts have no right to do so.
             self._client._bucket_metadata_cache = None
             for scheme in ("https://", "http://"):  # the SDK's own adapter has 10 connections
                 self._client._http.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
@@ -116,7 +118,7 @@ class GCSObjectStore(BackendStore):
         self._bucket.blob(key).delete(**self._always)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
-        # The SDK returns ranges as a whole, and not the size of the object, which is in a header.
+        # The SDK returns a range only as a whole, and without the size of the object, which is in a header.
         from google.api_core.exceptions import from_http_response
 
         url = self._bucket.blob(key)._get_download_url(self._client)
@@ -155,7 +157,7 @@ class GCSObjectStore(BackendStore):
 
         if isinstance(error, GoogleAPICallError):
             method = getattr(getattr(error.response, "request", None), "method", "")
-            # Two writers at once, or the service has lost the session of an upload, which sends by PUT.
+            # 409: two writers at once. 404 or 410 to a PUT: the service has lost the session of an upload.
             if error.code == 409 or (error.code in (404, 410) and method == "PUT"):
                 return ObjectStoreTransientError, str(error)
             return web.meaning_of_answer(error.code or 0, str(error), getattr(error.response, "text", ""))

@@ -1,4 +1,4 @@
-"""LibcloudObjectStore: objects in a store of any driver of Apache Libcloud."""
+"""LibcloudObjectStore: objects in a container of any provider with a driver in Apache Libcloud."""
 
 from __future__ import annotations
 
@@ -36,30 +36,32 @@ _TIMEOUT_SECONDS = 60.0
 _MISSING = (ContainerDoesNotExistError, ObjectDoesNotExistError)
 _LOST = (requests.RequestException, HTTPError, ObjectHashMismatchError, ServiceUnavailableError)
 _NOT_UNDERSTOOD = (AttributeError, LookupError, TypeError, ValueError)
-"""Errors of drivers if a proxy answers with a page."""
+"""Errors that drivers raise if a proxy answers with a page."""
 _LISTS_WHOLE = {"local", "dummy", "atmos", "backblaze_b2"}
-"""Providers with drivers that cannot list by prefix, and warn."""
+"""Providers without listings by prefix. Their drivers log a warning if given a prefix."""
 _TIMES = ("last_modified", "modify_time")
-"""Names that drivers use for the time of an upload."""
+"""Names of the time of an upload in the metadata from a driver."""
 
 
 @final
 class LibcloudObjectStore(BackendStore):
-    """Keeps objects in a container of any provider that Apache Libcloud knows.
+    """Objects in a container of any provider supported by Apache Libcloud. Needs ``composerlite[libcloud]``.
 
-    The guarantees depend on the driver of the provider. Drivers of services make objects appear as a whole. The driver
-    of provider ``local`` writes files in place, and reads a whole file for each range: use a path for a folder.
-    ``create_only`` and :meth:`swap_bytes` are a check followed by a write. Uploads report their progress once, at the
-    end.
+    The guarantees depend on the driver of the provider. With drivers of services objects appear atomically. The driver
+    of the provider ``local`` writes files in place, and reads a whole file for each range: use a path for a folder.
+    ``create_only`` and :meth:`swap_bytes` are a check followed by a write. Uploads report progress once, at the end.
 
     Args:
         provider: value in ``libcloud.storage.types.Provider``, such as ``s3_us_west``, in upper or lower case.
         container: name of an existing container.
-        chunk_size: bytes of a piece of a download.
+        chunk_size: size of the pieces of a download, in bytes.
         key_environ: environment variable with the ``key`` of the driver.
         secret_environ: environment variable with the ``secret`` of the driver.
         provider_kwargs: further arguments of the driver, such as ``host`` and ``port``.
         prefix: put before every name, with a slash between.
+
+    Raises:
+        ConfigError: an argument is wrong, an environment variable is not set, or the driver needs another library.
     """
 
     @checked_arguments
@@ -100,7 +102,7 @@ class LibcloudObjectStore(BackendStore):
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
-        # As a file on disk: an upload from a stream costs three requests instead of one, and is not verified.
+        # Bytes go to a file first: an upload from a stream costs three requests instead of one, and is not verified.
         with self._driver() as driver, contextlib.ExitStack() as temporary:
             if isinstance(file, io.BytesIO):
                 content, file = file, temporary.enter_context(tempfile.NamedTemporaryFile())
@@ -138,7 +140,7 @@ class LibcloudObjectStore(BackendStore):
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
             try:
                 listed = driver.list_container_objects(container, prefix=asked)
-            except ObjectDoesNotExistError as e:  # not the container is absent
+            except ObjectDoesNotExistError as e:  # not about the container
                 raise ConnectionError("an object was deleted during the listing") from e
         return [ObjectInfo(found.name, int(found.size)) for found in listed if found.name.startswith(prefix)]
 
@@ -150,13 +152,13 @@ class LibcloudObjectStore(BackendStore):
             raise ConfigError(f"provider {self.provider!r} needs a library that is not installed: {e}") from e
         except (LibcloudError, TypeError, ValueError) as e:
             raise ConfigError(f"provider {self.provider!r} does not take these provider_kwargs: {e}") from e
-        _hang_up(driver)
+        _hang_up(driver)  # the constructor has opened a connection without a timeout
         driver.connection.conn_class, driver.connection.connection = _TimedConnection, None
         return driver
 
     @contextlib.contextmanager
     def _driver(self) -> Generator[Any]:
-        """Lend a driver that no other thread uses: a driver has one connection, and state."""
+        """Lend the calling thread a driver of its own: a driver has a single connection, and state."""
         try:
             driver = self._idle.pop()
         except IndexError:
@@ -167,7 +169,7 @@ class LibcloudObjectStore(BackendStore):
             self._idle.append(driver)
             raise
         except BaseException:
-            _hang_up(driver)  # an answer may be under way
+            _hang_up(driver)  # an unread answer may be left in the connection
             raise
         self._idle.append(driver)
 
@@ -183,7 +185,7 @@ class LibcloudObjectStore(BackendStore):
         if isinstance(error, (*_LOST, ConnectionError, TimeoutError)):
             return ObjectStoreTransientError, f"{self.provider}: {error or type(error).__name__}"
         if isinstance(error, BaseHTTPError | LibcloudError | ObjectError):
-            found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)  # drivers write it into a sentence
+            found = re.search(r"status code:? (\d{3})", str(error), re.IGNORECASE)  # the status is in a sentence
             status = int(error.code) if isinstance(error, BaseHTTPError) else int(found[1]) if found else 0
             return meaning_of_status(status), f"{self.provider}: {error}"
         if isinstance(error, _NOT_UNDERSTOOD):
@@ -194,7 +196,7 @@ class LibcloudObjectStore(BackendStore):
 
 @final
 class _TimedConnection(LibcloudConnection):
-    """A connection with a timeout for uploads. Libcloud's own connection has none."""
+    """A connection with a timeout also for uploads. Libcloud's own connection has no timeout for uploads."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,16 +205,17 @@ class _TimedConnection(LibcloudConnection):
 
 
 def _hang_up(driver: Any) -> None:
+    """Close the connection of ``driver``, if any."""
     connection = driver.connection.connection
     if connection is None:
-        return  # it was never used
+        return  # never used
     if connection.response is not None:
-        connection.response.close()  # its body may not have been read
+        connection.response.close()  # the body may be unread
     connection.session.close()
 
 
 def _from_environment(argument: str, key: str, variable: str | None) -> dict[str, str]:
-    """Return the argument ``key`` of the driver, from an environment variable."""
+    """Return the argument ``key`` of the driver with the value of an environment variable; empty without a variable."""
     if variable is None:
         return {}
     if variable not in os.environ:

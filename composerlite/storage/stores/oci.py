@@ -1,4 +1,4 @@
-"""Oracle's Object Storage."""
+"""OCIObjectStore: objects in a bucket of Oracle's Object Storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with importing_sdk("oci, which Oracle's storage needs,", extra="oci", packages=(
 
 _TRANSIENT_CODES = {"ConcurrentObjectUpdate", "UnmatchedContentMD5"}
 _Part = tuple[str, str]
-"""A part that the service has: its ETag, and the MD5 of its bytes."""
+"""An uploaded part: ETag, and MD5 of the bytes in base 64."""
 
 
 @final
@@ -36,14 +36,14 @@ class OCIObjectStore(BackendStore):
 
     Args:
         bucket: name of an existing bucket.
-        prefix: put before every name, with a slash between. No method returns the prefix.
-        namespace: namespace of the tenancy; ``None``: the service is asked once.
+        prefix: put before every name, with a slash between. Listings return names without the prefix.
+        namespace: namespace of the tenancy; ``None``: requested from the service once.
         config_file: configuration file; otherwise ``OCI_CONFIG_FILE``, or ``~/.oci/config``.
         profile: profile of the configuration file.
         endpoint_url: address of the service, such as ``https://host``; otherwise ``OCI_ENDPOINT_URL``, or the address
             of the region.
         connect_timeout_seconds: longest wait for a connection.
-        read_timeout_seconds: longest wait for a byte of the service.
+        read_timeout_seconds: longest wait for the next bytes of an answer.
 
     Raises:
         ConfigError: the configuration file, the profile or the private key does not exist, or a value is missing or
@@ -148,14 +148,14 @@ class OCIObjectStore(BackendStore):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method ``verb`` of the SDK for this bucket."""
+        """Call the method ``verb`` of the SDK's client with the namespace, this bucket and ``args``."""
         with self._lock:
             if self._namespace is None:
                 self._namespace = str(_checked(self._client.get_namespace()).data)
         return _checked(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
     def _pages(self, verb: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield the data of all pages that the method ``verb`` of the SDK returns."""
+        """Yield the data of each page of a listing by the method ``verb`` of the SDK's client."""
         more: dict[str, Any] = {}
         while True:
             answer = self._call(verb, *args, **kwargs, **more)
@@ -177,14 +177,18 @@ class OCIObjectStore(BackendStore):
 
 
 def _condition(version: str | None) -> dict[str, str]:
-    """Return the arguments of a request that replaces only ``version``."""
+    """Return arguments that make a request replace only ``version``, with the values of ``BackendStore._put``."""
     if version is None:
         return {}
     return {"if_none_match": "*"} if version == ABSENT else {"if_match": version}
 
 
 def _checked(answer: Any) -> Any:
-    """Return ``answer`` if the service has sent it: a proxy may answer 200 with a page of its own."""
+    """Return ``answer``, an answer of the SDK.
+
+    Raises:
+        ConnectionError: the answer is not from the service. A proxy may answer 200 with a page of its own.
+    """
     if not answer.request_id:
         if hasattr(answer.data, "close"):
             answer.data.close()

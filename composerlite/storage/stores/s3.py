@@ -1,4 +1,4 @@
-"""S3 and the many services that speak its protocol."""
+"""S3ObjectStore: objects in a bucket of S3 or of a service with the protocol of S3."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "bot
     from urllib3.exceptions import HTTPError
 
 _VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")
-"""Services (CoreWeave's) that take the bucket only as a part of the host's name."""
+"""Hosts of services (CoreWeave's) that require the bucket in the name of the host."""
 _NOT_S3 = "it is not that of an S3 service, or was cut short"
 _NOT_ALLOWED = {
     *("AuthorizationHeaderMalformed", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "InvalidToken"),
     *("RequestExpired", "TokenRefreshRequired", "UnrecognizedClientException"),
 }
-"""Codes of answers with status 400."""
+"""Codes of answers with status 400 for wrong or expired credentials."""
 _TRANSIENT = {
     *("BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InvalidDigest", "OperationAborted"),
     *("RequestTimeout", "RequestTimeoutException", "Throttling", "ThrottlingException"),
     *("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
 }
-"""Codes of answers with status 400 or 409."""
+"""Codes of answers with status 400 or 409 for errors where a retry may succeed."""
 _MISSING = {"NoSuchKey", "NotFound", "404", "NoSuchBucket", "InvalidBucketName", "NoSuchUpload"}
 _PART_FIELDS = ("PartNumber", "ETag", "ChecksumCRC32")
-"""Fields of a part that the request which completes an upload takes."""
+"""Fields of a part in the request to complete an upload."""
 _NO_CREDENTIALS = (
     *(sdk.NoCredentialsError, sdk.PartialCredentialsError, sdk.NoAuthTokenError, sdk.TokenRetrievalError),
     *(sdk.SSOError, sdk.UnknownCredentialError, sdk.UnknownTokenProviderError),
@@ -52,38 +52,39 @@ _LOST = (
     *(sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, HTTPError),
     *(sdk.MetadataRetrievalError, sdk.CredentialRetrievalError, ResponseParserError),
 )
-"""Lost connections, incomplete answers, and credentials from a source that did not answer."""
+"""Lost connections, incomplete answers, and no answer from the source of the credentials."""
 
 
 @final
 class S3ObjectStore(BackendStore):
-    """Objects in a bucket of S3, or of a service with its protocol. Needs ``composerlite[s3]``.
+    """Objects in a bucket of S3, or of a service with the protocol of S3. Needs ``composerlite[s3]``.
 
-    Credentials are found as by all of Amazon's tools: in the arguments, the environment (``AWS_ACCESS_KEY_ID`` …), the
-    profile, the role of the machine. The service verifies a checksum of every object and part. The SDK's own retries
-    are off.
+    Credentials are found as Amazon's tools find credentials: in the arguments, the environment (``AWS_ACCESS_KEY_ID``
+    …), the profile, the role of the machine. The service verifies a checksum of every object and part. The SDK's own
+    retries are off.
 
     Args:
         bucket: name of an existing bucket.
-        prefix: put before every name, with a slash between. No method returns the prefix.
+        prefix: put before every name, with a slash between. Listings return names without the prefix.
         region_name: region of the bucket; otherwise the region of the environment or the profile.
         endpoint_url: address of the service, such as ``https://host:9000``; otherwise ``S3_ENDPOINT_URL``,
-            ``AWS_ENDPOINT_URL``, the profile, or Amazon. With an address, buckets are addressed by path, those of
-            CoreWeave by host, unless ``client_config`` has ``{"s3": {"addressing_style": …}}``.
+            ``AWS_ENDPOINT_URL``, the profile, or Amazon. At a given address the bucket is a part of the path, at
+            addresses of CoreWeave a part of the host, unless ``client_config`` has
+            ``{"s3": {"addressing_style": …}}``.
         aws_access_key_id: together with ``aws_secret_access_key``.
         aws_secret_access_key: together with ``aws_access_key_id``.
         aws_session_token: token of temporary credentials.
         profile_name: profile in the files of Amazon's tools.
         unsigned: send no credentials, for public buckets.
-        canned_acl: given to every object that is written, such as ``bucket-owner-full-control``; otherwise
-            ``S3_CANNED_ACL``.
-        client_config: further arguments of ``botocore.config.Config``, which override ours.
-        checksum: ``md5`` for services that refuse the headers of the newer ``crc32``, such as GCS.
+        canned_acl: ACL of every written object, such as ``bucket-owner-full-control``; otherwise ``S3_CANNED_ACL``.
+        client_config: further arguments of ``botocore.config.Config``, with priority over the values of this class.
+        checksum: ``md5`` for services without support for the newer ``crc32``, such as GCS.
         conditional_writes: False for services that ignore ``If-None-Match`` and ``If-Match``: then ``create_only`` and
-            :meth:`swap_bytes` are a check followed by a write. A service that refuses these headers is noticed.
+            :meth:`swap_bytes` are a check followed by a write. If a service refuses these headers, the first such
+            write raises ObjectStoreTransientError, and later writes check first.
         scheme: scheme of :meth:`get_uri`.
         connect_timeout_seconds: longest wait for a connection.
-        read_timeout_seconds: longest wait for a byte of the service.
+        read_timeout_seconds: longest wait for the next bytes of an answer.
 
     Raises:
         ConfigError: an argument is wrong, or the profile does not exist.
@@ -132,7 +133,7 @@ class S3ObjectStore(BackendStore):
             "max_pool_connections": CONNECTIONS,
             "retries": {"total_max_attempts": 1, "mode": "standard"},
             "tcp_keepalive": True,
-            # This class sends checksums itself. The checksum of a whole object says nothing of a range.
+            # This class sends checksums itself. The checksum of a whole object cannot verify a range.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **({"signature_version": botocore.UNSIGNED} if unsigned else {}),
@@ -163,12 +164,16 @@ class S3ObjectStore(BackendStore):
         self._client.close()
 
     def _at(self, key: str, upload_id: str | None = None) -> dict[str, str]:
-        """Return the arguments of a request that name its object."""
+        """Return the arguments for the object of a request, and for the upload if ``upload_id`` is given."""
         return {"Bucket": self.bucket, "Key": key} | ({"UploadId": upload_id} if upload_id is not None else {})
 
     @contextlib.contextmanager
     def _condition(self, version: str | None) -> Generator[dict[str, str]]:
-        """Give the block the arguments of a request that replaces only ``version``."""
+        """Give the block arguments that make a request replace only ``version``, with the values of ``_put``.
+
+        Raises:
+            ObjectStoreTransientError: the service has no conditional writes. A retry writes without a condition.
+        """
         condition: dict[str, str] = {}
         if version is not None and self.creates_atomically:
             condition = {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
@@ -183,7 +188,7 @@ class S3ObjectStore(BackendStore):
             raise ObjectStoreTransientError(cause) from e
 
     def _digest(self, data: memoryview) -> dict[str, str]:
-        """Return the arguments of a request by which the service verifies ``data``."""
+        """Return the arguments of a request with the checksum of ``data``, for verification by the service."""
         if self._checksum == "md5":
             return {"ContentMD5": web.base64_md5(data)}
         return {"ChecksumCRC32": base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()}
@@ -250,7 +255,7 @@ class S3ObjectStore(BackendStore):
             is_same = part["ChecksumCRC32"] == digest.get("ChecksumCRC32")
         else:
             is_same = part["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
-        # Some services do not return the CRC of a part, and still want it for the completion.
+        # Some services do not list the CRC of a part and yet require the CRC to complete the upload.
         return {**part, **digest} if is_same and part.get("Size", data.nbytes) == data.nbytes else None
 
     def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Mapping[str, Any]:
@@ -289,7 +294,7 @@ class S3ObjectStore(BackendStore):
 
 
 def _answered(error: sdk.ClientError) -> Meaning:
-    """Translate an answer of the service: first by its code, then by its status."""
+    """Translate an error answer of the service, by its code or else by its status."""
     code, status = _code(error), int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     reason = str(error.response.get("Error", {}).get("Message", "")).rstrip(".")
     cause = f"{status} {code}: {reason}"
@@ -306,7 +311,7 @@ def _answered(error: sdk.ClientError) -> Meaning:
         return PermissionError, f"{cause}: the credentials are expired, or the region is wrong."
     if _is_not_offered(error):
         return ObjectStoreError, f"the service does not offer this ({cause})."
-    # A 404 without a known code may come from a proxy: it does not prove that an object is missing.
+    # A 404 without a known code may come from a proxy, and is no proof of a missing object.
     return ObjectStoreError if status in (404, 412) else meaning_of_status(status), cause
 
 
@@ -319,7 +324,11 @@ def _code(error: sdk.ClientError) -> str:
 
 
 def _field(answer: Mapping[str, Any], name: str) -> Any:
-    """Return a field of an answer. A proxy may answer 200 with a page that has no such field."""
+    """Return a field of an answer.
+
+    Raises:
+        ConnectionError: there is no such field. A proxy may answer 200 with a page of its own.
+    """
     if name not in answer:
         raise ConnectionError(f"the answer has no {name}: {_NOT_S3}")
     return answer[name]

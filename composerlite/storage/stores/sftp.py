@@ -1,4 +1,4 @@
-"""SFTPObjectStore: objects that are the files below a folder of a machine with an SSH server."""
+"""SFTPObjectStore: files below a folder of a machine with an SSH server, as objects."""
 
 from __future__ import annotations
 
@@ -32,44 +32,48 @@ with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
 _CHANNELS = 8
 """Concurrent operations on one connection; OpenSSH allows 10 by default."""
 _REQUEST_BYTES = 32 << 10
-"""Size of one write: every server takes that much."""
+"""Size of one write. Every server accepts this size."""
 _REQUESTS = 128
-"""Reads under way at the same time, so that a distant server is not waited for after each."""
+"""Read requests in flight at the same time, to avoid a round trip for each."""
 _LOST = (paramiko.SSHException, EOFError, TimeoutError, ConnectionError)
-"""Errors after which a connection cannot be used."""
+"""Errors of a lost connection, which cannot be used again."""
 _POLICIES = ("RejectPolicy", "WarningPolicy", "AutoAddPolicy")
 
 
 @final
 class SFTPObjectStore(BackendStore):
-    """Keeps objects as the files below the folder ``cwd`` of the machine ``host``. Needs ``composerlite[sftp]``.
+    """Objects as files below the folder ``cwd`` of the machine ``host``. Needs ``composerlite[sftp]``.
 
     Objects appear atomically, by a rename; the server must offer ``posix-rename@openssh.com``, as OpenSSH does.
-    ``create_only`` is the rename of the protocol, which does not replace a file. :meth:`swap_bytes` is not atomic. As
-    files and folders share their names, ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost connection
-    is an ObjectStoreTransientError, and the next operation connects again. The temporary files of interrupted uploads
-    are :meth:`unfinished_parts`.
+    ``create_only`` is atomic, too, by the rename of the protocol without replacement. :meth:`swap_bytes` is not atomic.
+    A path cannot be both a file and a folder, so ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost
+    connection is an ObjectStoreTransientError, and the next operation connects again. :meth:`unfinished_parts` lists
+    the temporary files of uploads, running uploads included. These uploads can be aborted, and not resumed; the start
+    of an upload is the last write to the file.
 
-    The protocol has the times of files in seconds. A reader does not notice if a file is replaced by another one of the
-    same size within a second.
+    Times of files are in whole seconds, so a reader does not notice that a file was replaced by a file of the same size
+    within a second.
 
     Args:
         host: name or address.
         port: port of the SSH server.
         username: ``None``: the name of the local user.
         password: password, or passphrase of the key.
-        known_hosts_filename: keys of trusted hosts. ``None``: the file that the environment variable
-            ``known_hosts_filename_environ`` names, otherwise ``~/.ssh/known_hosts``.
+        known_hosts_filename: file with the keys of trusted hosts. ``None``: the file in the environment variable
+            ``known_hosts_filename_environ``, otherwise ``~/.ssh/known_hosts``.
         known_hosts_filename_environ: name of this variable.
-        key_filename: private key. ``None``: the file that the environment variable ``key_filename_environ`` names;
-            otherwise, and without a password, the keys of the SSH agent and of ``~/.ssh``.
+        key_filename: file with the private key. ``None``: the file in the environment variable
+            ``key_filename_environ``; otherwise, and without a password, the keys of the SSH agent and of ``~/.ssh``.
         key_filename_environ: name of this variable.
         missing_host_key_policy: for an unknown host: ``RejectPolicy``, ``WarningPolicy`` or ``AutoAddPolicy``. The
             latter two trust any server.
-        cwd: folder of the objects, relative to the folder of a login. Must exist.
-        connect_timeout: seconds to connect in.
+        cwd: folder of the objects, absolute or relative to the home folder on the server. Must exist.
+        connect_timeout: longest wait for a connection, in seconds.
         answer_timeout: seconds to wait for each answer.
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
+
+    Raises:
+        ConfigError: an argument is wrong, or a file does not exist. The first operation connects.
     """
 
     creates_atomically = True
@@ -153,7 +157,7 @@ class SFTPObjectStore(BackendStore):
                     if _is_there(channel, path):
                         raise FileExistsError from e
                     raise
-            except _LOST:
+            except _LOST:  # the temporary file stays: see unfinished_parts
                 raise
             except BaseException:
                 with contextlib.suppress(OSError, *_LOST):  # the first error is more important
@@ -184,7 +188,8 @@ class SFTPObjectStore(BackendStore):
             except OSError:
                 if _is_there(channel, path, of_type=stat.S_ISREG):
                     raise
-            with contextlib.suppress(OSError):  # the folder has other files
+            # Also remove the folders that are empty now. The server refuses to remove a folder with files.
+            with contextlib.suppress(OSError):
                 while folder != self._root:
                     channel.rmdir(folder)
                     folder = posixpath.dirname(folder)
@@ -206,11 +211,12 @@ class SFTPObjectStore(BackendStore):
         return posixpath.join(self._root, key)
 
     def _check_root(self, channel: paramiko.SFTPClient) -> None:
+        """Raise FileNotFoundError if the folder of the store does not exist."""
         if not _is_there(channel, self._root, of_type=stat.S_ISDIR):
             raise FileNotFoundError("the folder of the store does not exist on the server")
 
     def _make_folder(self, channel: paramiko.SFTPClient, folder: str) -> None:
-        """Make ``folder`` and its parents, up to the folder of the store, which must exist."""
+        """Make ``folder`` and missing parents below the folder of the store. FileNotFoundError: no such store."""
         if folder == self._root:
             self._check_root(channel)
         elif not _is_there(channel, folder, of_type=stat.S_ISDIR):
@@ -222,13 +228,13 @@ class SFTPObjectStore(BackendStore):
                     raise
 
     def _files(self, prefix: str, *, level: bool) -> Iterator[ObjectInfo]:
-        """List files with keys below ``prefix``, in all folders; with ``level`` files and folders of one folder.
+        """List files with keys beginning with ``prefix``, temporary files included.
 
-        Temporary files are listed, too.
+        With ``level`` list only files and folders directly in the folder of ``prefix``.
         """
         folders = [prefix.rpartition("/")[0]]
         if folders[0] and not is_name(folders[0]):
-            return  # no object is there
+            return  # no object can be there
         while folders:
             for entry in self._entries(folders.pop()):
                 if level or not entry.name.endswith("/"):
@@ -256,7 +262,7 @@ class SFTPObjectStore(BackendStore):
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def _channel(self) -> Generator[Any]:
-        """Lend a channel to the server that no other thread uses."""
+        """Lend the calling thread a channel to the server. Waits while all 8 channels are lent."""
         with self._slots:
             with self._lock:
                 channel = self._take_channel()
@@ -266,7 +272,7 @@ class SFTPObjectStore(BackendStore):
                 if isinstance(e, _LOST):
                     _hang_up(channel)
                 elif not isinstance(e, OSError):
-                    channel.close()  # answers may be under way
+                    channel.close()  # unread answers may be left
                 elif channel.sock.closed:
                     raise ConnectionError(str(e)) from e
                 else:
@@ -275,7 +281,7 @@ class SFTPObjectStore(BackendStore):
             self._idle.append(channel)
 
     def _take_channel(self) -> Any:
-        """Return an idle or a new channel. Connect first if there is no connection."""
+        """Return an idle or a new channel. Connect first if there is no connection. Called with ``_lock`` held."""
         transport = self._ssh.get_transport()
         if transport is None or not transport.is_active():
             self._idle = []
@@ -304,7 +310,7 @@ class SFTPObjectStore(BackendStore):
                 f"the host is not known: {cause}. If you trust the host, add its key with: ssh-keyscan "
                 f"-p {self._login['port']} {self._login['hostname']} >> {self._known_hosts or '~/.ssh/known_hosts'}"
             )
-        # paramiko reports a connection that is lost during the login as a refused one
+        # paramiko reports a connection lost during the login as a refused login
         is_refused = isinstance(error, paramiko.AuthenticationException) and not re.search("EOF|timeout", cause)
         if is_refused or "No authentication methods available" in cause:
             return PermissionError, f"the login failed: {cause} Check username, key and password."
@@ -321,13 +327,13 @@ class SFTPObjectStore(BackendStore):
 
 
 def _hang_up(channel: Any) -> None:
-    """Close the connection of ``channel``."""
+    """Close the connection of ``channel``, and so all channels of the connection."""
     channel.sock.get_transport().close()
 
 
 @contextlib.contextmanager
 def _opened(channel: paramiko.SFTPClient, path: str, mode: str) -> Generator[paramiko.SFTPFile]:
-    """Open a file on the server. The file is not closed on a lost connection: that would wait for another answer."""
+    """Open a file on the server. On a lost connection the file stays open: to close would wait for another answer."""
     file = channel.open(path, mode)
     try:
         yield file
@@ -351,7 +357,7 @@ def _write(channel: paramiko.SFTPClient, path: str, file: IO[bytes]) -> None:
 
 
 def _is_there(channel: paramiko.SFTPClient, path: str, of_type: Any = bool) -> bool:
-    """Return true if a file or folder exists, and ``of_type`` is true of its mode."""
+    """Return true if a file or folder exists and ``of_type``, such as ``stat.S_ISDIR``, is true for its mode."""
     try:
         return of_type(channel.stat(path).st_mode or stat.S_IFREG)
     except FileNotFoundError:
@@ -359,7 +365,7 @@ def _is_there(channel: paramiko.SFTPClient, path: str, of_type: Any = bool) -> b
 
 
 def _version(attributes: paramiko.SFTPAttributes) -> tuple[str, int]:
-    """Return version and size of a file. FileNotFoundError: this is a folder."""
+    """Return version and size of a file. FileNotFoundError: not a regular file."""
     if not stat.S_ISREG(attributes.st_mode or stat.S_IFREG):
         raise FileNotFoundError("this is no file, and so no object")
     size = attributes.st_size or 0
@@ -367,7 +373,11 @@ def _version(attributes: paramiko.SFTPAttributes) -> tuple[str, int]:
 
 
 def _file(argument: str, filename: str | Path | None, environ: str) -> str | None:
-    """Return the file that an argument names, or an environment variable in its place."""
+    """Return the path in ``filename``, or else in the environment variable ``environ``; ``None`` if both are empty.
+
+    Raises:
+        ConfigError: the file does not exist.
+    """
     if filename is None:
         argument, filename = f"the environment variable {environ}", os.environ.get(environ)
     if not filename:

@@ -1,4 +1,4 @@
-"""Requests and answers of services that speak HTTP."""
+"""Helpers of the stores for HTTP: request bodies, ranges, and the translation of answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composerlite.storage.stores.base import PIECE_BYTES, Meaning
 
 @final
 class RequestBody:
-    """Body of a request: memory that SDKs read like a file, without a copy."""
+    """Body of a request: a file-like view of memory, without a copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data.cast("B")
@@ -29,7 +29,7 @@ class RequestBody:
         return iter(lambda: self.read(PIECE_BYTES), b"")
 
     def read(self, size: int = -1) -> memoryview:
-        # Returns more than urllib3 asks for: urllib3 asks for 16 KiB and sends all bytes of the answer.
+        # At least 1 MiB, for fewer calls: urllib3 requests 16 KiB and sends all bytes that it gets.
         length = len(self._data) if size < 0 else max(size, PIECE_BYTES)
         piece = self._data[self._at : self._at + length]
         self._at += len(piece)
@@ -59,6 +59,9 @@ def ranged_answer(
         pieces: body of the answer.
         offset: as in ``_read``.
         size: as in ``_read``.
+
+    Raises:
+        ConnectionError: ``pieces`` ends before the last byte of the range.
     """
     content_range = headers.get("content-range")
     total = int(headers["content-length"] if content_range is None else content_range.rpartition("/")[2])
@@ -76,7 +79,7 @@ def ranged_answer(
 
 
 def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
-    """Translate an HTTP answer. A page of HTML comes from a proxy and does not tell if an object exists.
+    """Translate an HTTP answer. A page of HTML comes from a proxy and is no evidence for or against an object.
 
     Args:
         status: status of the answer.
@@ -95,7 +98,10 @@ def base64_md5(data: bytes | memoryview) -> str:
 
 
 def body_of(data: memoryview) -> bytes | RequestBody:
-    """Return the body of a request. A small body is bytes: before an SDK sends a file, the service must agree."""
+    """Return the body of a request with ``data``: bytes up to 1 MiB, otherwise a :class:`RequestBody`.
+
+    Small data is copied since boto3 waits for ``100 Continue`` from the service before it sends a file-like body.
+    """
     return bytes(data) if data.nbytes <= PIECE_BYTES else RequestBody(data)
 
 
