@@ -121,10 +121,8 @@ class DeviceCPU(Device):
 class DeviceGPU(Device):
     """A CUDA GPU.
 
-    Args:
-        device_id: number of the GPU on this machine, or a name such as ``'cuda:1'``. ``None``: the GPU of the local
-            rank.
-        allow_tf32: compute products of float32 matrices in TF32, in the whole process.
+    ``device_id`` is the number of the GPU on this machine, or a name such as ``'cuda:1'``; ``None``: the GPU of the
+    local rank. With ``allow_tf32=True``, products of float32 matrices are computed in TF32, in the whole process.
 
     Raises:
         ConfigError: torch can use no such device on this machine.
