@@ -212,11 +212,6 @@ def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
     return {"state": state if numbers else {}, "param_groups": groups}
 
 
-def is_deepspeed(contents: StateDict) -> bool:
-    """Return true for model states of DeepSpeed, merged or of one rank."""
-    return "ds_version" in contents and isinstance(contents.get("module"), Mapping)
-
-
 def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
     """Take weights, optimizer, scheduler and step.
 

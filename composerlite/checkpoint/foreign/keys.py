@@ -50,20 +50,12 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
     for part, theirs in key_map.items():
         value = _found_at(contents, theirs)
         if value is _NOTHING:
-            have = sorted({".".join(map(str, path[:2])) for path in itertools.islice(_paths(contents), 1000)})
+            have = sorted({".".join(name.split(".")[:2]) for name, _ in itertools.islice(_leaves(contents), 1000)})
             raise ConfigError(f"load_key_map: {source} has nothing at {theirs!r}.{did_you_mean(theirs, have)}")
         found[part] = flat_weights(value, source) if part == "model" else value
         if part == "model" and not found[part]:
             raise ConfigError(f"load_key_map: {source}: {theirs!r} holds no weight.")
     return found
-
-
-def _paths(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if isinstance(node, Mapping) and len(path) < 2:
-        for key, inner in cast("Mapping[Any, Any]", node).items():
-            yield from _paths(inner, (*path, key))
-    else:
-        yield path
 
 
 def _found_at(node: Any, path: str) -> Any:

@@ -2,33 +2,157 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast, final
 
-from composerlite.checkpoint.foreign.deepspeed import is_deepspeed, taken_from_deepspeed
-from composerlite.checkpoint.foreign.huggingface import (
-    is_accelerate,
-    is_transformers,
-    taken_from_accelerate,
-    taken_from_transformers,
-)
-from composerlite.checkpoint.foreign.keys import KeyMap
-from composerlite.checkpoint.foreign.lightning import is_lightning, taken_from_lightning
-from composerlite.checkpoint.foreign.olmo_core import is_olmo_core, taken_from_olmo_core
-from composerlite.checkpoint.foreign.taken import Run, Taken, state_of
-from composerlite.checkpoint.foreign.torch_dicts import (
-    is_state_dict,
-    is_torch_dict,
-    is_torchtitan,
-    taken_by_map,
-    taken_from_state_dict,
-    taken_from_torch_dict,
-    taken_from_torchtitan,
-)
+from torch import Tensor
+
+from composerlite.checkpoint.foreign.deepspeed import taken_from_deepspeed
+from composerlite.checkpoint.foreign.keys import KeyMap, as_tensor, is_weight, picked
+from composerlite.checkpoint.foreign.taken import Counts, Run, Taken, state_of
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict, items_of
 
+_TRAINER_STATE = "trainer_state.json"
+_OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+_OF_LIGHTNING = ("optimizer_states", "lr_schedulers", "state_dict", "epoch", "global_step", "pytorch-lightning_version")
+_OF_OLMO_CORE = ("global_step", "global_train_tokens_seen", "data_loader", "epoch", "world_size", "rng", "max_steps")
+_OF_TORCHTITAN = ("optimizer", "lr_scheduler", "train_state", "dataloader")
+_MODELS = ("model", "state_dict", "model_state_dict", "model_state")
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")
+_SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 
+
+# ── the parts of each system's checkpoints ───────────────────────────────────────────────────────────────────────────
+def _from_lightning(contents: StateDict, source: str) -> Taken:
+    """Take weights, the first optimizer and its scheduler, epoch and step of a ``.ckpt``."""
+    left = [key for key in contents if key not in _OF_LIGHTNING and contents[key]]
+    firsts: dict[str, Any] = {}
+    for key in _OF_LIGHTNING[:2]:
+        listed: Any = contents.get(key)
+        if isinstance(listed, list) and listed:
+            firsts[key] = listed[0]
+            left += [f"{key}[1:]"] if len(cast("list[Any]", listed)) > 1 else []
+    optimizer, scheduler = map(firsts.get, _OF_LIGHTNING[:2])
+    return Taken(contents["state_dict"], optimizer, scheduler, _progress_of_lightning(contents), left=left)
+
+
+def _progress_of_lightning(contents: StateDict) -> Counts | None:
+    """Return completed epochs and steps. Lightning keeps the batch count of an epoch after the epoch's end."""
+    if "epoch" not in contents or "global_step" not in contents:
+        return None
+    progress = Counts(contents["global_step"], contents["epoch"])
+    try:
+        batches: Any = contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done, in_all = batches["current"]["processed"], batches["total"]["processed"]
+        if not done or batches["is_last_batch"]:
+            return progress._replace(epoch=progress.epoch + bool(done), batch_in_epoch=0)
+        return progress._replace(batch_in_epoch=done * progress.batch // in_all)  # several batches may make a step
+    except (KeyError, TypeError, ArithmeticError):
+        return progress
+
+
+def _from_transformers(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler, step and generators of a folder ``checkpoint-N``."""
+    counts: Counts | None = None
+    if _TRAINER_STATE in contents:
+        state = contents[_TRAINER_STATE]
+        if not isinstance(state, Mapping) or "global_step" not in state:
+            raise IncompatibleCheckpointError(f"{source}: its {_TRAINER_STATE} has no 'global_step'.")
+        epoch: Any = cast("StateDict", state).get("epoch")
+        whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
+        counts = Counts(state["global_step"], whole)
+    taken = _from_folder(contents, source, ("python", "numpy", "cpu", "cuda"))
+    return taken._replace(progress=counts, left=[f"log_history in {_TRAINER_STATE}", *taken.left])
+
+
+def _from_accelerate(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, scheduler and generators of ``save_state``. The folder has no counts of steps."""
+    keys = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
+    return _from_folder(contents, source, keys)
+
+
+def _from_folder(contents: StateDict, source: str, keys: tuple[str, ...]) -> Taken:
+    """Take the parts in a folder with a file for each; ``keys`` are the keys of a rank's generators."""
+    ranks: dict[int, StateDict] = {}
+    for name, value in contents.items():
+        if (match := _OF_RANK.fullmatch(str(name))) is not None:
+            ranks[int(match[1] or 0)] = _generators(value, keys, f"{source}: {name}")
+    optimizer, scheduler = (contents.get(f"{one}.pt", contents.get(f"{one}.bin")) for one in ("optimizer", "scheduler"))
+    rng = [ranks[rank] for rank in sorted(ranks)] if ranks and len(ranks) == max(ranks) + 1 else None
+    left = ["scaler.pt"] if "scaler.pt" in contents else []
+    return Taken(contents.get("model"), optimizer, scheduler, rng=rng, left=left)
+
+
+def _generators(saved: Any, keys: tuple[str, ...], source: str) -> StateDict:
+    """Return one rank's entry of ``rng`` from the states of ``random``, ``numpy``, ``torch`` and its CUDA devices."""
+    try:
+        values = (saved.get(key) for key in keys)
+        python, numpy, cpu, cuda = (one["state"] if isinstance(one, Mapping) else one for one in values)
+        kind, *position = numpy
+        several = isinstance(cuda, list | tuple)
+        of_cuda = {} if cuda is None or not len(cuda) else {"cuda": cuda[0] if several else cuda}
+        return {"python": python, "numpy": (str(kind), *position), "torch": cpu, **of_cuda}
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise IncompatibleCheckpointError(f"{source} has no states of generators: {e}") from e
+
+
+def _is_olmo_core(contents: StateDict) -> bool:
+    """Return true for a step of OLMo-core: each rank saved a ``global_step``."""
+    ranks = contents.get("train")
+    return (
+        isinstance(ranks, list)
+        and bool(ranks)
+        and all(isinstance(one, Mapping) and "global_step" in one for one in ranks)
+    )
+
+
+def _from_olmo_core(contents: StateDict, source: str) -> Taken:
+    """Take weights, optimizer, step, epoch, tokens and generators. OLMo-core saves no scheduler."""
+    ranks = cast("list[StateDict]", contents["train"])
+    first = ranks[0]
+    loader: Any = first.get("data_loader")
+    seen = cast("StateDict", loader).get("batches_processed") if isinstance(loader, Mapping) else None
+    epoch = first.get("epoch")  # counted from one
+    epoch = epoch - 1 if isinstance(epoch, int) else None
+    progress = Counts(first["global_step"], epoch, seen, first.get("global_train_tokens_seen", 0))
+    keys = ("python", "numpy", "torch", "cuda")
+    has_rng = all("rng" in one for one in ranks)
+    rng = [_generators(one["rng"], keys, f"{source}: its 'train'") for one in ranks] if has_rng else None
+    left = [f"train/{key}" for key in first if key not in _OF_OLMO_CORE and first[key]]
+    return Taken(contents.get("model"), contents.get("optim"), None, progress, rng, left)
+
+
+def _from_torchtitan(contents: StateDict, source: str) -> Taken:
+    """Take weights, which are at the top level, optimizer, scheduler and step."""
+    weights = {key: value for key, value in contents.items() if key not in _OF_TORCHTITAN}
+    optimizer, scheduler = (contents.get(key) for key in _OF_TORCHTITAN[:2])
+    left = [key for key in _OF_TORCHTITAN[3:] if key in contents]
+    return Taken(weights, optimizer, scheduler, Counts(contents["train_state"]["step"]), left=left)
+
+
+def _from_torch_dict(contents: StateDict, source: str) -> Taken:
+    """Take the model, one optimizer and one scheduler. Counts of steps need ``load_key_map``: names of keys differ."""
+    parts = [_under(contents, names) for names in (_MODELS, _OPTIMIZERS, _SCHEDULERS)]
+    model, optimizer, scheduler = (next(iter(part.values())) if len(part) == 1 else None for part in parts)
+    used = {key for part in parts if len(part) == 1 for key in part}
+    return Taken(model, optimizer, scheduler, left=[key for key in contents if key not in used])
+
+
+def _under(contents: StateDict, names: tuple[str, ...]) -> StateDict:
+    return {name: contents[name] for name in names if isinstance(contents.get(name), Mapping) and contents[name]}
+
+
+def _is_state_dict(contents: StateDict) -> bool:
+    """Return true for a dict with tensors, or arrays of numpy, by name, and extra state."""
+    values = {str(name): as_tensor(value) for name, value in contents.items()}
+    return any(isinstance(value, Tensor) for value in values.values()) and all(
+        is_weight(name, value) for name, value in values.items()
+    )
+
+
+# ── all systems ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class System(NamedTuple):
     """A system that saves checkpoints.
@@ -45,15 +169,25 @@ class System(NamedTuple):
 
 
 SYSTEMS = (
-    System("Lightning (.ckpt)", is_lightning, taken_from_lightning),
-    System("transformers (checkpoint-N)", is_transformers, taken_from_transformers),
-    System("accelerate (save_state)", is_accelerate, taken_from_accelerate),
-    System("DeepSpeed (global_step…)", is_deepspeed, taken_from_deepspeed),
-    System("OLMo-core (step…)", is_olmo_core, taken_from_olmo_core),
-    System("torchtitan", is_torchtitan, taken_from_torchtitan),
-    System("torch, a dict with a model", is_torch_dict, taken_from_torch_dict),
-    System("torch or safetensors, a state dict of a model", is_state_dict, taken_from_state_dict),
+    System(
+        "Lightning (.ckpt)", lambda c: "pytorch-lightning_version" in c and _has_dict(c, "state_dict"), _from_lightning
+    ),
+    System("transformers (checkpoint-N)", lambda c: _TRAINER_STATE in c or "optimizer.pt" in c, _from_transformers),
+    System(
+        "accelerate (save_state)",
+        lambda c: "optimizer.bin" in c or any(str(key).startswith("random_states_") for key in c),
+        _from_accelerate,
+    ),
+    System("DeepSpeed (global_step…)", lambda c: "ds_version" in c and _has_dict(c, "module"), taken_from_deepspeed),
+    System("OLMo-core (step…)", _is_olmo_core, _from_olmo_core),
+    System("torchtitan", lambda c: _has_dict(c, "train_state") and "step" in c["train_state"], _from_torchtitan),
+    System("torch, a dict with a model", lambda c: len(_under(c, _MODELS)) == 1, _from_torch_dict),
+    System("torch or safetensors, a state dict of a model", _is_state_dict, lambda c, source: Taken(c)),
 )
+
+
+def _has_dict(contents: StateDict, key: str) -> bool:
+    return isinstance(contents.get(key), Mapping)
 
 
 def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None, source: str) -> StateDict:
@@ -71,7 +205,10 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
         ConfigError: ``key_map`` has a key that is missing.
     """
     if key_map is not None:
-        return state_of(taken_by_map(contents, key_map, source), run(), "the keys in load_key_map")
+        parts = picked(contents, key_map, source)
+        progress = Counts(parts.get("batch", 0), parts.get("epoch")) if parts.keys() & {"epoch", "batch"} else None
+        taken = Taken(parts.get("model", {}), parts.get("optimizer"), parts.get("scheduler"), progress)
+        return state_of(taken, run(), "the keys in load_key_map")
     system = system_of(contents)
     if system is None:
         keys = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__

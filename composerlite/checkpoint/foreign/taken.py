@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -54,8 +53,7 @@ class Counts(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """Parts of a checkpoint of another system that a run continues from.
 
     Attributes:
@@ -72,7 +70,7 @@ class Taken:
     scheduler: Any = None
     progress: Counts | None = None
     rng: Sequence[StateDict] | None = None
-    left: Sequence[str] = field(default=())
+    left: Sequence[str] = ()
 
 
 def state_of(taken: Taken, run: Run, system: str) -> StateDict:
@@ -96,7 +94,13 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     left = list(taken.left)
     if taken.optimizer is not None and run.optimizers:
         kind, live = next(iter(run.optimizers.items()))
-        state["optimizers"] = {kind: optimizer_by_names(taken.optimizer, live, rename, run.source)}
+        try:
+            state["optimizers"] = {kind: _by_names(taken.optimizer, live, rename, run.source)}
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise IncompatibleCheckpointError(
+                f"{run.source}: its optimizer cannot be taken over: {e if type(e) is ValueError else repr(e)}. "
+                "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+            ) from e
     if isinstance(taken.scheduler, Mapping):
         fitting = [kind for kind, live in run.schedulers.items() if set(live) == set(taken.scheduler)]
         if len(fitting) == 1:
@@ -144,37 +148,19 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
     state["timestamp"] = {"Timestamp": counts}
 
 
-def generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> StateDict:
-    """Return one rank's entry of ``rng`` from the states of ``random``, ``numpy`` and ``torch``."""
-    kind, keys, position, has_gauss, gauss = numpy
-    several = isinstance(cuda, list | tuple)
-    of_cuda = {} if cuda is None or not len(cuda) else {"cuda": cuda[0] if several else cuda}
-    return {"python": python, "numpy": (str(kind), keys, position, has_gauss, gauss), "torch": cpu, **of_cuda}
-
-
-def optimizer_by_names(saved: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
+def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
     """Return the state of an optimizer by the names of the run's parameters, with the settings of its groups.
 
     Args:
-        saved: the saved state, with names or numbers of parameters, nested or flat.
+        state: the saved state, with names or numbers of parameters, nested or flat.
         live: state of the run's optimizer.
         rename: from saved names to the run's names.
         source: the checkpoint, for messages.
 
     Raises:
-        IncompatibleCheckpointError: the optimizer is of another kind, or has other groups, or is damaged.
+        KeyError, TypeError, AttributeError, ValueError: the optimizer is of another kind, or has other groups, or is
+            damaged.
     """
-    try:
-        return _by_names(saved, live, rename, source)
-    except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise IncompatibleCheckpointError(
-            f"{source}: its optimizer cannot be taken over: {e if type(e) is ValueError else repr(e)}. "
-            "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
-        ) from e
-
-
-def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
-    """Return the result of :func:`optimizer_by_names`. Errors of other types have the same reasons."""
     if "param_groups" not in state:
         back = Rename(rename.add, rename.strip)
         state = unflattened(state, [[back.of(name) for name in group["params"]] for group in live["param_groups"]])
