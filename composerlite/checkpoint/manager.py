@@ -17,7 +17,7 @@ from composerlite.checkpoint.contents import TrainingState, check_kinds
 from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.loop_state import LoopState, Part
-from composerlite.checkpoint.memory.replication import Replication
+from composerlite.checkpoint.memory import Replication, open_replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.naming import varies
@@ -239,7 +239,7 @@ class CheckpointManager:
         # 5. Replication to another node.
         if options.replication is not None:
             levels = len(Path(state.run_name).parts) + 1
-            self.replication = Replication(where.root, levels=levels, gigabytes_per_second=options.replication)
+            self.replication = open_replication(where.root, levels=levels, gigabytes_per_second=options.replication)
 
     def _check_names_are_its_own(self, state: TrainingState) -> None:
         """Raise if another open manager of this run has the same names in a folder or a bucket. Call on rank 0."""
@@ -273,11 +273,10 @@ class CheckpointManager:
         """Folder and buckets to resume from."""
         where = self.where
         buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
-        memory = None if self.replication is None else self.replication.memory
         # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
         # directory may differ between nodes.
         folder = Catalog(where.folder)
-        return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, memory)
+        return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, self.replication)
 
     def load_existing(self) -> None:
         """List the checkpoints of this run, and complete interrupted links, deletions and uploads.
@@ -680,8 +679,8 @@ class CheckpointManager:
         savers = [saver for saver in self._others if not saver.options.in_memory]
         reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
         saved = [its[-1].moment for its in reports if its]
-        if saved and self.replication is not None and self.replication.memory is not None:
-            self.replication.memory.empty(max(saved))
+        if saved and self.replication is not None:
+            self.replication.empty(max(saved))
         if not saved or not self.where.is_leader:
             return
         catalog = self.where.catalog

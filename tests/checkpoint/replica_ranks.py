@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from composerlite import dist
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.memory.replicas import NodeMemory, replica_folder
+from composerlite.checkpoint.memory import Replication, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
 from composerlite.checkpoint.record.tail import seal, seal_index
@@ -36,7 +36,7 @@ def replicas(nodes: Path, node: int) -> Catalog:
     return Catalog(replica_folder(nodes / f"node{node}" / "run"))
 
 
-def on_node(nodes: Path, node: int) -> NodeMemory:
+def on_node(nodes: Path, node: int, gigabytes_per_second: float = 1e3) -> Replication:
     """The memory of this rank, the only one of its node, which was number ``node`` when checkpoints were saved."""
     rank = dist.get_global_rank()
     os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)})
@@ -45,9 +45,7 @@ def on_node(nodes: Path, node: int) -> NodeMemory:
     folder = Path("run").absolute()
     disks = disks_of(replica_folder(folder))
     assert disks is not None
-    memory = NodeMemory(folder, disks)
-    memory.sweep()
-    return memory
+    return Replication(folder, disks, gigabytes_per_second)
 
 
 def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000, run: str = "run") -> None:
@@ -86,23 +84,32 @@ def file_of(node: int, batch: int) -> str:
     return f"__{node}_0_{batch:016x}.distcp"
 
 
-def replicate(memory: NodeMemory, batch: int, bytes_per_second: float = 1e12) -> str:
-    """Replicate a checkpoint in a thread; what went wrong."""
-    errors: list[str] = []
-    records = memory.records(f"ba{batch}")
+def replicate(memory: Replication, batch: int) -> str:
+    """Replicate a checkpoint, as training does; the warning of a failure."""
+    with warnings() as messages:
+        memory.poll(f"ba{batch}")
+        dist.barrier("the main thread talks to the others meanwhile")
+        until = time.monotonic() + 30
+        while memory.is_busy and time.monotonic() < until:
+            time.sleep(0.01)
+        for counter in memory.counters:
+            counter.reduced = sum(dist.get_group().gather(counter.number()))
+        memory.poll(None)
+    return "".join(messages)
 
-    def run() -> None:
-        try:
-            memory.replicate(records, bytes_per_second, threading.Event())
-        except Exception as e:  # noqa: BLE001 - told to the test
-            errors.append(f"{type(e).__name__}: {e}")
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    dist.barrier("the main thread talks to the others meanwhile")
-    thread.join(30)
-    dist.barrier()
-    return "".join(errors)
+@contextlib.contextmanager
+def warnings() -> Generator[list[str]]:
+    """The warnings that are logged in the block."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("composerlite")
+    log.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(handler)
 
 
 def state_of(nodes: Path, node: int) -> tuple[list[tuple[str, int | None]], list[tuple[str, int | None]]]:
@@ -132,10 +139,10 @@ def saves(
 
 def saves_slowly(nodes: Path, bytes_per_second: float) -> float:
     """Save and replicate with a limit; how many seconds that took."""
-    memory = on_node(nodes, dist.get_global_rank())
+    memory = on_node(nodes, dist.get_global_rank(), bytes_per_second / 1e9)
     save(nodes, dist.get_global_rank(), dist.get_world_size(), 2)
     started = time.monotonic()
-    assert replicate(memory, 2, bytes_per_second) == ""
+    assert replicate(memory, 2) == ""
     return time.monotonic() - started
 
 
@@ -169,19 +176,12 @@ def resumes(nodes: Path, order: Sequence[int]) -> dict[str, Any]:
     """Choose a checkpoint on the nodes of these numbers, and then what each has of it, and what it has logged."""
     node = order[dist.get_global_rank()]
     memory = on_node(nodes, node)
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("composerlite")
-    log.addHandler(handler)
-    try:
+    with warnings() as messages:
         places = [
             RunPlace(Catalog("run"), "ba{batch}", in_memory=True, memory=memory),
             RunPlace(Catalog(nodes / "disk"), "ba{batch}"),
         ]
         place = str(choose(places, "run").path)
-    finally:
-        log.removeHandler(handler)
     return {
         "place": place.removeprefix(f"{nodes}/"),
         "skipped": [message for message in messages if message.startswith("skipped")],

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.memory.replicas import NodeMemory
+from composerlite.checkpoint.memory import Replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import quarantine_checkpoint, quarantine_file
 from composerlite.checkpoint.place.place import set_link
@@ -58,7 +58,7 @@ class RunPlace:
     link: str | None = None
     buckets: Sequence[RunBucket] = ()
     in_memory: bool = False
-    memory: NodeMemory | None = None
+    memory: Replication | None = None
 
 
 @final

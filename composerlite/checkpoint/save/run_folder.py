@@ -15,7 +15,7 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState
-from composerlite.checkpoint.memory.folder import MARK, make_private, mark_of
+from composerlite.checkpoint.memory import MARK, make_private, mark_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage

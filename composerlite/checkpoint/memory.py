@@ -1,0 +1,386 @@
+"""Checkpoints in memory (such as ``/dev/shm``): the private folder, and replicas on the next node of the run.
+
+Each save folder or bucket has a file with a random number, which connects the place with its folder in memory.
+
+Nodes form a ring. Each node has a folder of replicas beside the folder of checkpoints in memory. The replicas are the
+files and the record of the previous node. On each node a single rank, the leader, sends and receives. A resumed run
+looks for the parts on all nodes, since the order of the nodes may have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import final
+
+from composerlite import dist
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.node_disks import Disks, disks_of, read_part, write_part
+from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, new_id
+from composerlite.errors import ConfigError, CorruptCheckpointError, RankError, bytes_text
+from composerlite.storage import verify_file
+from composerlite.threads import start_threads
+
+log = logging.getLogger(__name__)
+
+MARK = ".memory-id"
+"""Name of the file with the random number of a folder or bucket."""
+_GIGABYTE = 1e9
+_LOOK_SECONDS = 0.2
+"""Seconds between two checks for a lost rank, in :meth:`Replication.close`."""
+
+
+def mark_of(place: Place, number: bytes | None = None) -> bytes:
+    """Return the random number of ``place``, as text in bytes. If missing, write ``number`` or a new number, durable.
+
+    A folder that was emptied and made again, or copied, has another number: the checkpoints in memory of the earlier
+    folder are ignored.
+
+    Raises:
+        OSError, ObjectStoreError: the number can be neither read nor written.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        return place.read(MARK)
+    with contextlib.suppress(FileExistsError):  # another launch was first
+        place.put(MARK, number or new_id().encode(), create_only=True)
+    return place.read(MARK)
+
+
+def make_private(folder: Path, *, levels: int) -> None:
+    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone (mode 0700).
+
+    The folder above these must exist.
+
+    Raises:
+        ConfigError: an existing folder is a link, belongs to another user, or is writable by others: a checkpoint in
+            the folder may have been planted.
+    """
+    for path in [*reversed(folder.parents[: levels - 1]), folder]:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
+            reason = "it is no folder"
+        elif status.st_uid != os.geteuid():
+            reason = f"it belongs to user {status.st_uid} and not to {os.geteuid()}"
+        elif stat.S_IMODE(status.st_mode) & 0o022:
+            reason = f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
+        else:
+            path.chmod(0o700)
+            continue
+        raise ConfigError(
+            f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of "
+            "somebody else. Remove it, or name another folder in memory, which only this user can write to."
+        )
+
+
+# ── replicas on another node ─────────────────────────────────────────────────────────────────────────────────────────
+def replica_folder(folder: Path) -> Path:
+    """Return the folder of replicas beside the folder of checkpoints ``folder``."""
+    return folder.with_name(f"{folder.name}-replica")
+
+
+def open_replication(folder: Path, *, levels: int, gigabytes_per_second: float) -> Replication | None:
+    """Prepare the folder of replicas, without incomplete replicas of killed processes. Collective.
+
+    Args:
+        folder: folder of checkpoints in memory.
+        levels: number of folders for this user alone, as in :func:`make_private`.
+        gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
+
+    Returns:
+        The replication; ``None``, with a warning: all ranks see the same folder, and nothing is replicated.
+    """
+    group, replicas = dist.get_group(), replica_folder(folder)
+    with group.all_or_none("preparing the folder of replicas"):
+        if dist.get_local_rank() == 0:
+            make_private(replicas, levels=levels)
+    disks = None if group.size == 1 else disks_of(replicas)
+    if disks is None:
+        log.warning("save_memory_replication: all ranks are on one node, so there is none to replicate to")
+        return None
+    with group.all_or_none("preparing the folder of replicas"):
+        return Replication(folder, disks, gigabytes_per_second)
+
+
+@final
+class Replication:
+    """Sends the newest checkpoint in memory to the next node, one checkpoint after the other.
+
+    All nodes replicate the same checkpoint, and keep their parts until all nodes have the next checkpoint. So parts and
+    replicas make a whole checkpoint whichever node is lost. All ranks make an instance and call every method.
+
+    Args:
+        folder: folder of checkpoints in memory.
+        disks: for each rank, the leader of the ranks with the same folder of replicas.
+        gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
+
+    Attributes:
+        counters: the caller must exchange these counters between the ranks with each batch.
+        held: names of the checkpoints that retention must not delete. At a resume the caller adds all checkpoints in
+            the folder, since the replicas may belong to any of these.
+    """
+
+    def __init__(self, folder: Path, disks: Disks, gigabytes_per_second: float) -> None:
+        self._own, self._replicas = Catalog(folder), Catalog(replica_folder(folder))
+        self._leaders = sorted(set(disks.leaders))
+        self._rank, self._is_leader = dist.get_global_rank(), disks.is_folder_leader
+        self._bytes_per_second = gigabytes_per_second * _GIGABYTE
+        self.held: set[str] = set()
+        self._hurry = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._begun = self._done = self._failed = self._failures_before = 0
+        self._name: str | None = None
+        self._ranks_done = dist.PiggybackCounter(lambda: self._done)
+        self._ranks_failed = dist.PiggybackCounter(lambda: self._failed)
+        self.counters = [self._ranks_done, self._ranks_failed]
+        if self._is_leader:
+            self._replicas.place.sweep(timedelta())
+            records, faults = self._replicas.manifests_and_faults()
+            if all(isinstance(fault, CorruptCheckpointError) for fault in faults.values()):
+                known = {file.path for record in records for file in record.files}
+                self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
+
+    # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is being replicated, from or to this node."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def poll(self, newest: str | None) -> str | None:
+        """Begin to replicate ``newest`` in a thread, unless a replication is running. Call between two batches.
+
+        The start is collective. The end of a replication is known after the next exchange of :attr:`counters`.
+
+        Args:
+            newest: name of the newest checkpoint, if any.
+
+        Returns:
+            Name of a checkpoint if its last replica was completed since the last call; otherwise ``None``.
+        """
+        arrived: str | None = None
+        if self._name is not None and self._ranks_done.total == self._begun * dist.get_world_size():
+            failures, self._failures_before = self._ranks_failed.total - self._failures_before, self._ranks_failed.total
+            if failures == 0:
+                arrived = self._name
+                self.held = {arrived}
+            else:
+                self.held.discard(self._name)
+            self._name = None
+        if self._name is None and newest is not None and newest not in self.held:
+            self._name = newest
+            self._begun += 1
+            self.held.add(newest)
+            own: Manifest | None = None
+            try:
+                own = self._own.manifest_of(newest) if self._is_leader else None
+            except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
+                log.warning("checkpoint %s in memory of this node cannot be replicated: %s", newest, e)
+            run = functools.partial(self._run, newest, dist.get_group().gather(own))
+            self._threads = start_threads(run, 1, name="memory-replication") if self._is_leader else []
+            if not self._threads:
+                self._failed += self._is_leader
+                self._done += 1
+        return arrived
+
+    def _run(self, name: str, records: list[Manifest | None]) -> None:
+        try:
+            self._replicate(records)
+        except Exception as e:  # noqa: BLE001 - training needs no replica; a lost rank is raised by its peers
+            log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
+            self._failed += 1
+        finally:
+            self._done += 1
+
+    def _replicate(self, records: list[Manifest | None]) -> None:
+        """Send this node's part of a checkpoint to the next node, and receive the part of the previous node.
+
+        Called on all leaders, in a background thread. Older replicas are deleted after the new replica is verified and
+        committed.
+
+        Args:
+            records: records of the checkpoint by rank; ``None``: the rank is no leader, or has no readable record.
+
+        Raises:
+            Exception: a part was not sent, or not received. Replicas with other names stay.
+        """
+        position = self._leaders.index(self._rank)
+        source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
+        own, incoming = records[self._rank], records[source]
+        started, sent_bytes, is_clear = time.monotonic(), 0, False
+
+        def read(path: str, offset: int, size: int) -> bytes:
+            nonlocal sent_bytes
+            sent_bytes += size
+            self._hurry.wait(max(0.0, started + sent_bytes / self._bytes_per_second - time.monotonic()))
+            return read_part(self._own.folder / path, offset, size)
+
+        def write(path: str, offset: int, data: memoryview) -> None:
+            nonlocal is_clear
+            if not is_clear and incoming is not None:
+                _clear(self._replicas, incoming)
+                is_clear = True
+            _receive(self._replicas, path, offset, data)
+
+        what = f"replicating {'nothing' if own is None else repr(own.name)}"
+        moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
+        received = () if incoming is None else incoming.here
+        moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in received]
+        try:
+            dist.move(what, moves, read, write, in_background=True)
+        except (OSError, CorruptCheckpointError):
+            if incoming is not None:
+                _clear(self._replicas, incoming)
+            raise
+        if incoming is not None:
+            _commit(self._replicas, incoming, received)
+            for older in self._replicas.manifests():
+                if older.name != incoming.name:
+                    delete_checkpoint(self._replicas.place, older)
+            size = bytes_text(incoming.size_bytes)
+            log.debug("replicated %s (%s) from the node of rank %d", incoming.name, size, source)
+
+    def empty(self, moment: tuple[int, int]) -> None:
+        """Delete the replicas of this node up to ``moment``, as in ``Manifest.moment``."""
+        for manifest in self._replicas.manifests() if self._is_leader else ():
+            if manifest.moment <= moment:
+                delete_checkpoint(self._replicas.place, manifest)
+
+    def close(self) -> None:
+        """Wait for the end of a replication, which continues without a limit of the rate.
+
+        Return early, with a warning, if another rank has ended.
+        """
+        self._hurry.set()
+        try:
+            while self.is_busy:
+                self._threads[0].join(_LOOK_SECONDS)
+                dist.connect.check_nobody_left(f"replicating {self._name!r}")
+        except RankError as e:
+            log.warning("checkpoint %s in memory was not replicated: %s", self._name, e)
+
+    # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
+    def find(self, run_name: str) -> list[Manifest]:
+        """Return the checkpoints of a run with each part on some node, as an own part or a replica. Collective.
+
+        Returns:
+            The same records on all ranks.
+        """
+        group = dist.get_group()
+        here: dict[str, Manifest] = {}
+        held: list[tuple[str, int | None]] = []
+        with group.all_or_none("listing the memory of all nodes"):
+            for catalog in (self._own, self._replicas) if self._is_leader else ():
+                for manifest in catalog.manifests():
+                    if manifest.run_name == run_name and manifest.kind in RESUMABLE:
+                        here[manifest.id] = manifest
+                        held.append((manifest.id, manifest.node))
+        first: dict[str, int] = {}
+        nodes: dict[str, set[int | None]] = {}
+        for rank, held_there in enumerate(group.gather(held)):
+            for identity, node in held_there:
+                first.setdefault(identity, rank)
+                nodes.setdefault(identity, {None}).add(node)
+        mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each record is sent once
+        found = [manifest for records in group.gather(mine) for manifest in records]
+        return [one for one in found if {file.node for file in one.files} <= nodes[one.id]]
+
+    def bring(self, manifest: Manifest) -> None:
+        """Copy the missing parts of a checkpoint to the folders in memory, verified. Collective.
+
+        ``manifest`` is a result of :meth:`find`. A part of a lost node is added to the folder of checkpoints of the
+        node with the replica: a load reads parts from any node.
+        Nodes without a part get the index. A checkpoint in a single file is copied to the node of rank 0.
+
+        Raises:
+            CorruptCheckpointError: no node has an intact copy of some part. Intact parts are unchanged.
+        """
+        group, what = dist.get_group(), f"copying checkpoint {manifest.name!r} to the memory of all nodes"
+        own, replica = set[int | None](), set[int | None]()  # numbers of nodes with intact files in a folder here
+        with group.all_or_none(what):
+            for catalog, intact in ((self._own, own), (self._replicas, replica)) if self._is_leader else ():
+                try:
+                    if (there := catalog.manifest_of(manifest.name)) and there.id == manifest.id:
+                        catalog.verify(there)
+                        intact |= {file.node for file in there.here}
+                except (CorruptCheckpointError, OSError) as e:
+                    log.warning("a part of a checkpoint in memory cannot be used: %s", e)
+        every = group.gather((own, replica))
+        copies: list[tuple[int, int, FileRecord]] = []  # source, target, file
+        for file in manifest.files:
+            owners = [rank for rank, (in_own, _) in enumerate(every) if file.node in in_own]
+            holders = [*owners, *(rank for rank, (_, in_replica) in enumerate(every) if file.node in in_replica)]
+            if not holders:
+                part = "the checkpoint" if file.node is None else f"the part of node {file.node}"
+                raise CorruptCheckpointError(
+                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. The log of a node "
+                    "with a damaged copy names the fault."
+                )
+            targets = self._leaders if manifest.is_directory else self._leaders[:1]
+            if file.node is not None:
+                targets = owners or holders[:1]
+            lacking = [rank for rank in targets if rank not in owners]
+            copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
+        arriving = [file for _, target, file in copies if target == self._rank]
+        with group.all_or_none(what):
+            if arriving and not own:
+                _clear(self._own, manifest)  # a damaged part
+            for source, target, file in copies:
+                if source == target == self._rank:
+                    path = _arriving(self._own.folder / file.path)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.unlink(missing_ok=True)
+                    path.hardlink_to(self._replicas.folder / file.path)
+        with group.all_or_none(what):
+            dist.move(
+                what,
+                [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other],
+                lambda path, *part: read_part((self._own if own else self._replicas).folder / path, *part),
+                functools.partial(_receive, self._own),
+            )
+            _commit(self._own, manifest, arriving)
+        if arriving:
+            log.info("checkpoint %s: copied %d files to the memory of this node", manifest.name, len(arriving))
+
+
+def _clear(catalog: Catalog, manifest: Manifest) -> None:
+    """Delete the checkpoint of the same name, and the files that have arrived."""
+    delete_checkpoint(catalog.place, manifest)
+    for file in manifest.files:
+        _arriving(catalog.folder / file.path).unlink(missing_ok=True)
+
+
+def _arriving(path: Path) -> Path:
+    """Return the temporary path of a file during its transfer. A sweep deletes the file after a kill."""
+    return path.with_name(f".{path.name}.tmp-{0:016x}")
+
+
+def _commit(catalog: Catalog, manifest: Manifest, files: Iterable[FileRecord]) -> None:
+    """Verify ``files`` that have arrived and give them their names, the deciding file last.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged. The checkpoint is deleted.
+        OSError: a file cannot be read or renamed. The checkpoint is deleted.
+    """
+    try:
+        for file in sorted(files, key=lambda file: file.path == manifest.deciders[0]):
+            path = catalog.folder / file.path
+            verify_file(_arriving(path), file.digest)
+            _arriving(path).replace(path)
+    except (OSError, CorruptCheckpointError):
+        _clear(catalog, manifest)
+        raise
+
+
+def _receive(catalog: Catalog, path: str, offset: int, data: memoryview) -> None:
+    write_part(_arriving(catalog.folder / path), offset, data)
