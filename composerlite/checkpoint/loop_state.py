@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast, final
 
 from torch import Tensor, nn
@@ -69,7 +69,9 @@ class LoopState:
         self.step = 0
         self.lineage = Lineage()
         self.not_finite: tuple[str, ...] = ()
-        self._parts = dict(parts)
+        # Saved once for all ranks: modules and optimizers. The state of other parts is saved for each rank.
+        self._shared = {name: part for name, part in parts.items() if isinstance(part, nn.Module | Optimizer)}
+        self._of_rank = {name: part for name, part in parts.items() if name not in self._shared}
 
     @property
     def timestamp(self) -> _Steps:
@@ -79,36 +81,22 @@ class LoopState:
     @property
     def sharding(self) -> str | None:
         """``'sharded'`` if a module has distributed tensors: every rank writes a part of a directory. Else ``None``."""
-        modules = [part for part in self._parts.values() if isinstance(part, nn.Module)]
-        return (
-            "sharded"
-            if any(dist.is_distributed_tensor(one) for module in modules for one in module.parameters())
-            else None
-        )
+        modules = [part for part in self._shared.values() if isinstance(part, nn.Module)]
+        is_sharded = any(dist.is_distributed_tensor(one) for module in modules for one in module.parameters())
+        return "sharded" if is_sharded else None
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers among the parts."""
-        return [part for part in self._parts.values() if isinstance(part, Optimizer)]
-
-    def _shared(self) -> Iterator[tuple[str, nn.Module | Optimizer]]:
-        """Yield the parts saved once for all ranks: modules and optimizers."""
-        for name, part in self._parts.items():
-            if isinstance(part, nn.Module | Optimizer):
-                yield name, part
+        return [part for part in self._shared.values() if isinstance(part, Optimizer)]
 
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> StateDict:
         """Return the contents of a checkpoint. ``ranks`` has the item of this rank; the save adds the other ranks."""
-        shared, known = {name: _state_of(part) for name, part in self._shared()}, versions()
-        own = {
-            name: dict(part) if isinstance(part, dict) else part.state_dict()
-            for name, part in self._parts.items()
-            if name not in shared
-        }
+        known, of_rank = versions(), self._of_rank.items()
         return {
-            **shared,
-            "ranks": [own],
+            **{name: _state_of(part) for name, part in self._shared.items()},
+            "ranks": [{name: dict(part) if isinstance(part, dict) else part.state_dict() for name, part in of_rank}],
             "timestamp": {"batch": self.step},
             "run_name": self.run_name,
             "metadata": {"composerlite_version": known["composerlite"], "torch_version": known["torch"]},
@@ -116,7 +104,7 @@ class LoopState:
 
     def weights_state_dict(self) -> StateDict:
         """Return the states of the modules."""
-        return {name: part.state_dict() for name, part in self._shared() if isinstance(part, nn.Module)}
+        return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, nn.Module)}
 
     def get_model_state_dict(self) -> StateDict:
         """Return the states of the modules."""
@@ -124,7 +112,7 @@ class LoopState:
 
     def get_optim_state_dict(self) -> StateDict:
         """Return the states of the optimizers."""
-        return {name: part.state_dict() for name, part in self._shared() if isinstance(part, Optimizer)}
+        return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, Optimizer)}
 
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────────
     def places_for(self, state_dict: StateDict, *, source: str, **_: Any) -> StateDict:
@@ -135,22 +123,21 @@ class LoopState:
         """
         ranks = cast("list[StateDict]", state_dict.get("ranks")) or [{}]
         saved = {*state_dict, *ranks[0]} - {*_OWN}
-        problems = [f"the part {name!r} is missing in the checkpoint" for name in self._parts if name not in saved]
-        problems += [f"the part {name!r} of the checkpoint is missing here" for name in sorted(saved - {*self._parts})]
-        live: StateDict = {}
-        for name, part in self._parts.items():
-            is_shared = isinstance(part, nn.Module | Optimizer)
+        parts = {**self._shared, **self._of_rank}
+        problems = [f"the part {name!r} is missing in the checkpoint" for name in parts if name not in saved]
+        problems += [f"the part {name!r} of the checkpoint is missing here" for name in sorted(saved - {*parts})]
+        for name in parts:
+            is_shared = name in self._shared
             if name in saved and is_shared != (name in state_dict):
                 here, there = ("", "not ") if is_shared else ("not ", "")
                 problems.append(f"the part {name!r} was {there}a module or an optimizer, and is {here}one now")
-            elif is_shared and name in state_dict:
-                live[name] = _state_of(part)
-                if isinstance(part, Optimizer):
-                    live[name]["state"] = _optimizer_places(
-                        part, live[name]["state"], state_dict[name].get("state", {})
-                    )
-                else:
-                    problems += _differences(name, live[name], state_dict[name])
+        live = {name: _state_of(part) for name, part in self._shared.items() if name in state_dict}
+        for name, state in live.items():
+            part = self._shared[name]
+            if isinstance(part, Optimizer):
+                state["state"] = _optimizer_places(part, state["state"], state_dict[name].get("state", {}))
+            else:
+                problems += _differences(name, state, state_dict[name])
         if problems:
             raise IncompatibleCheckpointError(
                 f"{source} does not fit the parts of this loop: {'; '.join(problems)}. Build the same parts as the run "
@@ -177,8 +164,8 @@ class LoopState:
                 len(ranks),
             )
         own = ranks[rank] if rank < len(ranks) else ranks[0]
-        for name, part in self._parts.items():
-            saved = state_dict[name] if isinstance(part, nn.Module | Optimizer) else own[name]
+        for name, part in {**self._shared, **self._of_rank}.items():
+            saved = state_dict[name] if name in self._shared else own[name]
             if isinstance(part, Optimizer):
                 # A directory has no empty dicts. See _state_of.
                 saved = {**saved, "state": {int(number): one for number, one in saved.get("state", {}).items()}}

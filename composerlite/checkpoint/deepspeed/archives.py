@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from composerlite.checkpoint.foreign.deepspeed import by_rank
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
 from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import codec_of
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import TorchFile
+from composerlite.checkpoint.format.weight_files import MODEL_STATES
+from composerlite.checkpoint.load.deepspeed_folder import read_states
 from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
 from composerlite.checkpoint.load.resolve import engine_folder, fetched, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
@@ -38,8 +41,6 @@ from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
 
-MODEL_STATES = "model_states.pt"
-"""End of the name of the file with a rank's states of the model."""
 _FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
 _HEAD_BYTES = 512
 
@@ -64,6 +65,16 @@ class RankFiles:
         """Names of DeepSpeed's files."""
         return sorted(set(self.files) - {STATES})
 
+    @property
+    def model_states(self) -> str:
+        """Name of the file with the model states of the first rank.
+
+        Raises:
+            CorruptCheckpointError: there is no such file.
+            IncompatibleCheckpointError: layers or experts are split over ranks.
+        """
+        return by_rank(self.names, MODEL_STATES, f"checkpoint {str(self.path)!r}").get(0, "model states")
+
     def member(self, name: str) -> Window:
         """Return one of DeepSpeed's files, or ``composer_states.pt``.
 
@@ -73,20 +84,6 @@ class RankFiles:
         if name not in self.files:
             raise CorruptCheckpointError(f"it has no {name!r} in it")
         return self.files[name]
-
-    def the_file(self, end: str) -> str:
-        """Return the name of the one file of DeepSpeed that ends with ``end``.
-
-        Raises:
-            IncompatibleCheckpointError: there is no such file, or there are several.
-        """
-        found = [name for name in self.names if name.endswith(end)]
-        if len(found) != 1:
-            raise IncompatibleCheckpointError(
-                f"checkpoint {str(self.path)!r} has {len(found)} files *{end}; expected one. Those of models with "
-                "experts, or with layers split over ranks, cannot be converted: use DeepSpeed's own tools."
-            )
-        return found[0]
 
     def contents(
         self,
@@ -110,11 +107,9 @@ class RankFiles:
         member, types = self.member(name), stand_ins() if types is None else types
         try:
             file = TorchFile(member, member.size_bytes, trust=trust, check_sums=self.check_sums, types=types)
-            file.contents = file.contents if prune is None else prune(file.contents)
-            file.read()
+            return read_states(file, prune)
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"its {name!r}: {e}") from e
-        return file.contents
 
 
 @contextlib.contextmanager
@@ -244,8 +239,8 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
-        name = archive.the_file(MODEL_STATES)
-        ranks = archive.contents(name, prune=lambda contents: {"ranks": contents.get("dp_world_size")})["ranks"]
+        states = archive.contents(archive.model_states, prune=lambda states: {"ranks": states.get("dp_world_size")})
+        ranks = states["ranks"]
     if not isinstance(ranks, int) or ranks < 1:
         raise CorruptCheckpointError(f"checkpoint {first!r} does not say the number of ranks that saved it")
     log.warning("checkpoint %s has no record: loading it unverified", first)

@@ -19,15 +19,8 @@ from torch import Tensor
 
 from composerlite import dist
 from composerlite.checkpoint.contents import RestorePlan, check_kind, half_loaded
-from composerlite.checkpoint.deepspeed.archives import (
-    MODEL_STATES,
-    Archives,
-    RankFiles,
-    find_archives,
-    holds_deepspeed,
-)
-from composerlite.checkpoint.deepspeed.weights import pieces_of
-from composerlite.checkpoint.foreign.deepspeed import merged_weights, untrained
+from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives, holds_deepspeed
+from composerlite.checkpoint.deepspeed.weights import weights_in
 from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
@@ -178,7 +171,7 @@ class _Load:
                 every = self.stack.enter_context(archives.all_opened(self.object_store))
         first = every[0] if every else None
         wanted = self._states(first)
-        name = self.group.broadcast("" if first is None else first.the_file(MODEL_STATES))
+        name = self.group.broadcast("" if first is None else first.model_states)
         model = {name: self._of_first(first, name)}
         with self.group.all_or_none("comparing the checkpoint with the run"):
             self.engine.check_fits(model[name], source=self.source)
@@ -197,7 +190,7 @@ class _Load:
         mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
         with self.group.all_or_none("restoring the run"), half_loaded(True):
             self.engine.load_converted(Path(mine), model, source=self.source)
-        self.set_weights(lambda: untrained(pieces_of(every)), strict=False)
+        self.set_weights(lambda: weights_in(every), strict=False)  # of buffers and frozen parameters, too
         return wanted
 
     def set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
@@ -224,7 +217,7 @@ class _Load:
                     file.read()
                     return file.contents["model"]
         with self.find().all_opened(self.object_store) as every, readable(Path(first)):
-            return merged_weights(pieces_of(every))
+            return weights_in(every)
 
     def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
         """Read a file in the ``archive`` of rank 0, on every rank."""

@@ -6,46 +6,35 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+
+from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.deepspeed.archives import MODEL_STATES, RankFiles, find_archives
-from composerlite.checkpoint.foreign.deepspeed import MODEL_KEYS, Piece, merged_weights
+from composerlite.checkpoint.deepspeed.archives import RankFiles, find_archives
+from composerlite.checkpoint.foreign.deepspeed import merged_weights, read_pieces
 from composerlite.checkpoint.load.reader import readable
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, make_folder, parse_uri
-from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
 
-_OPTIMIZER = "optim_states.pt"
-_OF_WEIGHTS = ("zero_stage", "fp32_flat_groups", "single_partition_of_fp32_groups", "param_alignment_paddings")
 
-
-def pieces_of(archives: Sequence[RankFiles]) -> list[Piece]:
-    """Read the part of each rank that weights need, in the order of ``archives``.
+def weights_in(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
+    """Return the state dict of the model in the archives of all ranks, parameters in fp32.
 
     Raises:
+        CorruptCheckpointError: a file is missing, or the files do not fit together.
         IncompatibleCheckpointError: the model has experts, or layers that are split over ranks.
     """
-    pieces: list[Piece] = []
-    for archive in archives:
-        has_model = any(name.endswith(MODEL_STATES) for name in archive.names)
-        model = archive.contents(archive.the_file(MODEL_STATES), prune=_model_keys) if has_model else {}
-        pieces.append(Piece(model, archive.contents(archive.the_file(_OPTIMIZER), prune=_weight_keys)))
-    return pieces
-
-
-def _model_keys(contents: StateDict) -> StateDict:
-    return {key: contents.get(key) for key in MODEL_KEYS}
-
-
-def _weight_keys(contents: StateDict) -> StateDict:
-    """Select the keys of the optimizer's states that hold weights."""
-    state = contents.get("optimizer_state_dict")
-    kept = [key for key in _OF_WEIGHTS if key in state] if isinstance(state, dict) else []
-    return {"optimizer_state_dict": {key: cast("StateDict", state)[key] for key in kept}}
+    archive_of = {name: archive for archive in archives for name in archive.names}
+    pieces = read_pieces(
+        archive_of,
+        lambda name, prune: archive_of[name].contents(name, prune=prune),
+        f"checkpoint {str(archives[0].path)!r}",
+        weights_only=True,
+    )
+    return merged_weights(pieces)
 
 
 def unshard_zero(
@@ -86,7 +75,7 @@ def unshard_zero(
         raise CheckpointExistsError(f"{str(file)!r} exists: give another name, or save_overwrite=True.")
     archives = find_archives(os.fspath(path), "", None, argument="path")
     with archives.all_opened(None) as every, readable(Path(archives.names[0])):
-        weights = merged_weights(pieces_of(every))
+        weights = weights_in(every)
     make_folder(file.parent)
     write(file, weights)
     if not quiet:

@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: merging the parts of all ranks, and selecting the parts for a run.
+"""Checkpoints of DeepSpeed: finding and merging the parts of all ranks, and selecting the parts for a run.
 
 In stages 1 and 2 each rank has a consecutive piece of a vector per group of parameters; in stage 3 each rank has a
 piece of every parameter. The files of model states say where parameters are in the vectors: see ``zero_to_fp32.py`` of
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Generator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, cast, final
 
@@ -18,10 +19,13 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.taken import Counts, Taken
+from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
 
-MODEL_KEYS = (
+_OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MOST_RANKS = 1 << 16
+_MODEL_KEYS = (
     "module",
     "param_shapes",
     "buffer_names",
@@ -30,10 +34,12 @@ MODEL_KEYS = (
     "shared_params",
 )
 """Keys of a rank's model states that :func:`merged_weights` needs."""
+_WEIGHT_KEYS = ("zero_stage", "fp32_flat_groups", "single_partition_of_fp32_groups", "param_alignment_paddings")
+"""Keys of the state of DeepSpeed's optimizer that :func:`merged_weights` needs."""
 _TAKEN = ("module", "optimizer", "lr_scheduler", "global_steps")
 _SETTINGS = {
-    *MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
-    "skipped_steps", "global_samples", "sparse_tensor_module_names",
+    *_MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
+    "ds_version", "skipped_steps", "global_samples", "sparse_tensor_module_names",
 }  # fmt: skip
 """Keys without a use in a run elsewhere; all other keys are logged as not taken over."""
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -73,6 +79,73 @@ class Piece(NamedTuple):
         return self.state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
 
+def read_pieces(
+    names: Collection[str],
+    read: Callable[[str, Callable[[StateDict], StateDict]], StateDict],
+    source: str,
+    *,
+    weights_only: bool = False,
+) -> list[Piece]:
+    """Read the files of all ranks.
+
+    Args:
+        names: names of the files of one save.
+        read: reads a file, given the name and a function that selects the parts of the contents to read.
+        source: the checkpoint, for messages.
+        weights_only: read the parts for :func:`merged_weights` alone.
+
+    Returns:
+        The pieces, in the order of the ranks.
+
+    Raises:
+        CorruptCheckpointError: a file is missing.
+        IncompatibleCheckpointError: layers or experts are split over ranks.
+    """
+
+    def of_model(contents: StateDict) -> StateDict:
+        return {key: contents.get(key) for key in (*_MODEL_KEYS, "dp_world_size")} if weights_only else contents
+
+    def of_optimizer(contents: StateDict) -> StateDict:
+        state = contents.get("optimizer_state_dict")
+        if not weights_only or not isinstance(state, dict):
+            return contents
+        return {"optimizer_state_dict": {key: state[key] for key in _WEIGHT_KEYS if key in state}}
+
+    models, optimizers = (by_rank(names, pattern, source) for pattern in (MODEL_STATES, _OPTIMIZER_STATES))
+    if 0 not in models:
+        raise CorruptCheckpointError(f"{source}: the model states of its first rank are missing.")
+    first = read(models[0], of_model)
+    if not optimizers:  # stage 0: each rank has all weights
+        return [Piece(first, {})]
+    ranks = first.get("dp_world_size")
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise CorruptCheckpointError(f"{source} does not say the number of ranks that saved it.")
+    if missing := [rank for rank in range(max(ranks, len(optimizers))) if rank not in optimizers]:
+        raise CorruptCheckpointError(f"{source} is not whole: the files of ranks {missing[:8]} are missing.")
+    others = ({} if rank not in models else read(models[rank], of_model) for rank in range(1, len(optimizers)))
+    return [Piece(model, read(optimizers[rank], of_optimizer)) for rank, model in enumerate([first, *others])]
+
+
+def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> dict[int, str]:
+    """Return the names that match ``pattern``, by data-parallel rank.
+
+    Raises:
+        IncompatibleCheckpointError: layers or experts are split over ranks.
+    """
+    found: dict[int, str] = {}
+    for name in names:
+        if (match := pattern.fullmatch(name)) is None:
+            continue
+        rank = int(match[1] or 0)
+        if int(match[2]) or rank in found or len(match[1] or "") > 6:
+            raise IncompatibleCheckpointError(
+                f"{source} has {name!r}: models whose layers or experts are split over ranks cannot be read. "
+                "Convert it with DeepSpeed's own tools."
+            )
+        found[rank] = name
+    return found
+
+
 @contextlib.contextmanager
 def _fitting() -> Generator[None]:
     """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
@@ -95,6 +168,8 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
         CorruptCheckpointError: the pieces do not fit together.
     """
     first = pieces[0]
+    if not first.optimizer:
+        return first.model["module"]
     shapes: _Shapes = first.model["param_shapes"]
     trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
     shared: dict[str, str] = dict(first.model.get("shared_params") or {})
@@ -112,14 +187,6 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     return merged
 
 
-def untrained(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """Return the tensors of :func:`merged_weights` that no optimizer has: buffers and frozen parameters."""
-    first = pieces[0].model
-    trained = {name for group in first["param_shapes"] for name in group}
-    trained |= {name for name, other in dict(first.get("shared_params") or {}).items() if other in trained}
-    return {name: tensor for name, tensor in merged_weights(pieces).items() if name not in trained}
-
-
 @_fitting()
 def merged_contents(pieces: Sequence[Piece]) -> StateDict:
     """Return the model states of the first rank, with whole weights and the whole state of the optimizer.
@@ -131,10 +198,9 @@ def merged_contents(pieces: Sequence[Piece]) -> StateDict:
         CorruptCheckpointError: the pieces do not fit together.
     """
     first = pieces[0]
-    made = {key: value for key, value in first.model.items() if key not in MODEL_KEYS}
-    if "optimizer_state_dict" not in first.optimizer:  # stage 0: each rank has all weights
-        return {**made, "module": first.model.get("module")}
-    return {**made, "module": merged_weights(pieces), "optimizer": _merged_optimizer(pieces)}
+    made = {key: value for key, value in first.model.items() if key not in _MODEL_KEYS}
+    optimizer = {"optimizer": _merged_optimizer(pieces)} if first.optimizer else {}
+    return {**made, "module": merged_weights(pieces), **optimizer}
 
 
 def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:

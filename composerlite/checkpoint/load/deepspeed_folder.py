@@ -6,25 +6,20 @@ Such a folder has a folder for each save, and a file ``latest`` with the name of
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from composerlite.checkpoint.foreign.deepspeed import Piece, merged_contents
+from composerlite.checkpoint.foreign.deepspeed import merged_contents, read_pieces
 from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.torch_reader import TorchFile
-from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.reader import readable, validate
 from composerlite.checkpoint.place.place import Place
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import CorruptCheckpointError
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
-
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MOST_RANKS = 1 << 16
 
 
 def merged_file(place: Place, folder: str, target: Path, *, trust: bool = False) -> Path:
@@ -53,65 +48,34 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
         UntrustedCheckpointError: a file holds a type that is not known to be safe.
     """
     uri = place.uri(folder)
-    names = place.names(folder)
-    models, optimizers = (_by_rank(names, pattern, uri) for pattern in (MODEL_STATES, _OPTIMIZER))
-    if 0 not in models:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: the model states of its first rank are missing.")
 
-    def read(name: str) -> StateDict:
-        return _contents(place, f"{folder}/{name}", trust=trust)
+    def read(name: str, prune: Callable[[StateDict], StateDict]) -> StateDict:
+        path = f"{folder}/{name}"
+        here = place.path_of(path)
+        if here is not None:
+            validate(here)
+        shown = Path(place.uri(path)) if here is None else here
+        with readable(shown), place.opened(path, None, threads=1) as source:
+            file = TorchFile(source, place.size(path), trust=trust, check_sums=True, types=stand_ins())
+            return read_states(file, prune)
 
-    first = read(models[0])
-    ranks = first.get("dp_world_size") if optimizers else 1
-    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"checkpoint {uri!r} does not say the number of ranks that saved it.")
-    parts = len(optimizers) if optimizers else 1
-    if missing := [rank for rank in range(max(ranks, parts)) if optimizers and rank not in optimizers]:
-        raise CorruptCheckpointError(f"checkpoint {uri!r} is not whole: the files of ranks {missing[:8]} are missing.")
-    pieces = [
-        Piece(
-            first if rank == 0 else read(models[rank]) if rank in models else {},
-            read(optimizers[rank]) if optimizers else {},
-        )
-        for rank in range(parts)
-    ]
+    pieces = read_pieces(place.names(folder), read, f"checkpoint {uri!r}")
     try:
         contents = merged_contents(pieces)
     except CorruptCheckpointError as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: {e}") from e
-    log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, parts)
+    log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, len(pieces))
     return contents
 
 
-def _by_rank(names: Collection[str], pattern: re.Pattern[str], uri: str) -> dict[int, str]:
-    """Return the names that match ``pattern``, by data-parallel rank.
+def read_states(file: TorchFile, prune: Callable[[StateDict], StateDict] | None = None) -> StateDict:
+    """Read a file of DeepSpeed and return the dict in the file; ``prune`` selects the parts to read.
 
     Raises:
-        IncompatibleCheckpointError: layers or experts are split over ranks.
+        CorruptCheckpointError: the bytes are damaged, or hold no dict.
     """
-    found: dict[int, str] = {}
-    for name in names:
-        if (match := pattern.fullmatch(name)) is None:
-            continue
-        rank = int(match[1] or 0)
-        if int(match[2]) or rank in found or len(match[1] or "") > 6:
-            raise IncompatibleCheckpointError(
-                f"checkpoint {uri!r} has {name!r}: models whose layers or experts are split over ranks cannot be read. "
-                "Convert it with DeepSpeed's own tools."
-            )
-        found[rank] = name
-    return found
-
-
-def _contents(place: Place, path: str, *, trust: bool) -> StateDict:
-    """Return the dict in a torch file. Without ``trust``, placeholders replace objects of DeepSpeed's classes."""
-    uri, here = place.uri(path), place.path_of(path)
-    if here is not None:
-        validate(here)
-    with readable(Path(uri) if here is None else here), place.opened(path, None, threads=1) as source:
-        types = None if trust else stand_ins()
-        file = TorchFile(source, place.size(path), trust=trust, check_sums=True, types=types)
-        file.read()
     if not isinstance(file.contents, dict):
-        raise CorruptCheckpointError(f"checkpoint {uri!r} holds {type(file.contents).__name__} and no dict.")
+        raise CorruptCheckpointError(f"it holds {type(file.contents).__name__} and no dict")
+    file.contents = file.contents if prune is None else prune(file.contents)
+    file.read()
     return file.contents

@@ -99,20 +99,6 @@ class Described(dict[str, Any]):
 
 
 @final
-class Dtype:
-    """A numpy dtype before its state was read. numpy's ``__setstate__`` checks nothing, so it is never called.
-
-    Attributes:
-        value: the dtype without the state.
-        built: the dtype with the state.
-    """
-
-    def __init__(self, value: np.dtype[Any]) -> None:
-        self.value = value
-        self.built: np.dtype[Any] | None = None
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class Maker:
     """Stands for an allowed function on the stack of the unpickler.
@@ -245,16 +231,20 @@ def restore(target: Any, state: Any) -> None:
         setattr(target, name, value)
 
 
-def built_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
-    """Return ``dtype`` with the byte order in ``state``, a tuple as numpy pickles it. Other state is refused.
+def set_byte_order(dtype: np.dtype[Any], state: Any) -> None:
+    """Give ``dtype``, a new object, the byte order in ``state``, a tuple as numpy pickles it. Other state is refused.
+
+    numpy's ``__setstate__`` checks nothing: with another size, arrays of this dtype would reach beyond their memory.
 
     Raises:
         RefusedError: the dtype has fields, a shape or another property that is not allowed.
     """
-    order, inner, names = state[1:4]
-    if dtype.kind in "mMV" or inner is not None or names is not None or order not in ("<", ">", "|", "="):
+    order, *rest, size, alignment, _ = state[1:]
+    is_same = rest == [None, None, None] and (size, alignment) in ((-1, -1), (dtype.itemsize, dtype.alignment))
+    if dtype.kind in "mMV" or not is_same or order not in ("<", ">", "|", "="):
         raise RefusedError(f"numpy.dtype({dtype})", allowable=False)
-    return dtype.newbyteorder(order) if order in "<>" else dtype
+    if order in "<>" and dtype.byteorder != "|":
+        cast("Any", dtype).__setstate__((3, order, None, None, None, dtype.itemsize, dtype.alignment, dtype.flags))
 
 
 # ── how objects are created. ``own`` is the RestrictedUnpickler ────────────────────────────────────────────────
@@ -293,10 +283,10 @@ def _enum_member(own: Any, kind: Any, name: Any) -> Any:
     return kind.__members__[name]
 
 
-def _dtype(own: Any, text: Any, *_: Any) -> Dtype:
+def _dtype(own: Any, text: Any, *_: Any) -> np.dtype[Any]:
     if type(text) is not str or _DTYPE.fullmatch(text) is None:
         raise RefusedError(f"numpy.dtype({str(text)[:40]!r})", allowable=False)
-    return Dtype(np.dtype(text))
+    return np.dtype(text, copy=True)  # a shared object would get the byte order
 
 
 def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> np.ndarray[Any, Any]:

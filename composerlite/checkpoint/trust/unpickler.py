@@ -33,7 +33,7 @@ _MOVES = (
     *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
     *(pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),  # call find_class and persistent_load below
 )
 
@@ -189,10 +189,6 @@ class RestrictedUnpickler(_PYTHONS):
     def persistent_load(self, pid: Any) -> Any:
         return self._storages.storage(pid)
 
-    def _get(self, key: int) -> None:
-        value = self.memo[key]
-        self.append(value.built if type(value) is trusted.Dtype else value)
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (list, collections.deque):
@@ -236,8 +232,8 @@ class RestrictedUnpickler(_PYTHONS):
         """Give an object its state."""
         state, target = self.stack.pop(), self.stack[-1]
         kind = type(target)
-        if kind is trusted.Dtype:
-            target.built = self.stack[-1] = trusted.built_dtype(target.value, state)
+        if isinstance(target, np.dtype):
+            trusted.set_byte_order(target, state)
         elif kind is np.ndarray:
             if self.fresh_arrays.pop(id(target), None) is None:
                 raise ValueError("the state of an array that has one")
@@ -259,8 +255,6 @@ class RestrictedUnpickler(_PYTHONS):
         **{code: _PYTHONS.dispatch[code[0]] for code in _MOVES},
         pickle.FRAME: lambda self: self.read(8),
         pickle.BYTEARRAY8: lambda self: self.append(bytearray(self.read(struct.unpack("<Q", self.read(8))[0]))),
-        pickle.BINGET: lambda self: self._get(self.read(1)[0]),
-        pickle.LONG_BINGET: lambda self: self._get(struct.unpack("<I", self.read(4))[0]),
         pickle.APPEND: lambda self: self._extend([self.stack.pop()]),
         pickle.APPENDS: lambda self: self._extend(self.pop_mark()),
         pickle.SETITEM: lambda self: self._set_items([self.stack.pop(), self.stack.pop()][::-1]),
