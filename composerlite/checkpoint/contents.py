@@ -9,7 +9,8 @@ import logging
 import platform
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, SupportsInt, TypeAlias, final
+from pathlib import Path
+from typing import Any, Protocol, SupportsInt, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -25,9 +26,6 @@ from composerlite.errors import ConfigError, CorruptCheckpointError, Incompatibl
 from composerlite.storage import ObjectStore
 from composerlite.types import Lineage, StateDict, items_of, with_items
 
-if TYPE_CHECKING:
-    from composerlite.checkpoint.foreign.taken import Run
-
 log = logging.getLogger(__name__)
 
 
@@ -35,8 +33,8 @@ IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 """Globs over '/'-joined paths such as ``'state/model/head.*'``, or a function that removes keys in place."""
 
 
-class EngineFiles(Protocol):
-    """The saving and loading half of DeepSpeed's engine. All ranks call each method together."""
+class DeepSpeedEngine(Protocol):
+    """The saving and loading half of DeepSpeed's engine. All ranks call each method, except ``convert``, together."""
 
     def saved(self) -> dict[str, StateDict]:
         """Return the contents of this rank's files, by name. Tensors are live, not copies."""
@@ -55,12 +53,50 @@ class EngineFiles(Protocol):
         """
         ...
 
+    def check_fits(self, model: StateDict, *, source: str) -> None:
+        """Compare the model of a checkpoint with the one that is trained.
 
-class SavedTimestamp(TimestampLike, Protocol):
-    """The time of a training state."""
+        Args:
+            model: contents of a file of model states.
+            source: the checkpoint, for messages.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes of trained parameters differ; lists all of them.
+        """
+        ...
+
+    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore the model and the optimizer from this rank's ``files``, by name, with classes of ``types``.
+
+        Raises:
+            IncompatibleCheckpointError: as :meth:`check_fits`.
+        """
+        ...
+
+    def convert(self, folder: Path, *, source: str) -> None:
+        """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
+
+        Raises:
+            IncompatibleCheckpointError: DeepSpeed cannot convert them.
+        """
+        ...
+
+    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
+        """Restore trained weights and the optimizer from the result of :meth:`convert`; ``files`` are model states."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
+        """Set the tensors of the model from the ``weights`` of rank 0, by name; other ranks pass ``None``.
+
+        Raises:
+            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; lists all of them.
+        """
+        ...
 
     @property
-    def batch(self) -> SupportsInt: ...
+    def types(self) -> dict[str, type]:
+        """Classes in DeepSpeed's files, by full name."""
+        ...
 
 
 class TrainingState(Protocol):
@@ -77,7 +113,7 @@ class TrainingState(Protocol):
     not_finite: tuple[str, ...]
 
     @property
-    def timestamp(self) -> SavedTimestamp: ...
+    def timestamp(self) -> TimestampLike: ...
 
     @property
     def fit_starts(self) -> Sequence[TimestampLike]:
@@ -94,7 +130,7 @@ class TrainingState(Protocol):
         ...
 
     @property
-    def deepspeed(self) -> EngineFiles | None:
+    def deepspeed(self) -> DeepSpeedEngine | None:
         """DeepSpeed's engine, if the engine has the model and the optimizer."""
         ...
 
@@ -322,9 +358,19 @@ class RestorePlan:
         # Readers of other formats are rarely needed.
         if self.key_map is not None or not is_of_a_run(contents):
             from composerlite.checkpoint.foreign.systems import as_of_a_run
+            from composerlite.checkpoint.foreign.taken import Run
 
             self.is_foreign = True
-            contents = as_of_a_run(contents, self._run, key_map=self.key_map, source=self.source)
+            globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
+            left_out = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
+            run = Run(
+                self.state.get_model_state_dict(),
+                {} if left_out else self.state.get_optim_state_dict(),
+                {type(one).__qualname__: one.state_dict() for one in self.state.schedulers},
+                self.strict,
+                self.source,
+            )
+            contents = as_of_a_run(contents, run, key_map=self.key_map)
         elif not isinstance(metadata, Mapping) or "composerlite_version" not in metadata:
             from composerlite.checkpoint.foreign.composer import in_current_form
 
@@ -336,26 +382,13 @@ class RestorePlan:
             return {"state": {key: value for key, value in state.items() if key in WEIGHTS_ONLY}}
         return {"state": state, "rng": contents.get("rng")}
 
-    def _run(self) -> Run:
-        """Return the live state, for readers of other formats to compare with the checkpoint."""
-        from composerlite.checkpoint.foreign.taken import Run
-
-        globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
-        left_out = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
-        optimizers = {} if left_out else self.state.get_optim_state_dict()
-        schedulers = {type(one).__qualname__: one.state_dict() for one in self.state.schedulers}
-        return Run(self.state.get_model_state_dict(), optimizers, schedulers, self.strict, self.source)
-
     def places(self, wanted: StateDict) -> StateDict:
         """Return the live tensors to load ``wanted`` into. Raises IncompatibleCheckpointError if ``wanted`` misfits."""
-        live = self.state.places_for(
-            wanted["state"],
-            weights_only=self.weights_only,
-            strict=self.strict,
-            exclude_algorithms=self.exclude_algorithms,
-            source=self.source,
-        )
-        return {"state": live}
+        return {"state": self.state.places_for(wanted["state"], weights_only=self.weights_only, **self._how)}
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"strict": self.strict, "exclude_algorithms": self.exclude_algorithms, "source": self.source}
 
     def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
         """Restore the state from ``wanted``, after all tensors are read.
@@ -364,9 +397,7 @@ class RestorePlan:
             States of the random generators; ``None`` if there are none, or only weights are restored.
         """
         if self.weights_only:
-            self.state.load_model_state(
-                wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
-            )
+            self.state.load_model_state(wanted["state"], **self._how)
             log.debug("loaded the weights of %s", self.source)
             return None
         if self.is_foreign:
@@ -374,9 +405,7 @@ class RestorePlan:
 
             length = self.state.dataloader_len
             settle_time(wanted["state"], None if length is None else int(length), self.source)
-        self.state.load_state_dict(
-            wanted["state"], strict=self.strict, exclude_algorithms=self.exclude_algorithms, source=self.source
-        )
+        self.state.load_state_dict(wanted["state"], **self._how)
         log.debug("loaded %s", self.source)
         return wanted["rng"]
 
@@ -410,13 +439,9 @@ def half_loaded(in_place: bool) -> Generator[None]:
     except CorruptCheckpointError as e:
         if not in_place:
             raise
-        damaged = CorruptCheckpointError(
-            f"{e} This load has partly overwritten the training state, which must not be used: build it anew, or load "
-            "another checkpoint into it."
-        )
-        for note in getattr(e, "__notes__", ()):  # the rank with the error
-            damaged.add_note(note)
-        raise damaged from e
+        lost = "This load has partly overwritten the training state, which must not be used"
+        e.args = (f"{e} {lost}: build it anew, or load another checkpoint into it.",)
+        raise
 
 
 def is_of_a_run(contents: Any) -> bool:

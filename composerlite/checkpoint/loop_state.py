@@ -136,8 +136,15 @@ class LoopState:
             part = self._shared[name]
             if isinstance(part, Optimizer):
                 state["state"] = _optimizer_places(part, state["state"], state_dict[name].get("state", {}))
-            else:
-                problems += _differences(name, state, state_dict[name])
+                continue
+            there = state_dict[name]
+            problems += [f"{name}.{key} is missing in the checkpoint" for key in state if key not in there]
+            problems += [f"{name}.{key} of the checkpoint is missing here" for key in there if key not in state]
+            for key, value in state.items():
+                other = there.get(key)
+                if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
+                    shapes = f"{tuple(other.shape)} there and {tuple(value.shape)} here"
+                    problems.append(f"{name}.{key} has the shape {shapes}")
         if problems:
             raise IncompatibleCheckpointError(
                 f"{source} does not fit the parts of this loop: {'; '.join(problems)}. Build the same parts as the run "
@@ -192,17 +199,6 @@ def _state_of(part: nn.Module | Optimizer) -> StateDict:
         if any(map(dist.is_distributed_tensor, parameters)):
             state["state"] = {str(number): one for number, one in state["state"].items()}
     return state
-
-
-def _differences(name: str, live: StateDict, saved: StateDict) -> list[str]:
-    """List the keys and shapes by which the state of a module differs."""
-    found = [f"{name}.{key} is missing in the checkpoint" for key in live if key not in saved]
-    found += [f"{name}.{key} of the checkpoint is missing here" for key in saved if key not in live]
-    for key, value in live.items():
-        other = saved.get(key)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape != other.shape:
-            found.append(f"{name}.{key} has the shape {tuple(other.shape)} there and {tuple(value.shape)} here")
-    return found
 
 
 def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, Any]) -> StateDict:

@@ -230,7 +230,7 @@ class Replication:
             if not is_clear and incoming is not None:
                 _clear(self._replicas, incoming)
                 is_clear = True
-            _receive(self._replicas, path, offset, data)
+            write_part(_arriving(self._replicas.folder / path), offset, data)
 
         what = f"replicating {'nothing' if own is None else repr(own.name)}"
         moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
@@ -346,7 +346,7 @@ class Replication:
                 what,
                 [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other],
                 lambda path, *part: read_part((self._own if own else self._replicas).folder / path, *part),
-                functools.partial(_receive, self._own),
+                lambda path, *part: write_part(_arriving(self._own.folder / path), *part),
             )
             _commit(self._own, manifest, arriving)
         if arriving:
@@ -380,7 +380,3 @@ def _commit(catalog: Catalog, manifest: Manifest, files: Iterable[FileRecord]) -
     except (OSError, CorruptCheckpointError):
         _clear(catalog, manifest)
         raise
-
-
-def _receive(catalog: Catalog, path: str, offset: int, data: memoryview) -> None:
-    write_part(_arriving(catalog.folder / path), offset, data)

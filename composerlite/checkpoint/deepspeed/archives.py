@@ -21,7 +21,7 @@ from composerlite.checkpoint.foreign.deepspeed import by_rank
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
 from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import codec_of
-from composerlite.checkpoint.format.packing import is_packed, unpacked
+from composerlite.checkpoint.format.packing import unpacked
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.deepspeed_folder import read_states
@@ -144,20 +144,6 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
             raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
         files |= {STATES: found[STATES]} if STATES in found else {}
         yield RankFiles(path, digest is None, files)
-
-
-def holds_deepspeed(path: Path) -> bool:
-    """Return true if the file ``path`` is an archive with files of DeepSpeed.
-
-    Raises:
-        CorruptCheckpointError: the file is an archive, and damaged.
-        OSError: the file is missing or cannot be read.
-    """
-    if not is_packed(path):
-        return False
-    with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
-        return True
-    return False
 
 
 @final

@@ -9,78 +9,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.contents import RestorePlan, check_kind, half_loaded
-from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives, holds_deepspeed
+from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, check_kind, half_loaded
+from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives
 from composerlite.checkpoint.deepspeed.weights import weights_in
 from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import STATES
+from composerlite.checkpoint.format.packing import is_packed
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
 from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
 from composerlite.checkpoint.load.resolve import engine_folder, fetched
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
-from composerlite.errors import ConfigError
+from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.storage import ObjectStore
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
-
-
-class DeepSpeedEngine(Protocol):
-    """Methods of DeepSpeed's engine that load files. All but ``convert`` are collective."""
-
-    def check_fits(self, model: StateDict, *, source: str) -> None:
-        """Compare the model of a checkpoint with the one that is trained.
-
-        Args:
-            model: contents of a file of model states.
-            source: the checkpoint, for messages.
-
-        Raises:
-            IncompatibleCheckpointError: names or shapes of trained parameters differ; lists all of them.
-        """
-        ...
-
-    def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore the model and the optimizer from this rank's ``files``, by name, with classes of ``types``.
-
-        Raises:
-            IncompatibleCheckpointError: as :meth:`check_fits`.
-        """
-        ...
-
-    def convert(self, folder: Path, *, source: str) -> None:
-        """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
-
-        Raises:
-            IncompatibleCheckpointError: DeepSpeed cannot convert them.
-        """
-        ...
-
-    def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
-        """Restore trained weights and the optimizer from the result of :meth:`convert`; ``files`` are model states."""
-        ...
-
-    def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
-        """Set the tensors of the model from the ``weights`` of rank 0, by name; other ranks pass ``None``.
-
-        Raises:
-            IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; lists all of them.
-        """
-        ...
-
-    @property
-    def types(self) -> dict[str, type]:
-        """Classes in DeepSpeed's files, by full name."""
-        ...
 
 
 def load_archives(
@@ -210,12 +162,15 @@ class _Load:
                 rename = common_rename(found, self.plan.state.get_model_state_dict(), all_must=self.plan.strict)
                 return {rename.of(name): tensor for name, tensor in found.items()}
         with fetched(first, self.object_store) as path:
-            if not holds_deepspeed(path):
+            try:
                 with opened(path, trust=self.trust) as (file, *_):
                     check_kind(file.contents, f"checkpoint {first!r}")
                     file.contents = {"model": file.contents["state"].get("model", {})}
                     file.read()
                     return file.contents["model"]
+            except IncompatibleCheckpointError:  # an archive of DeepSpeed
+                if not is_packed(path):
+                    raise
         with self.find().all_opened(self.object_store) as every, readable(Path(first)):
             return weights_in(every)
 

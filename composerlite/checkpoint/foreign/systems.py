@@ -190,25 +190,25 @@ def _has_dict(contents: StateDict, key: str) -> bool:
     return isinstance(contents.get(key), Mapping)
 
 
-def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None, source: str) -> StateDict:
+def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict:
     """Return ``contents`` of another system in the form of our checkpoints.
 
     Args:
         contents: of the checkpoint; tensors need not have been read.
-        run: returns the run to load into.
+        run: the run to load into.
         key_map: keys of the parts; ``None``: the system is recognised by the contents.
-        source: the checkpoint, for messages.
 
     Raises:
         IncompatibleCheckpointError: no system recognises the contents, or they do not fit the run; or the checkpoint
             has counts of training without an optimizer, or several optimizers.
         ConfigError: ``key_map`` has a key that is missing.
     """
+    source = run.source
     if key_map is not None:
         parts = picked(contents, key_map, source)
         progress = Counts(parts.get("batch", 0), parts.get("epoch")) if parts.keys() & {"epoch", "batch"} else None
         taken = Taken(parts.get("model", {}), parts.get("optimizer"), parts.get("scheduler"), progress)
-        return state_of(taken, run(), "the keys in load_key_map")
+        return state_of(taken, run, "the keys in load_key_map")
     system = system_of(contents)
     if system is None:
         keys = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__
@@ -218,14 +218,14 @@ def as_of_a_run(contents: Any, run: Callable[[], Run], *, key_map: KeyMap | None
             "load_key_map={'model': 'net.*', 'optimizer': 'optim'}; or load the model with "
             "model.load_state_dict(torch.load(path))."
         )
-    taken, live = system.take(cast("StateDict", contents), source), run()
-    if live.optimizers and (lack := _lack_of_optimizer(cast("StateDict", contents), taken)):
+    taken = system.take(cast("StateDict", contents), source)
+    if run.optimizers and (lack := _lack_of_optimizer(cast("StateDict", contents), taken)):
         raise IncompatibleCheckpointError(
             f"{source} {lack}: a run would continue without its moments. load_weights_only=True takes the model alone, "
             "load_ignore_keys=['state/optimizers'] all but the optimizer, and load_key_map={'model': …, "
             "'optimizer': …, 'batch': …} what it names."
         )
-    return state_of(taken, live, system.name)
+    return state_of(taken, run, system.name)
 
 
 def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
@@ -262,12 +262,6 @@ def recognised(contents: Any) -> str | None:
         return "OLMo-core (step…)"
     system = system_of(contents)
     return None if system is None else system.name
-
-
-def no_model_error(source: str) -> IncompatibleCheckpointError:
-    """Return the error for a checkpoint without a model."""
-    hint = "'composerlite checkpoint inspect' shows what"
-    return IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
 
 def what_is_recognised() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -44,10 +43,6 @@ _INDEX_TYPES: dict[str, type] = {
 }
 
 
-_no_tensors: Any = SimpleNamespace(read_now=lambda: None)
-"""Storages for the unpickler: an index with a tensor is damaged."""
-
-
 def read_index(data: bytes, uri: str) -> dcp.Metadata:
     """Read ``.metadata``: a pickle of known types only. All numbers are checked.
 
@@ -56,7 +51,7 @@ def read_index(data: bytes, uri: str) -> dcp.Metadata:
         CorruptCheckpointError: the data are no index.
     """
     try:
-        found = RestrictedUnpickler(data, _no_tensors, _INDEX_TYPES).load()
+        found = RestrictedUnpickler(data, None, _INDEX_TYPES).load()
         _check_index(found)
     except RefusedError as e:
         raise untrusted(uri, INDEX, e) from e

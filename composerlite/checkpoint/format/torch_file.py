@@ -259,7 +259,7 @@ class Pickled:
             return
         try:
             if pickler.has_objects:
-                RestrictedUnpickler(self.data, self).load()
+                RestrictedUnpickler(self.data, self.storage).load()
             else:
                 check_shape(contents, len(self.data))
         except RefusedError as e:
@@ -274,9 +274,6 @@ class Pickled:
         """Return the live storage with the persistent id ``identity``."""
         _, dtype, key, _, _ = identity
         return torch.storage.TypedStorage(wrap_storage=self.storages[int(key)], dtype=dtype, _internal=True)
-
-    def read_now(self) -> None:
-        """Do nothing: the numbers are in the storages."""
 
 
 @final

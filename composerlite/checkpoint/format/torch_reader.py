@@ -115,7 +115,8 @@ class TorchFile:
         self._known: dict[str, torch.UntypedStorage] = {}
         data = self._small("data.pkl")
         try:
-            self.contents = _trusted(data, self) if trust else RestrictedUnpickler(data, self, types).load()
+            reader = RestrictedUnpickler(data, self.storage, types, read_now=self.read_now)
+            self.contents = _trusted(data, self) if trust else reader.load()
         except (ValueError, pickle.UnpicklingError) as e:
             raise CorruptCheckpointError(str(e)) from e
         self._known = {}  # from here on only the contents keep storages alive

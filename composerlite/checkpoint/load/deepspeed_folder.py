@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from composerlite.checkpoint.foreign.deepspeed import merged_contents, read_pieces
 from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.torch_reader import TorchFile
@@ -20,16 +18,6 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
-
-
-def merged_file(place: Place, folder: str, target: Path, *, trust: bool = False) -> Path:
-    """Write the contents of one save to a new ``.pt`` file in the folder ``target``, and return the path of the file.
-
-    Arguments and errors are those of :func:`deepspeed_contents`.
-    """
-    path = target / f"{folder.rpartition('/')[2]}.pt"
-    torch.save(deepspeed_contents(place, folder, trust=trust), path)
-    return path
 
 
 def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> StateDict:

@@ -142,9 +142,13 @@ def _find(
     if place.exists(f"{last}/{INDEX}") or holds_weights(place.names(last)):
         return Located(name, "sharded", path, key)
     if (save := deepspeed_save(place, last)) is not None:
-        from composerlite.checkpoint.load.deepspeed_folder import merged_file  # rarely needed
+        import torch
 
-        return Located(name, "file", merged_file(place, save, _temporary_folder(stack), trust=trust))
+        from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents  # rarely needed
+
+        path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
+        torch.save(deepspeed_contents(place, save, trust=trust), path)
+        return Located(name, "file", path)
     if path is not None:
         return Located(name, "file", path)  # reading raises the error
     raise CheckpointNotFoundError(

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, SupportsInt, final
 
 from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.packing import format_of
@@ -32,7 +32,10 @@ _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^
 
 
 class TimestampLike(Protocol):
-    """Interface of a timestamp in a name."""
+    """The time of a training state."""
+
+    @property
+    def batch(self) -> SupportsInt: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 

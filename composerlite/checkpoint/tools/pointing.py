@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from composerlite.checkpoint.format import INDEX, MARKER, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
-from composerlite.checkpoint.load.resolve import deepspeed_save, followed, is_read_in_place
+from composerlite.checkpoint.load.resolve import deepspeed_save, place_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.folder import Folder
@@ -81,8 +81,9 @@ def place_at(text: str, *, may_be_new: bool = False) -> Place:
         ConfigError: the URI names no store, or ``text`` is a file and ``may_be_new`` is true.
         CheckpointNotFoundError: there is no such folder.
     """
+    _check_listable(text)
     if is_uri(text):
-        return _bucket_at(text)
+        return Bucket.of(open_store(text), parse_uri(text)[2])
     folder = Path(parse_uri(text)[2])
     if may_be_new and folder.exists() and not folder.is_dir():
         raise ConfigError(f"{text!r} is a file: expected the folder of checkpoints to write to, or its URI.")
@@ -92,10 +93,9 @@ def place_at(text: str, *, may_be_new: bool = False) -> Place:
     return Folder(folder)
 
 
-def _bucket_at(uri: str) -> Bucket:
-    if parse_uri(uri)[0] in ("http", "https"):
-        raise ConfigError(f"{uri!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
-    return Bucket.of(open_store(uri), parse_uri(uri)[2])
+def _check_listable(text: str) -> None:
+    if parse_uri(text)[0] in ("http", "https"):
+        raise ConfigError(f"{text!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
 
 
 @contextlib.contextmanager
@@ -107,32 +107,22 @@ def pointed(text: str) -> Generator[Pointed]:
         ConfigError: the URI names no store.
         CorruptCheckpointError: links form a loop.
     """
-    if not is_uri(text):
-        yield _on_disk(Path(parse_uri(text)[2]), text)
-        return
-    with contextlib.closing(_bucket_at(text)) as whole:
-        name = followed(whole.inside("/"), whole.root) if whole.root else ""
-        folder, _, last = name.rpartition("/")
-        if name and any(whole.transfer.exists(at) for at in (name, f"{name}/{INDEX}", f"{name}/{MARKER}")):
-            yield Pointed(*home_of(whole.inside(f"/{folder}"), last), text)
+    _check_listable(text)
+    with place_of(text, None) as (above, name):
+        here = above.path_of(name)
+        is_file = name != "" and above.exists(name)
+        inside = [] if is_file or not name else above.names(name)
+        is_one = is_file or any(one in (INDEX, MARKER) or one.endswith(SUFFIX) for one in inside)
+        if is_one or (here and holds_weights(inside)) or (inside and deepspeed_save(above, name) is not None):
+            place, found = home_of(above, name)
+        elif here is None or here.is_dir():
+            place, found = above.inside(name), None
         else:
-            yield Pointed(whole.inside(f"/{name}"), None, text)
-
-
-def _on_disk(given: Path, text: str) -> Pointed:
-    path = Path(followed(Folder(""), str(given))).resolve()  # a copy of a bucket has links that are files
-    above = Folder(path.parent)
-    place, name = above, path.name
-    if path.is_file() or (path / MARKER).is_file() or is_read_in_place(path):
-        place, name = home_of(above, path.name)
-    elif not path.is_dir():
-        there = _names_of(survey(above)) if path.parent.is_dir() else ""
-        raise CheckpointNotFoundError(f"there is no checkpoint and no folder {text!r}.{there}")
-    elif not any(file.name.endswith(SUFFIX) for file in path.iterdir()) and deepspeed_save(above, path.name) is None:
-        place, name = Folder(path), None  # neither a sharded checkpoint without its index nor a save of DeepSpeed
-    if not given.is_absolute() and path.is_relative_to(Path.cwd()):
-        place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
-    return Pointed(place, name, text)
+            there = _names_of(survey(above)) if here.parent.is_dir() else ""
+            raise CheckpointNotFoundError(f"there is no checkpoint and no folder {text!r}.{there}")
+        if here and not Path(parse_uri(text)[2]).is_absolute() and here.is_relative_to(Path.cwd()):
+            place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
+        yield Pointed(place, found, text)
 
 
 def _names_of(listed: list[Found]) -> str:

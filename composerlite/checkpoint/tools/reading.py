@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import flat_weights
-from composerlite.checkpoint.foreign.systems import model_in, no_model_error, recognised
+from composerlite.checkpoint.foreign.systems import model_in, recognised, what_is_recognised
 from composerlite.checkpoint.format import MODEL
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX, holds_model_states
@@ -24,7 +24,7 @@ from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.devices import rng
-from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
@@ -82,33 +82,22 @@ def contents_of(place: Place, found: Found) -> Any:
         return deepspeed_contents(place, save)
     if (directory := model_directory(place, found)) is None:
         return _shapes_in_file(place, found.name, found)
-    shapes = _shapes_in_directory(directory)
-    if found.kind != "step":
-        return shapes
-    beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(place, path, found) for path in _train_files(found)}
-    return {MODEL: shapes, **beside}
-
-
-class _UnreadValue:
-    """Placeholder for a value in a data file; data files are not opened."""
-
-    def __repr__(self) -> str:
-        return "in a data file"
-
-
-def _shapes_in_directory(folder: ShardedDirectory) -> Any:
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 
-    with sharded.RemoteFileSystemReader(folder) as reader:
+    with sharded.RemoteFileSystemReader(directory) as reader:
         metadata = reader.read_metadata()
     values: dict[str, Any] = {
         key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         if isinstance(stored, sharded.TensorStorageMetadata)
-        else _UnreadValue()
+        else ...  # in a data file, which is not opened
         for key, stored in metadata.state_dict_metadata.items()
     }
-    return nested(metadata, "", list(values), values)
+    shapes = nested(metadata, "", list(values), values)
+    if found.kind != "step":
+        return shapes
+    beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(place, path, found) for path in _train_files(found)}
+    return {MODEL: shapes, **beside}
 
 
 def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
@@ -185,7 +174,8 @@ def weights_of(contents: Any, source: str) -> StateDict:
     """
     if found := flat_weights(model_in(contents), source):
         return found
-    raise no_model_error(source)
+    hint = "'composerlite checkpoint inspect' shows what"
+    raise IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
 
 def _read_part(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
@@ -317,8 +307,8 @@ def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
             yield Leaf(path, "tensor", dtype, tuple(value.shape), value.numel() * value.element_size())
         elif isinstance(value, np.ndarray):
             yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
-        elif isinstance(value, _UnreadValue):
-            yield Leaf(path, "value", text=repr(value))
+        elif value is ...:
+            yield Leaf(path, "value", text="in a data file")
         elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:
             yield Leaf(path, type(value).__name__, text=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]
         else:

@@ -143,20 +143,6 @@ def check_numbers(dtype: Any, raw: Any, count: int) -> None:
         raise ValueError(f"{count} numbers of {dtype} in {len(raw)} bytes")
 
 
-def _check_extent(storage: Any, item_bytes: int, offset: Any, shape: Any, stride: Any) -> None:
-    """Check that a tensor lies within its storage."""
-    if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or offset < 0:
-        raise ValueError(f"a tensor in {type(storage).__name__} at {short(offset)}")
-    check_counts(shape)
-    check_counts(stride)
-    if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
-    items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    have = untyped_storage(storage).nbytes()
-    if (offset + items) * item_bytes > have or math.prod(shape) >= 1 << 62:
-        raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
-
-
 def check_shape(contents: Any, size_bytes: int) -> None:
     """Refuse contents with cycles, great depth, or exponentially repeated references.
 
@@ -318,10 +304,19 @@ def _tensor(
 
 
 def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
-    """Return a dense tensor of any type. ``rest``: requires_grad, hooks, type, metadata."""
+    """Return a dense tensor of any type, within its storage. ``rest``: requires_grad, hooks, type, metadata."""
     requires_grad, _, dtype, *metadata = rest
-    _check_extent(storage, dtype.itemsize, offset, shape, stride)
+    if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or offset < 0:
+        raise ValueError(f"a tensor in {type(storage).__name__} at {short(offset)}")
+    check_counts(shape)
+    check_counts(stride)
+    if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
+    items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     untyped = untyped_storage(storage)
+    have = untyped.nbytes()
+    if (offset + items) * dtype.itemsize > have or math.prod(shape) >= 1 << 62:
+        raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
     made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
     if requires_grad:
         made.requires_grad_(True)
@@ -352,7 +347,7 @@ def _parameter(own: Any, data: Any, requires_grad: Any = True, hooks: Any = None
 
 def _with_type(own: Any, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """Return a tensor with attributes, or of a class allowed by the user."""
-    made = own.make(make, arguments)
+    made = own.make(arguments, make)
     if not isinstance(made, Tensor):
         raise ValueError("attributes of what is no tensor")
     if type(made) is not kind:

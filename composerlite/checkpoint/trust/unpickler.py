@@ -13,7 +13,7 @@ import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 from torch.torch_version import TorchVersion
@@ -38,37 +38,33 @@ _MOVES = (
 )
 
 
-class Storages(Protocol):
-    """The source of the bytes of tensors."""
-
-    def storage(self, identity: Any) -> Any:
-        """Return the storage with the persistent id ``identity`` of the pickle. The bytes may be read later."""
-        ...
-
-    def read_now(self) -> None:
-        """Read the bytes of all storages returned so far. From now on :meth:`storage` reads the bytes at once."""
-        ...
-
-
 @final
 class RestrictedUnpickler(_PYTHONS):
     """Reads one pickle of protocol 2 to 5, without out-of-band buffers. Creates only allowed objects.
 
     Args:
         data: the pickle. The size bounds the number of objects.
-        storages: provides the storages of tensors.
+        persistent_load: returns the storage with a persistent id of the pickle. The bytes may be read later.
         types: further allowed classes, by full name. Pickle's own rules create and fill the instances, so methods of
             these classes run.
+        read_now: reads the bytes of all storages so far; bytes of later storages are read at once.
 
     Attributes:
         fresh_arrays: empty arrays without state, by ``id``.
     """
 
-    def __init__(self, data: bytes, storages: Storages, types: Mapping[str, type] | None = None) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        persistent_load: Callable[[Any], Any] | None,
+        types: Mapping[str, type] | None = None,
+        *,
+        read_now: Callable[[], object] = int,
+    ) -> None:
         self._file = io.BytesIO(data)
         self._size_bytes = len(data)
         super().__init__(self._file)
-        self._storages = storages
+        self.persistent_load, self.read_now = persistent_load, read_now
         self._budget = 8 * len(data) + trusted.SPARE_ITEMS
         self._user = {**trusted.user_types(), **(types or {})}
         self._user_ids = {id(thing) for thing in self._user.values()}
@@ -96,10 +92,6 @@ class RestrictedUnpickler(_PYTHONS):
         return contents
 
     # ── what the functions of ``trusted`` need ───────────────────────────────────────────────────────────────────────
-    def read_now(self) -> None:
-        """Read the bytes of all storages so far; bytes of later storages are read at once."""
-        self._storages.read_now()
-
     def is_users(self, kind: Any) -> bool:
         """Return true if the class ``kind`` is allowed by the user, or is in ``types``."""
         return id(kind) in self._user_ids
@@ -125,7 +117,7 @@ class RestrictedUnpickler(_PYTHONS):
         if self._budget < 0:
             raise ValueError("it unfolds to many times its size")
 
-    def make(self, kind: Any, arguments: Any) -> Any:
+    def make(self, arguments: Any, kind: Any) -> Any:
         """Return the result of a call of the class or function ``kind``, if allowed.
 
         Raises:
@@ -186,9 +178,6 @@ class RestrictedUnpickler(_PYTHONS):
             return trusted.Maker(lambda _, *arguments: trusted.Described({"class": full, "arguments": arguments}))
         raise trusted.RefusedError(full, allowable=True)
 
-    def persistent_load(self, pid: Any) -> Any:
-        return self._storages.storage(pid)
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (list, collections.deque):
@@ -212,10 +201,6 @@ class RestrictedUnpickler(_PYTHONS):
         items = self.pop_mark()
         self.append(frozenset(self.keys(items)))
 
-    def _reduce(self) -> None:
-        arguments, what = self.stack.pop(), self.stack.pop()
-        self.append(self.make(what, arguments))
-
     def _new(self, keywords: Any = None) -> None:
         """Call ``__new__`` of a class. ``keywords`` is a dict or ``None``."""
         arguments, kind = self.stack.pop(), self.stack.pop()
@@ -226,7 +211,7 @@ class RestrictedUnpickler(_PYTHONS):
         elif keywords:
             raise ValueError("keywords for what takes none")
         else:
-            self.append(self.make(kind, arguments))
+            self.append(self.make(arguments, kind))
 
     def _build(self) -> None:
         """Give an object its state."""
@@ -261,7 +246,7 @@ class RestrictedUnpickler(_PYTHONS):
         pickle.SETITEMS: lambda self: self._set_items(self.pop_mark()),
         pickle.ADDITEMS: lambda self: self._add(self.pop_mark()),
         pickle.FROZENSET: _frozenset,
-        pickle.REDUCE: _reduce,
+        pickle.REDUCE: lambda self: self.append(self.make(self.stack.pop(), self.stack.pop())),
         pickle.NEWOBJ: _new,
         pickle.NEWOBJ_EX: lambda self: self._new(self.stack.pop()),
         pickle.BUILD: _build,
