@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import logging
-import platform
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, SupportsInt, TypeAlias, final
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composerlite import dist
-from composerlite._version import VERSION
 from composerlite.checkpoint.format.torch_file import check_savable
 from composerlite.checkpoint.record.naming import TimestampLike
 from composerlite.dist import is_dense
@@ -391,23 +387,24 @@ class RestorePlan:
         return {"strict": self.strict, "exclude_algorithms": self.exclude_algorithms, "source": self.source}
 
     def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
-        """Restore the state from ``wanted``, after all tensors are read.
+        """Restore the state from ``wanted``, after all tensors are read. Collective.
 
         Returns:
             States of the random generators; ``None`` if there are none, or only weights are restored.
         """
-        if self.weights_only:
-            self.state.load_model_state(wanted["state"], **self._how)
-            log.debug("loaded the weights of %s", self.source)
-            return None
-        if self.is_foreign:
-            from composerlite.checkpoint.foreign.taken import settle_time
+        with dist.get_group().all_or_none("restoring the run"):
+            if self.weights_only:
+                self.state.load_model_state(wanted["state"], **self._how)
+                log.debug("loaded the weights of %s", self.source)
+                return None
+            if self.is_foreign:
+                from composerlite.checkpoint.foreign.taken import settle_time
 
-            length = self.state.dataloader_len
-            settle_time(wanted["state"], None if length is None else int(length), self.source)
-        self.state.load_state_dict(wanted["state"], **self._how)
-        log.debug("loaded %s", self.source)
-        return wanted["rng"]
+                length = self.state.dataloader_len
+                settle_time(wanted["state"], None if length is None else int(length), self.source)
+            self.state.load_state_dict(wanted["state"], **self._how)
+            log.debug("loaded %s", self.source)
+            return wanted["rng"]
 
 
 @final
@@ -427,8 +424,7 @@ class Loaded:
 
     def restore(self) -> list[dict[str, Any]] | None:
         """Restore everything else; return the states of the random generators, if any. Collective."""
-        with dist.get_group().all_or_none("restoring the run"):
-            return self.plan.load(self.wanted)
+        return self.plan.load(self.wanted)
 
 
 @contextlib.contextmanager
@@ -464,14 +460,3 @@ def check_kind(contents: Any, source: str) -> None:
         f"{source} is not a checkpoint of a run: it holds {found or 'nothing'}, and no dict 'state' of a run. If it is "
         "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
     )
-
-
-# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-@functools.cache
-def versions() -> Mapping[str, str]:
-    """Return the versions of composerlite, torch and python, for the record of a checkpoint."""
-    return {
-        "composerlite": VERSION,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composerlite import dist
-from composerlite.checkpoint.contents import versions
+from composerlite._version import VERSION
 from composerlite.checkpoint.record.naming import TIME_VARIABLES
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
 from composerlite.types import Lineage, StateDict, Stateful
@@ -93,22 +94,20 @@ class LoopState:
     # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> StateDict:
         """Return the contents of a checkpoint. ``ranks`` has the item of this rank; the save adds the other ranks."""
-        known, of_rank = versions(), self._of_rank.items()
+        of_rank = self._of_rank.items()
         return {
             **{name: _state_of(part) for name, part in self._shared.items()},
             "ranks": [{name: dict(part) if isinstance(part, dict) else part.state_dict() for name, part in of_rank}],
             "timestamp": {"batch": self.step},
             "run_name": self.run_name,
-            "metadata": {"composerlite_version": known["composerlite"], "torch_version": known["torch"]},
+            "metadata": {"composerlite_version": VERSION, "torch_version": str(torch.__version__)},
         }
 
     def weights_state_dict(self) -> StateDict:
         """Return the states of the modules."""
         return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, nn.Module)}
 
-    def get_model_state_dict(self) -> StateDict:
-        """Return the states of the modules."""
-        return self.weights_state_dict()
+    get_model_state_dict = weights_state_dict
 
     def get_optim_state_dict(self) -> StateDict:
         """Return the states of the optimizers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import socket
 import sys
 import time
@@ -13,7 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast, final
 
-from composerlite.checkpoint.contents import versions
+import torch
+
+from composerlite._version import VERSION
 from composerlite.core import CheckpointNews, Logger, State
 from composerlite.errors import checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
@@ -110,7 +113,11 @@ class JSONLLogger(RunFileLogger):
                 "world_size": state.world_size,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "versions": dict(versions()),
+                "versions": {
+                    "composerlite": VERSION,
+                    "torch": str(torch.__version__),
+                    "python": platform.python_version(),
+                },
             },
         )
         self._lines += early

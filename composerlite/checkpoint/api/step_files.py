@@ -6,13 +6,13 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast, final
 
 import xxhash
 
-from composerlite.checkpoint.contents import versions
+from composerlite._version import VERSION
 from composerlite.checkpoint.format import INDEX, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.load.reader import safe_torch_load
@@ -40,7 +40,7 @@ class CheckpointMetadata:
         world_size: number of ranks that saved the checkpoint; 0: unknown, since another program saved the checkpoint.
     """
 
-    version: str = field(default_factory=lambda: versions()["composerlite"])
+    version: str = VERSION
     ephemeral: bool = False
     world_size: Count = 0
 

@@ -69,8 +69,7 @@ def load_archives(
         archives = load.group.from_first("looking for the checkpoint", load.find)
         is_own = len(archives.names) == load.group.size
         wanted = load.from_own_archive(archives) if is_own else load.from_other_ranks(archives)
-        with load.group.all_or_none("restoring the run"):
-            return plan.load(wanted)
+        return plan.load(wanted)
 
 
 @final
