@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composerlite import dist
 from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, check_kind, half_loaded
-from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives
+from composerlite.checkpoint.deepspeed.archives import Archives, RankFiles, find_archives, opened_archive
 from composerlite.checkpoint.deepspeed.weights import weights_in
 from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import STATES
@@ -141,7 +141,7 @@ class _Load:
         mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
         with self.group.all_or_none("restoring the run"), half_loaded(True):
             self.engine.load_converted(Path(mine), model, source=self.source)
-        self.set_weights(lambda: weights_in(every), strict=False)  # of buffers and frozen parameters, too
+        self.set_weights(lambda: weights_in(every), strict=False)  # also buffers and frozen parameters
         return wanted
 
     def set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
@@ -161,15 +161,16 @@ class _Load:
                 rename = common_rename(found, self.plan.state.get_model_state_dict(), all_must=self.plan.strict)
                 return {rename.of(name): tensor for name, tensor in found.items()}
         with fetched(first, self.object_store) as path:
-            try:
+            is_of_deepspeed = False
+            if is_packed(path):
+                with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
+                    is_of_deepspeed = True
+            if not is_of_deepspeed:
                 with opened(path, trust=self.trust) as (file, *_):
                     check_kind(file.contents, f"checkpoint {first!r}")
                     file.contents = {"model": file.contents["state"].get("model", {})}
                     file.read()
                     return file.contents["model"]
-            except IncompatibleCheckpointError:  # an archive of DeepSpeed
-                if not is_packed(path):
-                    raise
         with self.find().all_opened(self.object_store) as every, readable(Path(first)):
             return weights_in(every)
 

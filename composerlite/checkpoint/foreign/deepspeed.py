@@ -58,6 +58,11 @@ class Piece(NamedTuple):
     optimizer: StateDict
 
     @property
+    def has_optimizer(self) -> bool:
+        """False in stage 0, where each rank has all weights."""
+        return "optimizer_state_dict" in self.optimizer
+
+    @property
     def state(self) -> StateDict:
         """State of DeepSpeed's own optimizer."""
         return self.optimizer["optimizer_state_dict"]
@@ -168,7 +173,7 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
         CorruptCheckpointError: the pieces do not fit together.
     """
     first = pieces[0]
-    if not first.optimizer:
+    if not first.has_optimizer:
         return first.model["module"]
     shapes: _Shapes = first.model["param_shapes"]
     trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
@@ -199,7 +204,7 @@ def merged_contents(pieces: Sequence[Piece]) -> StateDict:
     """
     first = pieces[0]
     made = {key: value for key, value in first.model.items() if key not in _MODEL_KEYS}
-    optimizer = {"optimizer": _merged_optimizer(pieces)} if first.optimizer else {}
+    optimizer = {"optimizer": _merged_optimizer(pieces)} if first.has_optimizer else {}
     return {**made, "module": merged_weights(pieces), **optimizer}
 
 
