@@ -25,7 +25,7 @@ from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
-from composerlite.checkpoint.load.sharing import RemoteShardFetcher, plan_load
+from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
@@ -62,17 +62,14 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
         if step is not None:
             files = group.from_first(f"reading the train states of {step.uri}", train_states)
             beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
-        with RemoteShardFetcher(folder, reader, plan.source) as fetcher:
-            return _read_state(reader, fetcher, plan, beside)
+        return _read_state(reader, plan, beside)
 
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
         wanted = read_whole(reader, group, read)
         return Loaded(plan, wanted, reader.verified)
 
 
-def _read_state(
-    reader: RemoteFileSystemReader, fetcher: RemoteShardFetcher, plan: RestorePlan, beside: StateDict
-) -> Any:
+def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, beside: StateDict) -> Any:
     """Return the state to restore, with the top-level entries ``beside`` added. Collective.
 
     Tensors are read into live tensors where possible.
@@ -87,7 +84,7 @@ def _read_state(
     }
     # Rank 0 reads the values, for every rank.
     keys = dict.fromkeys(key for key in stored if key not in tensors)
-    fetcher.fetch(keys if group.is_first else {})
+    fetch_from_nodes(reader, keys if group.is_first else {}, plan.source)
     what = f"reading the small parts of {plan.source}"
     read = group.from_first(what, lambda: reader.read(requests_of(metadata, keys, reader.uri)))
     values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
@@ -97,7 +94,7 @@ def _read_state(
         live = plan.places(wanted)
     targets: dict[str, Tensor] = {}
     wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
-    fetcher.fetch(targets)
+    fetch_from_nodes(reader, targets, plan.source)
     with half_loaded(bool(targets)):
         load_leaves(reader, targets, group=group)
     return wanted

@@ -148,7 +148,9 @@ class RemoteFileSystemReader(StorageReader):
         bytes_read: bytes of data files read so far.
         verified: numbers of the verified chunks, by the name of the data file; only of files on this machine.
         ring: memory for data on the way to devices.
-        brought: a folder with files of the checkpoint, fetched from the disks of other nodes; set by the caller.
+        folder: directory of the checkpoint.
+        manifest: the record, once the index is read; ``None``: there is no record.
+        brought: a folder with parts of files, fetched from the disks of other nodes.
     """
 
     def __init__(
@@ -164,21 +166,25 @@ class RemoteFileSystemReader(StorageReader):
             with naming("work_dir", work_dir):
                 parse_uri(os.fspath(work_dir))
         self._threads = number_of(thread_count, min(8, (os.cpu_count() or 1) + 2))
-        self._folder = ShardedDirectory.of(path, threads=thread_count)
+        self.folder = ShardedDirectory.of(path, threads=thread_count)
         self.bytes_read = 0
         self.ring = shared_ring
-        self.brought: Path | None = None
         self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
         if pre_download and work_dir is None:
-            work_dir = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
+            work_dir = self.temporary_folder()
         self._copies = Path(work_dir) if pre_download and work_dir is not None else None
         """Folder for copies of checkpoints."""
         self._forget()
 
+    def temporary_folder(self) -> Path:
+        """Make a folder that is deleted by :meth:`close`."""
+        return Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
+
     def _forget(self) -> None:
+        self.brought: Path | None = None
         self._metadata: Metadata | None = None
-        self._manifest: Manifest | None = None
+        self.manifest: Manifest | None = None
         self._records: Mapping[str, FileRecord] = {}
         self._index_digest = ""
         self._is_raw = False
@@ -187,19 +193,19 @@ class RemoteFileSystemReader(StorageReader):
     @property
     def uri(self) -> str:
         """Path or URI of the checkpoint, for messages."""
-        return self._folder.uri
+        return self.folder.uri
 
     @property
     def place(self) -> str:
         """Text that is equal on ranks with the same files, and differs between nodes with a directory each."""
-        node = None if self._manifest is None else self._manifest.node
-        return f"{self._index_digest} on {node}: {self._folder.identity()}"
+        node = None if self.manifest is None else self.manifest.node
+        return f"{self._index_digest} on {node}: {self.folder.identity()}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the index. The next read gets the index again, from ``checkpoint_id`` if given, a path or a URI."""
         if checkpoint_id is not None:
-            self._folder.close()
-            self._folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
+            self.folder.close()
+            self.folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
         self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -218,13 +224,13 @@ class RemoteFileSystemReader(StorageReader):
             UntrustedCheckpointError: the index names an unknown type, or the validation function refused the index.
         """
         if self._metadata is None:
-            if (here := self._folder.path) is not None and (here / INDEX).is_file():
+            if (here := self.folder.path) is not None and (here / INDEX).is_file():
                 validate(here / INDEX)
             try:
-                data, self._manifest = self._folder.described()
+                data, self.manifest = self.folder.described()
             except FileNotFoundError as e:
-                raise self._folder.missing() from e
-            self._records = {file.path: file for file in (() if self._manifest is None else self._manifest.files)}
+                raise self.folder.missing() from e
+            self._records = {file.path: file for file in (() if self.manifest is None else self.manifest.files)}
             self._index_digest = xxhash.xxh3_128_hexdigest(data)
             self._metadata = index_of(data, self.uri)
             self._is_raw = is_folder_index(data)
@@ -238,7 +244,7 @@ class RemoteFileSystemReader(StorageReader):
     def was_replaced(self) -> bool:
         """Return true if the checkpoint was replaced, or deleted, since the index was read."""
         try:
-            index, _ = self._folder.described()
+            index, _ = self.folder.described()
         except (FileNotFoundError, CorruptCheckpointError):
             return bool(self._index_digest)
         return xxhash.xxh3_128_hexdigest(index) != self._index_digest  # the names of files have the id of the save
@@ -305,7 +311,7 @@ class RemoteFileSystemReader(StorageReader):
             UntrustedCheckpointError: an item names an unknown type, or the validation function refused a file.
         """
         places = self.read_metadata().storage_data
-        if self._manifest is None and not self.bytes_read:
+        if self.manifest is None and not self.bytes_read:
             log.warning("checkpoint %s has no record: loading it unverified", self.uri)
         items: dict[MetadataIndex, _Item] = {}
         files: dict[str, list[_Item]] = {}
@@ -339,7 +345,7 @@ class RemoteFileSystemReader(StorageReader):
 
     def close(self) -> None:
         """Close connections and remove temporary files. May be called twice."""
-        self._folder.close()
+        self.folder.close()
         self._resources.close()
 
     def __enter__(self) -> RemoteFileSystemReader:
@@ -350,8 +356,8 @@ class RemoteFileSystemReader(StorageReader):
 
     def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
         """Fulfil the requests to a file; return the bytes of the values in the file by key."""
-        record = self._records.get(self._folder.at(name))
-        if record is None and self._manifest is not None:
+        record = self._records.get(self.folder.at(name))
+        if record is None and self.manifest is not None:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
             with self._opened(name, record, threads) as source:
@@ -373,9 +379,9 @@ class RemoteFileSystemReader(StorageReader):
         self, name: str, record: FileRecord | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
         """Open a data file: in the directory, in ``brought``, in the bucket, or as a copy in ``work_dir``."""
-        here, path = self._folder.path, self._folder.at(name)
+        here, path = self.folder.path, self.folder.at(name)
         digest = None if record is None else record.digest
-        if here is not None and self._folder.has(name):
+        if here is not None and self.folder.has(name):
             validate(here / name)
         elif here is not None and self.brought is not None:  # the node with the file has validated the file
             return Folder(self.brought).opened(name, digest, threads=threads)
@@ -385,14 +391,14 @@ class RemoteFileSystemReader(StorageReader):
                 f"and is not on this one. {ON_ALL_NODES}"
             )
         if here is not None or self._copies is None:
-            return self._folder.place.opened(path, digest, threads=threads)
+            return self.folder.place.opened(path, digest, threads=threads)
         key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self._index_digest}".encode())
         folder = self._copies / f"sharded-{key}"  # has files of this checkpoint, and of no other save or place
         copy = folder / name
         make_folder(copy.parent)
         with FileLock(folder / ".lock", timeout=_FETCH_SECONDS):  # other ranks of this machine want the same files
             if not copy.exists() or (digest is not None and copy.stat().st_size != digest.size_bytes):
-                self._folder.place.fetch(path, copy, digest)
+                self.folder.place.fetch(path, copy, digest)
         validate(copy)
         return Folder(folder).opened(name, digest, threads=threads)
 

@@ -6,13 +6,10 @@ their own, files on the disks of other nodes are fetched before they are read.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -20,7 +17,7 @@ from torch import Tensor
 from composerlite import dist
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of
-from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory
+from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.manifest import FileRecord
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
@@ -148,112 +145,75 @@ def _parcels(targets: Iterable[tuple[bytes, Tensor]]) -> Iterator[tuple[bytes, l
 
 
 # ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────
-@final
-class RemoteShardFetcher:
-    """Fetches parts of a checkpoint that the disk of this node does not have. A context manager; entry is collective.
+def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], source: str) -> None:
+    """Fetch the data of ``wanted`` that the disk of this node does not have. Collective.
 
-    If all files are in one folder there is nothing to do. Otherwise each rank gets the needed parts from a rank of a
-    node with the file. The parts are in a temporary folder of the rank until the block ends. The reader finds this
-    folder in ``RemoteFileSystemReader.brought``, and verifies the parts.
+    If all files are in one folder there is nothing to do. Otherwise each rank gets the missing parts from a rank of a
+    node with the file. The parts are in ``reader.brought``, a temporary folder of the rank. The reader verifies them.
 
     Args:
-        folder: of the checkpoint.
         reader: of the checkpoint.
+        wanted: tensors to fill, and other values, by the keys of the index; other keys on each rank.
         source: the checkpoint, for messages.
+
+    Raises:
+        CheckpointNotFoundError: the folder of a rank has no record.
+        IncompatibleCheckpointError: no rank has a file.
+        UntrustedCheckpointError: the validation function refused a file.
     """
-
-    def __init__(self, folder: ShardedDirectory, reader: RemoteFileSystemReader, source: str) -> None:
-        self._folder = folder
-        self._reader = reader
-        self._source = source
-        self._stack = contextlib.ExitStack()
-        self._are_apart = False
-
-    def __enter__(self) -> RemoteShardFetcher:
-        group = dist.get_group()
-        if group.size > 1 and self._folder.path is not None:
-            self._are_apart = group.from_first(
-                f"finding the disks of {self._source}",
-                lambda: (record := self._folder.record()) is not None and record.node is not None,
-            )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._reader.brought = None
-        self._stack.close()
-
-    def fetch(self, wanted: Mapping[str, Any]) -> None:
-        """Fetch the missing data of ``wanted``, by the keys of the index, to this rank's folder. Collective.
-
-        Raises:
-            CheckpointNotFoundError: the folder of a rank has no record.
-            IncompatibleCheckpointError: no rank has a file.
-            UntrustedCheckpointError: the validation function refused a file.
-        """
-        group = dist.get_group()
-        here = self._folder.path
-        if not self._are_apart or here is None:
-            return
-        with group.all_or_none(f"looking for the parts of {self._source}"):
-            record = self._folder.record()
-            if record is None:
-                raise CheckpointNotFoundError(
-                    f"{self._source} is there for rank 0, and has no record in {self._folder.uri!r}"
-                )
-            files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
-            has = frozenset(name for name in files if self._folder.has(name))
-            lacks = self._ranges(wanted, has)
-            if self._reader.brought is None:
-                temporary = tempfile.TemporaryDirectory(prefix="composerlite-")
-                self._reader.brought = Path(self._stack.enter_context(temporary))
-            target = self._reader.brought
-            for name in lacks:  # sparse, of the full size
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                with (target / name).open("ab") as file:
-                    file.truncate(files[name].size_bytes)
-        everyone = group.gather((has, lacks))
-        with group.all_or_none(f"looking for the parts of {self._source}"):
-            moves = self._moves(everyone, files)
-            for name in {move.name for move in moves if move.source == group.rank}:
-                validate(here / name)
-        with group.all_or_none(f"bringing parts of {self._source} to the nodes that need them"):
-            dist.move(
-                f"bringing parts of {self._source}",
-                moves,
-                lambda name, offset, size: read_part(here / name, offset, size),
-                lambda name, offset, data: write_part(target / name, offset, data),
-            )
-        if size := sum(move.size_bytes for move in moves if move.target == group.rank):
-            log.info("fetched %s of %s from the disks of other nodes", bytes_text(size), self._source)
-
-    def _ranges(self, wanted: Mapping[str, Any], has: Container[str]) -> dict[str, list[tuple[int, int]]]:
-        """Return begin and end of the ranges that this rank needs of files that are not on this disk, by file."""
-        lacks: dict[str, list[tuple[int, int]]] = {}
-        metadata = self._reader.read_metadata()
-        for request in requests_of(metadata, wanted, self._reader.uri):
+    group, here, record = dist.get_group(), reader.folder.path, reader.manifest
+    if group.size == 1 or here is None or not group.broadcast(record is not None and record.node is not None):
+        return
+    lacks: dict[str, list[tuple[int, int]]] = {}
+    with group.all_or_none(f"looking for the parts of {source}"):
+        if record is None:
+            raise CheckpointNotFoundError(f"{source} is there for rank 0, and has no record in {reader.uri!r}")
+        files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
+        has = frozenset(name for name in files if reader.folder.has(name))
+        metadata = reader.read_metadata()
+        for request in requests_of(metadata, wanted, reader.uri):
             place = metadata.storage_data[request.piece]
             if place.relative_path not in has:
                 lacks.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
-        return lacks
+        reader.brought = target = reader.brought or reader.temporary_folder()
+        for name in lacks:  # sparse, of the full size
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with (target / name).open("ab") as file:
+                file.truncate(files[name].size_bytes)
+    everyone = group.gather((has, lacks))
+    with group.all_or_none(f"looking for the parts of {source}"):
+        moves = _moves(everyone, files, source)
+        for name in {move.name for move in moves if move.source == group.rank}:
+            validate(here / name)
+    with group.all_or_none(f"bringing parts of {source} to the nodes that need them"):
+        dist.move(
+            f"bringing parts of {source}",
+            moves,
+            lambda name, offset, size: read_part(here / name, offset, size),
+            lambda name, offset, data: write_part(target / name, offset, data),
+        )
+    if size := sum(move.size_bytes for move in moves if move.target == group.rank):
+        log.info("fetched %s of %s from the disks of other nodes", bytes_text(size), source)
 
-    def _moves(
-        self,
-        everyone: Sequence[tuple[Container[str], Mapping[str, list[tuple[int, int]]]]],
-        files: Mapping[str, FileRecord],
-    ) -> list[dist.Move]:
-        """List the moves, the same on every rank, from the files and the missing ranges of each rank."""
-        moves: list[dist.Move] = []
-        for target, (_, lacks) in enumerate(everyone):
-            for name, ranges in lacks.items():
-                holders = [rank for rank, (has, _) in enumerate(everyone) if name in has]
-                if not holders:
-                    raise IncompatibleCheckpointError(
-                        f"{self._source}: its file {files[name].path!r} was saved to the disk of node "
-                        f"{files[name].node} of its run, and no rank of this one has it. {ON_ALL_NODES}"
-                    )
-                for begin, end in _merged(ranges, files[name]):
-                    moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
-        return moves
+
+def _moves(
+    everyone: Sequence[tuple[Container[str], Mapping[str, list[tuple[int, int]]]]],
+    files: Mapping[str, FileRecord],
+    source: str,
+) -> list[dist.Move]:
+    """List the moves, the same on every rank, from the files and the missing ranges of each rank."""
+    moves: list[dist.Move] = []
+    for target, (_, lacks) in enumerate(everyone):
+        for name, ranges in lacks.items():
+            holders = [rank for rank, (has, _) in enumerate(everyone) if name in has]
+            if not holders:
+                raise IncompatibleCheckpointError(
+                    f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of its "
+                    f"run, and no rank of this one has it. {ON_ALL_NODES}"
+                )
+            for begin, end in _merged(ranges, files[name]):
+                moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
+    return moves
 
 
 def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
