@@ -352,8 +352,8 @@ def load(gb: float, device: str, folder: Path) -> dict[str, float]:
     for number in range(2):
         started = time.perf_counter()
         with opened(folder / "state.pt") as (file, _, _):
-            file.contents, targets = placed(file.contents, live, file.unread())
-            file.read(places=targets.addresses, sieves=targets.sieves)
+            file.contents, addresses, sieves = placed(file.contents, live, file.unread())
+            file.read(places=addresses, sieves=sieves)
         synchronize(device)
         found[f"file_s_{number}"] = time.perf_counter() - started
     check(live, state)

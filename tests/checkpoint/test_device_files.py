@@ -62,8 +62,8 @@ def load_into(path: Path, live: dict[str, torch.Tensor], device: SimulatedDevice
         source = UnverifiedFile(file)
         read = TorchFile(source, path.stat().st_size, peek=source.read, check_sums=True)
         read.ring = ring
-        read.contents, targets = placed(read.contents, live, read.unread(), ring)
-        read.read(places=targets.addresses, sieves=targets.sieves)
+        read.contents, addresses, sieves = placed(read.contents, live, read.unread(), ring)
+        read.read(places=addresses, sieves=sieves)
         return read.contents, ring
 
 

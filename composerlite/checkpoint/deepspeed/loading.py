@@ -25,7 +25,7 @@ from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import is_packed
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
-from composerlite.checkpoint.load.reader import RawFile, opened, readable, spread_file
+from composerlite.checkpoint.load.reader import RawFile, opened, readable, shared_file
 from composerlite.checkpoint.load.resolve import engine_folder, fetched
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.errors import ConfigError, IncompatibleCheckpointError
@@ -182,7 +182,9 @@ class _Load:
                 assert archive is not None
                 member = archive.member(name)
                 raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
-        return spread_file(raw, f"{name} of {self.source}", trust=self.trust)
+        file = shared_file(raw, f"{name} of {self.source}", trust=self.trust)
+        file.read()
+        return file.contents
 
     def _states(self, archive: RankFiles | None) -> StateDict:
         """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""

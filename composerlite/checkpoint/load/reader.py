@@ -1,7 +1,4 @@
-"""Open a checkpoint file: verify the bytes by the record, refuse unknown types, and read the contents.
-
-:func:`opened` opens a file in one process. :func:`opened_together` opens a file of rank 0 on every rank.
-"""
+"""Open a checkpoint file: verify the bytes by the record, refuse unknown types, and read the contents."""
 
 from __future__ import annotations
 
@@ -81,7 +78,12 @@ class OpenCheckpoint(NamedTuple):
 
 @contextlib.contextmanager
 def opened(
-    path: Path, *, map_location: MapLocation = "cpu", trust: bool = False, progress_bar: bool = False
+    path: Path | None,
+    *,
+    map_location: MapLocation = "cpu",
+    trust: bool = False,
+    progress_bar: bool = False,
+    together: str = "",
 ) -> Generator[OpenCheckpoint]:
     """Open the checkpoint file ``path``.
 
@@ -89,45 +91,60 @@ def opened(
     is only compared with its own checksums, with a warning. The function in the environment variable
     ``CHECKPOINT_VALIDATION_FUNCTION`` is called first.
 
+    Args:
+        path: the file; with ``together`` used on rank 0.
+        map_location: device of the tensors, as in ``torch.load``; not used with several ranks.
+        trust: load any type, **running any code in the file**.
+        progress_bar: show a progress bar on a terminal.
+        together: name of the checkpoint, for messages: every rank calls this, and all ranks call the same methods of
+            the file in the same order. Rank 0 reads the file once, and broadcasts each piece. Tensors arrive in pieces,
+            directly in their destination. Empty: this process alone opens the file.
+
     Raises:
         CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
         CorruptCheckpointError: the bytes differ from the saved bytes.
         UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
         ConfigError: the function cannot be imported.
     """
-    with _opened_bytes(path, progress_bar=progress_bar) as (raw, progress):
-        yield OpenCheckpoint(raw.torch_file(map_location=map_location, trust=trust), progress, raw.verified)
+    group = dist.get_group() if together else dist.SingleProcess()
+    with contextlib.ExitStack() as stack:
+        raw: RawFile | None = None
+        progress: OnBytes = int
+        with group.all_or_none(f"opening {together}"):
+            if group.is_first:
+                assert path is not None
+                raw, progress = _open_bytes(stack, path, progress_bar=progress_bar)
+        if raw is not None and group.size == 1:
+            file = raw.torch_file(map_location=map_location, trust=trust)
+        else:
+            file = shared_file(raw, together, trust=trust)
+        with group.all_or_none(f"reading {together}"):
+            yield OpenCheckpoint(file, progress, () if raw is None else raw.verified)
 
 
-@contextlib.contextmanager
-def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile, OnBytes]]:
-    """Open ``path`` as :func:`opened` does, without reading contents."""
+def _open_bytes(stack: contextlib.ExitStack, path: Path, *, progress_bar: bool) -> tuple[RawFile, OnBytes]:
+    """Open the bytes of ``path`` until ``stack`` is closed; return the file, and the callback of the progress bar."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
-    with (
-        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
-        readable(path),
-        contextlib.ExitStack() as stack,
-    ):
-        place = Folder(path.parent)
-        manifest = record_in(place, path.name)
-        if manifest is None:
-            log.warning("checkpoint %s has no record: loading it unverified", path)
-        if is_packed(path):
-            verified: Collection[int] = ()
-            if manifest is not None:
-                place.verify(manifest.files[0])
-                verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
-            size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-            inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            raw = RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified)
-        else:
-            beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
-            source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-            raw = RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified)
-        yield raw, progress
+    progress = stack.enter_context(progress_of(f"reading {path.name}", path.stat().st_size, progress_bar))
+    stack.enter_context(readable(path))
+    place = Folder(path.parent)
+    manifest = record_in(place, path.name)
+    if manifest is None:
+        log.warning("checkpoint %s has no record: loading it unverified", path)
+    if is_packed(path):
+        verified: Collection[int] = ()
+        if manifest is not None:
+            place.verify(manifest.files[0])
+            verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
+        size_bytes = None if manifest is None else manifest.unpacked_bytes or None
+        inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
+        return RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified), progress
+    beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
+    source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
+    return RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified), progress
 
 
 def checkpoints_near(path: Path) -> str:
@@ -199,38 +216,8 @@ def _untrusted(name: str, refused: RefusedError) -> UntrustedCheckpointError:
 
 
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────
-@contextlib.contextmanager
-def opened_together(
-    path: Path | None, name: str, *, trust: bool = False, progress_bar: bool = False
-) -> Generator[OpenCheckpoint]:
-    """Open the file of rank 0 on every rank. Collective: all ranks call the same methods of the file in the same order.
-
-    Rank 0 reads the file once and broadcasts each piece. Tensors arrive in pieces, directly in their destination.
-
-    Args:
-        path: path on this machine; used on rank 0.
-        name: name of the checkpoint, for messages.
-        trust: load any type, **running any code in the file**.
-        progress_bar: show a progress bar on a terminal, on rank 0.
-
-    Raises:
-        CheckpointError: as :func:`~composerlite.checkpoint.load.reader.opened`, on every rank.
-    """
-    group = dist.get_group()
-    with contextlib.ExitStack() as stack:
-        raw: RawFile | None = None
-        progress: OnBytes = int
-        with group.all_or_none(f"opening {name}"):
-            if group.is_first:
-                assert path is not None
-                raw, progress = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
-        file = stack.enter_context(_shared(raw, name, trust=trust))
-        with group.all_or_none(f"reading {name}"):
-            yield OpenCheckpoint(file, progress, () if raw is None else raw.verified)
-
-
-def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
-    """Read a torch file that rank 0 has, and return the contents on every rank. Collective.
+def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> TorchFile:
+    """Open a torch file that rank 0 has on every rank. Collective, as are all methods of the result.
 
     Args:
         raw: the file, on rank 0.
@@ -240,83 +227,69 @@ def spread_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Any:
     Raises:
         CheckpointError: the file cannot be read; on every rank.
     """
-    with _shared(raw, what, trust=trust) as file:
-        file.read()
-        return file.contents
-
-
-@contextlib.contextmanager
-def _shared(raw: RawFile | None, what: str, *, trust: bool) -> Generator[TorchFile]:
-    """Yield the torch file ``raw`` of rank 0 on every rank. Collective."""
     group = dist.get_group()
-    source = _SharedBytes(raw)
+    source = _SharedBytes(raw, f"reading {what}")
+    fields: tuple[int, bool] | None = None
     with group.all_or_none(f"opening {what}"):
-        try:
-            if raw is not None:
-                source.read_headers(raw, trust=trust)
-        except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
-            raise _untrusted(what, e) from e
-    size_bytes, check_sums = source.share(f"reading {what}")
+        if raw is not None:
+            fields = raw.size_bytes, raw.check_sums
+            try:
+                if trust:  # the code in the file would run here, and again on every rank
+                    entries(raw.size_bytes, source.read, source.peek, is_whole=raw.check_sums)
+                else:
+                    raw._replace(source=source, peek=source.peek).torch_file(map_location="meta")
+            except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
+                raise _untrusted(what, e) from e
+    fields, source.headers = group.from_first(f"reading {what}", lambda: (fields, source.headers))
+    source.is_shared = True
+    assert fields is not None
     # The other ranks get bytes that rank 0 has compared with the sums.
-    check_sums = check_sums and group.is_first
-    yield RawFile(source, size_bytes, source.read, check_sums).torch_file(trust=trust)
+    return RawFile(source, fields[0], source.read, fields[1] and group.is_first).torch_file(trust=trust)
 
 
 @final
 class _SharedBytes:
     """The bytes of a file that rank 0 reads for all ranks.
 
-    Rank 0 first reads the headers, everything except tensors, and broadcasts all headers at once: otherwise each small
+    Rank 0 first reads the headers, everything except tensors, to broadcast all headers at once: otherwise each small
     read of a header would be a separate broadcast.
+
+    Attributes:
+        headers: the headers read so far, by offset and size.
+        is_shared: every rank has the headers. From now on reads are collective.
 
     Args:
         raw: the file, on rank 0; ``None`` on the other ranks.
+        what: the operation, for errors of ranks.
     """
 
-    def __init__(self, raw: RawFile | None) -> None:
+    def __init__(self, raw: RawFile | None, what: str) -> None:
         self._raw = raw
-        self._headers: dict[tuple[int, int], bytes] = {}
-        self._what = ""
-
-    def read_headers(self, raw: RawFile, *, trust: bool) -> None:
-        """Read the headers, on rank 0, before :meth:`share`. ``trust``: the contents of the file may run code."""
-        if trust:  # the code in the file would run here, and again on every rank
-            entries(raw.size_bytes, self.read, self._peek, is_whole=raw.check_sums)
-        else:
-            TorchFile(self, raw.size_bytes, peek=self._peek, map_location="meta", check_sums=raw.check_sums)
-
-    def share(self, what: str) -> tuple[int, bool]:
-        """Broadcast the headers; return size and ``check_sums`` of the file on every rank. Collective.
-
-        ``what`` is the operation, for errors of ranks.
-        """
-        raw = self._raw
-        fields = None if raw is None else (raw.size_bytes, raw.check_sums)
-        self._headers, shared = dist.get_group().from_first(what, lambda: (self._headers, fields))
         self._what = what
-        assert shared is not None
-        return shared
+        self.headers: dict[tuple[int, int], bytes] = {}
+        self.is_shared = False
+
+    def peek(self, offset: int, size: int) -> bytes:
+        """Read a header on rank 0; the bytes are verified later."""
+        assert self._raw is not None
+        return self.headers.setdefault((offset, size), self._raw.peek(offset, size))
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes. Collective after :meth:`share`, except for headers."""
-        if not self._what:
-            return self._headers.setdefault((offset, size), self._source.read(offset, size))
-        if (data := self._headers.get((offset, size))) is not None:
+        """Read exactly ``size`` bytes."""
+        if not self.is_shared:
+            return self.headers.setdefault((offset, size), self._source.read(offset, size))
+        if (data := self.headers.get((offset, size))) is not None:
             return data
         return dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory on every rank. Collective. ``progress`` is called on rank 0, with each number of bytes."""
+        """Fill memory on every rank. ``progress`` is called on rank 0, with each number of bytes."""
         dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
 
     @property
     def _source(self) -> ByteSource:
         assert self._raw is not None
         return self._raw.source
-
-    def _peek(self, offset: int, size: int) -> bytes:
-        assert self._raw is not None
-        return self._headers.setdefault((offset, size), self._raw.peek(offset, size))
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

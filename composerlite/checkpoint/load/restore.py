@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from composerlite.checkpoint.contents import (
 )
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
 from composerlite.checkpoint.format.zip_file import ZipRecord
-from composerlite.checkpoint.load.reader import opened, opened_together, readable
+from composerlite.checkpoint.load.reader import opened, readable
 from composerlite.checkpoint.load.resolve import located, source_of
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
@@ -165,47 +165,27 @@ def read_in_place(
 
             folder, step = place.opened(object_store)
             return load_directory(folder, plan, step)
-        if dist.get_world_size() == 1:
-            assert place.path is not None
-            opening = opened(place.path, trust=trust, progress_bar=progress_bar)
-        else:
-            opening = opened_together(place.path, place.name, trust=trust, progress_bar=progress_bar)
+        opening = opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name)
         with opening as (file, progress, verified):
             with dist.get_group().all_or_none("comparing the checkpoint with the run"):
                 wanted = plan.wanted(file.contents)
                 live = plan.places(wanted)
-            file.contents, targets = placed(wanted, live, file.unread(), file.ring)
+            file.contents, addresses, sieves = placed(wanted, live, file.unread(), file.ring)
             del wanted  # what nothing refers to is not read
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
-            with naming, half_loaded(bool(targets.addresses or targets.sieves)):
-                file.read(places=targets.addresses, sieves=targets.sieves, progress=progress)
+            with naming, half_loaded(bool(addresses or sieves)):
+                file.read(places=addresses, sieves=sieves, progress=progress)
             return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
 
 
 # ── tensors that are read in place ───────────────────────────────────────────────────────────────────────────────────
-@final
-class LoadTargets(NamedTuple):
-    """Destinations of the records in a file.
-
-    Attributes:
-        addresses: addresses of live tensors in host memory, by record.
-        sieves: writers to this rank's part of distributed tensors, and to tensors on devices, by record.
-    """
-
-    addresses: dict[str, int]
-    sieves: dict[str, Sieve]
-
-
-class _Pair(NamedTuple):
-    """A tensor of the checkpoint, and the live tensor at the same path of keys, if there is one."""
-
-    saved: Tensor
-    live: Tensor | None
+_Pair: TypeAlias = tuple[Tensor, Tensor | None]
+"""A tensor of the checkpoint, and the live tensor at the same path of keys, if there is one."""
 
 
 def placed(
     contents: Any, live: Any, unread: Mapping[int, ZipRecord], ring: DeviceRing = shared_ring
-) -> tuple[Any, LoadTargets]:
+) -> tuple[Any, dict[str, int], dict[str, Sieve]]:
     """Choose the saved tensors to read directly into live tensors.
 
     A saved tensor is read in place if its elements are its whole storage, in the same order as in the live tensor. Live
@@ -220,31 +200,31 @@ def placed(
         ring: staging memory for copies to devices.
 
     Returns:
-        ``contents`` with the chosen saved tensors replaced by live tensors, and the destinations of records.
+        ``contents`` with the chosen saved tensors replaced by live tensors; the addresses of live tensors in host
+        memory, by record; and the writers to distributed tensors and to tensors on devices, by record.
     """
     groups: dict[int, list[_Pair]] = {}
     for pair in _pairs(contents, live):
-        groups.setdefault(id(pair.saved.untyped_storage()), []).append(pair)
+        groups.setdefault(id(pair[0].untyped_storage()), []).append(pair)
     shared = _shared_storages(groups)
-    places = LoadTargets({}, {})
+    addresses: dict[str, int] = {}
+    sieves: dict[str, Sieve] = {}
     replaced: dict[int, Tensor] = {}
     taken: set[int] = set()
     for storage, pairs in groups.items():
-        record = unread.get(storage)
-        if record is None:
+        record, target = unread.get(storage), pairs[0][1]
+        if record is None or target is None:
             continue
         if (targets := _distributed_targets(pairs, record, taken)) is not None:
-            places.sieves[record.name] = _Rows(pairs[0].saved, targets)
-            replaced |= {id(pair.saved): target for pair, target in zip(pairs, targets, strict=True)}
-        elif all(_fits(pair, pairs[0], record) for pair in pairs):
-            target = cast("Tensor", pairs[0].live)
-            if target.untyped_storage().data_ptr() not in shared:
-                if (copier := ring.copier_of(target.untyped_storage())) is None:
-                    places.addresses[record.name] = target.data_ptr()
-                else:
-                    places.sieves[record.name] = _OnDevice(target, copier)
-                replaced |= {id(pair.saved): pair.live for pair in pairs if pair.live is not None}
-    return _with_live(contents, live, replaced), places
+            sieves[record.name] = _Rows(pairs[0][0], targets)
+            replaced |= {id(saved): filled for (saved, _), filled in zip(pairs, targets, strict=True)}
+        elif all(_fits(pair, pairs[0], record) for pair in pairs) and target.untyped_storage().data_ptr() not in shared:
+            if (copier := ring.copier_of(target.untyped_storage())) is None:
+                addresses[record.name] = target.data_ptr()
+            else:
+                sieves[record.name] = _OnDevice(target, copier)
+            replaced |= {id(saved): filled for saved, filled in pairs if filled is not None}
+    return _with_live(contents, live, replaced), addresses, sieves
 
 
 def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
@@ -260,7 +240,7 @@ def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[i
             return None
         if not saved.is_contiguous() or saved.numel() * saved.itemsize != record.size or saved.shape != live.shape:
             return None
-        if record.size == 0 or saved.is_conj() or saved.is_neg() or saved.dtype is not pairs[0].saved.dtype:
+        if record.size == 0 or saved.is_conj() or saved.is_neg() or saved.dtype is not pairs[0][0].dtype:
             return None
         targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
     memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
@@ -317,7 +297,7 @@ class _Rows:
 def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     if isinstance(saved, Tensor):
         if type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided:  # others have no storage of numbers
-            yield _Pair(saved, live if isinstance(live, Tensor) else None)
+            yield saved, live if isinstance(live, Tensor) else None
         return
     lives = dict(items_of(live))
     for key, value in items_of(saved):
@@ -327,27 +307,23 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
 
 def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
     saved, live = pair
-    if live is None or first.live is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
+    if live is None or first[1] is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
         return False
+    # The number of elements from the first to the last element in memory.
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride(), strict=True))
     return (
         live.device.type != "meta"
-        and live.device == first.live.device
+        and live.device == first[1].device
         and live.layout is torch.strided
         and live.dtype is saved.dtype
         and live.shape == saved.shape
-        and live.stride() == saved.stride() == first.saved.stride()
-        and live.data_ptr() == first.live.data_ptr()
-        and saved.dtype is first.saved.dtype
+        and live.stride() == saved.stride() == first[0].stride()
+        and live.data_ptr() == first[1].data_ptr()
+        and saved.dtype is first[0].dtype
         and saved.numel() * saved.itemsize == record.size > 0
-        and _extent(saved) == saved.numel()
+        and extent == saved.numel()
         and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())
     )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last element in memory, with all elements in between."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
 def _shared_storages(groups: Mapping[int, list[_Pair]]) -> set[int]:
