@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 from composerlite import dist
 from composerlite.checkpoint.load.reader import opened
@@ -82,36 +82,27 @@ class Candidate(NamedTuple):
     bucket_number: int | None = None
 
 
-@final
-class UnusableFile(NamedTuple):
-    """A file or directory with a name of the run, without a readable record.
-
-    Attributes:
-        catalog: the folder or bucket.
-        name: name in the folder or bucket.
-        error: the reason.
-        is_damage: rename the file once a good checkpoint is found, since the run will save this name again. Otherwise
-            the file stays, and may be a newer checkpoint.
-    """
-
-    catalog: Catalog
-    name: str
-    error: CorruptCheckpointError | OSError
-    is_damage: bool
+Fault: TypeAlias = tuple[Catalog, str, CheckpointError | OSError]
+"""Folder or bucket, name there, and the reason why the file or directory cannot be used."""
 
 
 @final
-class Listing(NamedTuple):
+@dataclass(slots=True)
+class Listing:
     """The checkpoints of a run.
 
     Attributes:
         known: all checkpoints of the run, of every kind and attempt.
-        unusable: other files with names of the run.
+        damaged: files in folders with names of the run, without a readable record. They are renamed once a good
+            checkpoint is found, since the run will save these names again.
+        unusable: other files with names of the run and without a readable record. They stay, and may be newer
+            checkpoints.
         is_complete: every bucket was listed as a whole.
     """
 
-    known: Sequence[Candidate] = ()
-    unusable: Sequence[UnusableFile] = ()
+    known: list[Candidate] = field(default_factory=list[Candidate])
+    damaged: list[Fault] = field(default_factory=list[Fault])
+    unusable: list[Fault] = field(default_factory=list[Fault])
     is_complete: bool = True
 
 
@@ -138,28 +129,26 @@ def list_checkpoints(
             the newest checkpoint, so the run must not resume from an older checkpoint.
         OSError, ObjectStoreError: a folder or bucket exists and cannot be listed.
     """
-    known: list[Candidate] = []
-    unusable: list[UnusableFile] = []
-    is_complete = True
+    listing = Listing()
     for number, place in enumerate(places):
         folder = place.catalog.folder
-        for one in _records(place.catalog, place.template, run_name, unusable):
+        for one in _records(place.catalog, place.template, run_name, listing):
             nearness = IN_MEMORY if place.in_memory else IN_FOLDER
-            known.append(Candidate(one, number, folder / one.name, str(folder / one.name), nearness))
+            listing.known.append(Candidate(one, number, folder / one.name, str(folder / one.name), nearness))
         for one in replicas.get(number, ()):
             source = f"{one.name} in the memory of several nodes"
-            known.append(Candidate(one, number, folder / one.name, source, IN_REPLICAS))
+            listing.known.append(Candidate(one, number, folder / one.name, source, IN_REPLICAS))
         for position, bucket in enumerate(place.buckets):
             latest = None if whole_buckets else _latest(bucket, run_name)
             if latest is not None:
-                found, is_complete = [latest], False
+                found, listing.is_complete = [latest], False
             else:
-                found = _records(bucket.remote, bucket.template, run_name, unusable)
+                found = _records(bucket.remote, bucket.template, run_name, listing)
             for one in found:
                 uri = bucket.remote.place.uri(one.name)
                 path = uri if one.is_directory else folder / one.name
-                known.append(Candidate(one, number, path, uri, IN_BUCKET, position))
-    return Listing(known, unusable, is_complete)
+                listing.known.append(Candidate(one, number, path, uri, IN_BUCKET, position))
+    return listing
 
 
 def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
@@ -190,49 +179,52 @@ def newest_first(known: Sequence[Candidate]) -> list[Candidate]:
     return sorted(resumable, key=order, reverse=True)
 
 
-def _records(catalog: Catalog, template: str | None, run_name: str, unusable: list[UnusableFile]) -> list[Manifest]:
-    """Return the records of a run in a folder or bucket, and add files with names of the run to ``unusable``.
+def _records(catalog: Catalog, template: str | None, run_name: str, listing: Listing) -> list[Manifest]:
+    """Return the records of a run in a folder or bucket, and add unusable files with names of the run to ``listing``.
 
     A file without a record is damaged if the file is no complete torch file. A copy made by hand has the record of
     another name, and is left out unless the copy is damaged.
     """
     records, faults = catalog.manifests_and_faults()
     own = [record for record in records if record.run_name == run_name]
-    names = None if template is None else name_pattern(template, run_name)
-    for name, error in faults.items():
-        if names is not None and names.fullmatch(name) is None:
-            continue
-        if isinstance(error, NewerManifestError):
-            raise error
-        if names is not None:
-            is_damage = catalog.place.path_of(name) is not None and isinstance(error, CorruptCheckpointError)
-            unusable.append(UnusableFile(catalog, name, error, is_damage))
-    if names is None:
+    names = name_pattern(template or "", run_name)
+    in_folder = catalog.place.path_of("") is not None
+    found: list[tuple[str, CheckpointError | OSError]] = []
+    for name, fault in faults.items():
+        if template is None or names.fullmatch(name) is not None:
+            if isinstance(fault, NewerManifestError):
+                raise fault
+            found.append((name, fault))
+    if template is None:
         return own
     with_record = {file.path for record in records for file in record.files} | faults.keys()
     for name in catalog.files():
         match = names.fullmatch(name)
         if name in with_record or match is None or int(match.groupdict().get("rank", 0)):
             continue
-        error, is_damage = f"{catalog.place.uri(name)!r} has no record of composerlite", False
-        error = CorruptCheckpointError(f"{error}: another program wrote it. To load it, name it in load_path.")
+        uri = catalog.place.uri(name)
+        error = CheckpointError(
+            f"{uri!r} has no record of composerlite: another program wrote it. To load it, name it in load_path."
+        )
         try:
-            copied, path = catalog.manifest_of(name), catalog.place.path_of(name)
-            if copied is not None and path is not None:
-                catalog.verify(copied)
-            if copied is not None:
+            if (copied := catalog.manifest_of(name)) is not None:
+                if in_folder:
+                    catalog.verify(copied)
                 continue
-            if path is not None:
-                with opened(path):
+            if in_folder:
+                with opened(catalog.folder / name):
                     pass
         except FileNotFoundError:
             continue  # deleted since it was listed
         except CorruptCheckpointError as e:
-            error, is_damage = e, True
+            error = e
         except CheckpointError as e:
-            log.warning("%r cannot be verified: %s", catalog.place.uri(name), e)
+            log.warning("%r cannot be verified: %s", uri, e)
         log.warning("skipped: %s", error)
-        unusable.append(UnusableFile(catalog, name, error, is_damage))
+        found.append((name, error))
+    for name, error in found:
+        is_damaged = in_folder and isinstance(error, CorruptCheckpointError)
+        (listing.damaged if is_damaged else listing.unusable).append((catalog, name, error))
     return own
 
 
@@ -252,9 +244,9 @@ def quarantine_damaged(
         if in_folder and (own := _own_record(one, catalog)) is not None:
             quarantine_checkpoint(catalog.place, own)
             renamed |= {own.name, *(file.path for file in own.files)}
-    for fault in listing.unusable:  # on rank 0
-        if fault.is_damage and fault.catalog.folder / fault.name != chosen.path:
-            quarantine_file(fault.catalog.place, fault.name)
+    for catalog, name, _ in listing.damaged:  # on rank 0
+        if catalog.folder / name != chosen.path:
+            quarantine_file(catalog.place, name)
     place = places[chosen.place_number]
     if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
         repair_links(place, own, run_name, renamed)

@@ -59,10 +59,6 @@ class _NotFiniteError(CheckpointError):
     """The checkpoint was saved while a loss, gradient norm or weight was not finite."""
 
 
-class _IncompleteError(OSError):
-    """A rank does not see the checkpoint, or no rank has some of its files. No tensor was changed."""
-
-
 def choose(
     places: Sequence[RunPlace],
     run_name: str,
@@ -234,7 +230,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk.
 
     Raises:
-        _IncompleteError: a rank does not see the checkpoint, or a file is on the disk of a node without a rank.
+        FileNotFoundError: a rank does not see the checkpoint, or a file is on the disk of a node without a rank.
         CorruptCheckpointError: the record is damaged.
     """
     group = dist.get_group()
@@ -247,7 +243,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
     if seen is None or blind_ranks:
         text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}. {ON_ALL_NODES}"
-        raise _IncompleteError(errno.ENOENT, text, str(catalog.folder))
+        raise FileNotFoundError(errno.ENOENT, text, str(catalog.folder))
     nodes = [node for _, node, _ in every]
     # A missing file of a node of this run is damage, which check_sizes reports.
     if lost_nodes := set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}:
@@ -255,7 +251,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
         text = (
             f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}. {ON_ALL_NODES}"
         )
-        raise _IncompleteError(errno.ENOENT, text, str(catalog.folder))
+        raise FileNotFoundError(errno.ENOENT, text, str(catalog.folder))
     neighbours = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
     return seen.here[neighbours.index(group.rank) :: len(neighbours)]
 
@@ -277,7 +273,7 @@ def _accept(
                 chosen.record,
                 [one.record for one in listing.known],
                 [one.record for one in newest_first(listing.known)],
-                is_incomplete=any(not one.is_damage for one in listing.unusable),
+                is_incomplete=bool(listing.unusable),
             )
     return group.broadcast(lineage)
 
@@ -295,9 +291,9 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
     with group.all_or_none(_STEP):
         if group.is_first:
             found: list[tuple[str, CheckpointError | OSError]] = []
-            found += [(fault.catalog.place.uri(fault.name), fault.error) for fault in listing.unusable]
+            found += [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
             for one, error in rejected:
-                if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
+                if not (isinstance(error, FileNotFoundError) and places[one.place_number].in_memory):
                     found.append((one.source, error))
             for _, error in found:
                 if isinstance(error, OSError):
