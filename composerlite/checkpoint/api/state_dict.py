@@ -28,7 +28,7 @@ from composerlite.checkpoint.api.state_fit import (
     is_group_members,
     match_settings_of_schedulers,
 )
-from composerlite.checkpoint.format.sharded_index import leaves_of, nested
+from composerlite.checkpoint.format.sharded_index import leaves, leaves_of, nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.optimizers import (
     flattened,
@@ -330,7 +330,7 @@ def load_state_dict(
     def read(reader: RemoteFileSystemReader) -> StateDict:
         wanted = _plain(state_dict)
         what = "looking into a checkpoint"
-        group.agree(what, lambda: check_fit(reader, sharded.flat(wanted), strict=True, owned=()))
+        group.agree(what, lambda: check_fit(reader, leaves(wanted, as_dcp=True).values, strict=True, owned=()))
         sharded.load(reader, wanted, group=group)
         return wanted
 
@@ -422,10 +422,10 @@ def _checked_state(
         state["optim"] = flattened(state["optim"])
     for name in state["model"]:
         # An extra state may have any type and size.
-        if name.endswith(EXTRA_STATE) and (leaves := leaves_of(metadata, f"model.{name}")):
-            values = sharded.unread(metadata, leaves)
-            state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", leaves, values))
-    check_fit(reader, sharded.flat(state), strict=strict, owned=tuple(state))
+        if name.endswith(EXTRA_STATE) and (found := leaves_of(metadata, f"model.{name}")):
+            values = sharded.unread(metadata, found)
+            state["model"][name] = values.get(f"model.{name}", nested(metadata, f"model.{name}", found, values))
+    check_fit(reader, leaves(state, as_dcp=True).values, strict=strict, owned=tuple(state))
     if groups:
         check_groups(reader, [group["params"] for group in groups], flatten=is_flat, strict=strict)
     return state
@@ -456,12 +456,12 @@ def load_keys(
 
     def read(reader: RemoteFileSystemReader) -> list[Any]:
         metadata = reader.read_metadata()
-        leaves = {key: leaves_of(metadata, key) for key in wanted}
-        if missing := [key for key, found in leaves.items() if not found]:
+        keys_of = {key: leaves_of(metadata, key) for key in wanted}
+        if missing := [key for key, found in keys_of.items() if not found]:
             hint = did_you_mean(missing[0], metadata.state_dict_metadata).partition(" Known:")[0]
             raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{hint}")
-        values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*leaves.values())))
-        return [values[key] if key in values else nested(metadata, key, leaves[key], values) for key in wanted]
+        values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*keys_of.values())))
+        return [values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted]
 
     with RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
         found = sharded.read_whole(reader, SingleProcess(), read)

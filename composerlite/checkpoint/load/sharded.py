@@ -24,14 +24,16 @@ from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
+from composerlite.checkpoint.load.restore import tensor_pairs, with_tensors
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
-from composerlite.types import StateDict, items_of, with_items
+from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> Loaded:
@@ -92,8 +94,13 @@ def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, beside: State
         held = nested(metadata, "", list(stored), {**values, **tensors})
         wanted = plan.wanted(as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held)
         live = plan.places(wanted)
+    key_of = {id(tensor): key for key, tensor in tensors.items()}
     targets: dict[str, Tensor] = {}
-    wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
+    taken: set[int] = set()
+    for tensor, its_live in tensor_pairs(wanted, live):
+        if (key := key_of.get(id(tensor))) is not None and key not in targets:  # a weight may have two names
+            targets[key] = _live_or_new(tensor, its_live, taken)
+    wanted = with_tensors(wanted, {id(tensors[key]): target for key, target in targets.items()})
     fetch_from_nodes(reader, targets, plan.source)
     with half_loaded(bool(targets)):
         load_leaves(reader, targets, group=group)
@@ -119,31 +126,12 @@ def as_in_a_file(contents: StateDict) -> StateDict:
     return contents
 
 
-def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
-    """Return ``wanted`` with a tensor to fill for each unread tensor: the live tensor if shape and type are equal.
-
-    Args:
-        wanted: the contents to restore.
-        live: the live tensors, by the same path of keys.
-        key_of: the key of the index for the ``id`` of each unread tensor.
-        targets: gets the tensors to fill, by the key of the index.
-        taken: gets the addresses of live tensors to fill.
-    """
-    if isinstance(wanted, Tensor) and id(wanted) in key_of:
-        key = key_of[id(wanted)]
-        if key not in targets:  # a weight may have two names
-            targets[key] = _live_or_new(wanted, live, taken)
-        return targets[key]
-    lives = dict(items_of(live))
-    return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
-
-
-def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
-    """Return the live tensor, or a new tensor to fill.
+def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor:
+    """Return the live tensor if shape and type are equal, or a new tensor to fill. ``taken`` gets the address.
 
     No two tensors are read into the same memory, since the order of the reads would decide the result.
     """
-    if not isinstance(live, Tensor) or is_lazy(live) or live.shape != unread.shape or live.is_meta:
+    if live is None or is_lazy(live) or live.shape != unread.shape or live.is_meta:
         return torch.empty(unread.shape, dtype=unread.dtype)
     dist.shards.make_fillable(live)
     local = dist.local_shard(live).local
@@ -154,9 +142,6 @@ def _live_or_new(unread: Tensor, live: Any, taken: set[int]) -> Tensor:
     if dist.is_distributed_tensor(live):
         return dist.empty_shard_like(live, unread.dtype)
     return torch.empty(unread.shape, dtype=unread.dtype)
-
-
-T = TypeVar("T")
 
 
 _ATTEMPTS = 20
@@ -297,11 +282,6 @@ def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
         key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
         for key, one in stored.items()
     }
-
-
-def flat(state: StateDict) -> dict[str, Any]:
-    """Return ``state`` as a flat dict with the keys of an index."""
-    return leaves(state, as_dcp=True).values
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────

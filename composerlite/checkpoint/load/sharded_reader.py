@@ -416,16 +416,8 @@ def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[i
     raise CorruptCheckpointError(f"{index.fqn!r} has no part at {index.offset}")
 
 
-@final
-class FileSystemReaderWithValidation(RemoteFileSystemReader):
-    """Reads a sharded checkpoint from a folder, verified by the record, if there is a record.
-
-    Before a file is read, the function in the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with
-    the file.
-
-    Args:
-        path, thread_count, pre_download, work_dir: as in :class:`RemoteFileSystemReader`.
-    """
+FileSystemReaderWithValidation = RemoteFileSystemReader
+"""Composer's name of the reader."""
 
 
 @final
@@ -511,7 +503,7 @@ def _read_items(
         RefusedError: an item names an unknown type.
     """
     values: dict[str, bytes] = {}
-    for batch in _batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
+    for batch in batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
         targets: list[_Target] = []
         whole: list[tuple[_Item, bytearray]] = []
         pieces: list[Piece] = []
@@ -601,7 +593,7 @@ def _read_to_devices(
                 cuts.append((target, offset + start, done, cut))
                 done += cut
     with ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
-        for group in _batches(cuts, _SLOT_BYTES, lambda cut: cut[3]):
+        for group in batches(cuts, _SLOT_BYTES, lambda cut: cut[3]):
             slot = slots.next()
             ends = list(itertools.accumulate((size for *_, size in group), initial=0))
             pieces = [
@@ -615,7 +607,7 @@ def _read_to_devices(
                 slots.is_copied(copier, copier.load(slot[at : at + size], tensor.untyped_storage(), begin))
 
 
-def _batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+def batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield ``items`` in batches of at most ``most_bytes``, or of a single larger item."""
     batch: list[T] = []
     total = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composerlite import dist
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, batches, requests_of
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.manifest import FileRecord
@@ -24,9 +24,8 @@ from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointE
 
 log = logging.getLogger(__name__)
 
-_SMALL_BYTES = 64 << 10
-"""Smaller tensors are sent together, up to ``_PARCEL_BYTES``."""
 _PARCEL_BYTES = 1 << 20
+"""Most bytes of tensors that are sent together. Larger tensors are sent alone."""
 Ranks = tuple[int, ...]
 
 
@@ -77,7 +76,8 @@ def plan_load(
             if rank == group.rank:
                 own.append(request)
         for rank, targets in by_reader.items():
-            transfers += [(name, dist.TensorTransfer(rank, ranks, tensors)) for name, tensors in _parcels(targets)]
+            for parcel in batches(targets, _PARCEL_BYTES, lambda one: one[1].nbytes):
+                transfers.append((parcel[0][0], dist.TensorTransfer(rank, ranks, [tensor for _, tensor in parcel])))
     transfers.sort(key=lambda pair: pair[0])  # all ranks make their transfers in one order
     return own, [transfer for _, transfer in transfers]
 
@@ -125,23 +125,6 @@ def all_alike(reports: Sequence[Mapping[bytes, int]]) -> bool:
     """
     senders = Counter(digest for report in reports for digest in report)
     return all(senders[digest] == count for report in reports for digest, count in report.items())
-
-
-def _parcels(targets: Iterable[tuple[bytes, Tensor]]) -> Iterator[tuple[bytes, list[Tensor]]]:
-    """Yield the tensors to send at once, with the name of the first: each large tensor, and small tensors together."""
-    name, together, size = b"", list[Tensor](), 0
-    for own_name, tensor in targets:
-        if tensor.nbytes > _SMALL_BYTES:
-            yield own_name, [tensor]
-            continue
-        name = name if together else own_name
-        together.append(tensor)
-        size += tensor.nbytes
-        if size >= _PARCEL_BYTES:
-            yield name, together
-            together, size = [], 0
-    if together:
-        yield name, together
 
 
 # ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────

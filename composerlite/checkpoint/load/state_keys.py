@@ -45,22 +45,18 @@ def swap_param_keys(
             log.info("renamed %s to %s", old, new)
     if isinstance(state_dict.get("model"), dict):
         _rename(state_dict["model"], names)
-    optim = state_dict.get("optim")
-    if isinstance(optim, dict):
-        _rename_in_optimizer(cast("StateDict", optim), names)
-
-
-def _rename_in_optimizer(optim: StateDict, names: Mapping[str, str]) -> None:
-    if isinstance(optim.get("state"), dict):
-        _rename(optim["state"], names)
-    flat: dict[str, str] = {}
-    for group in cast("list[StateDict]", optim.get("param_groups", [])):
-        group["params"] = [names.get(name, name) for name in group["params"]]
-    for key in filter(lambda key: key.startswith(("state.", "param_groups.")), optim):
-        kind, _, rest = key.partition(".")
-        name, _, setting = rest.rpartition(".")
-        flat[key] = f"{kind}.{names.get(name, name)}.{setting}"
-    _rename(optim, flat)
+    if isinstance(state_dict.get("optim"), dict):
+        optim = cast("StateDict", state_dict["optim"])
+        if isinstance(optim.get("state"), dict):
+            _rename(optim["state"], names)
+        for group in cast("list[StateDict]", optim.get("param_groups", [])):
+            group["params"] = [names.get(name, name) for name in group["params"]]
+        flat: dict[str, str] = {}
+        for key in filter(lambda key: key.startswith(("state.", "param_groups.")), optim):
+            kind, _, rest = key.partition(".")
+            name, _, setting = rest.rpartition(".")
+            flat[key] = f"{kind}.{names.get(name, name)}.{setting}"
+        _rename(optim, flat)
 
 
 def _rename(state: StateDict, names: Mapping[str, str]) -> None:
