@@ -30,6 +30,7 @@ from composerlite.checkpoint.api.state_dict import (
     load_model_and_optim_state,
     load_state_dict,
     model_and_optim_state,
+    task_of,
 )
 from composerlite.checkpoint.api.step_files import StepWriter, find_step, metadata_of, read_train_state
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
@@ -94,13 +95,6 @@ def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
             "and load_state_dict(), which may save several models and optimizers."
         )
     return pair[0], pair[1]
-
-
-def state_to_save(module: TrainModuleLike) -> StateDict:
-    """Return the state of ``module`` to save, below ``model`` and ``optim``."""
-    if isinstance(module, TrainModule):
-        return module.state_dict_to_save()
-    return model_and_optim_state(*model_and_optimizer(module), flatten=False)
 
 
 @final
@@ -233,7 +227,9 @@ class Checkpointer:
 
         def state() -> StateDict:
             images.append(image_of(train_state, "train_state"))
-            return state_to_save(train_module)
+            if isinstance(train_module, TrainModule):
+                return train_module.state_dict_to_save()
+            return model_and_optim_state(*model_and_optimizer(train_module), flatten=False)
 
         with contextlib.ExitStack() as resources:
             folder = resources.enter_context(StepFolder.of(place))
@@ -254,13 +250,7 @@ class Checkpointer:
         batch = int(number) if number.isdecimal() else 0
         record = record_of_directory(folder.name or "step", group.size, kind="step", batch=batch)
         record = dataclasses.replace(record, form="step", template="step{step}", ephemeral=ephemeral)
-        return SaveTask(
-            manifest=record,
-            path=folder.uri,
-            writer=StepWriter(folder, shards, images[0], group.rank),
-            votes=[group.vote(f"saving {folder.uri}")],
-            group=group,
-        )
+        return task_of(record, folder, StepWriter(folder, shards, images[0], group.rank), group)
 
     def write_file(self, dir: str | os.PathLike[str], fname: str, contents: str | bytes) -> str:
         """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return the path.

@@ -14,7 +14,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ from composerlite.checkpoint.load.optimizers import (
 )
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.load.state_keys import swap_param_keys
-from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
+from composerlite.checkpoint.place.directory import Directory, PathOrUri, ShardedDirectory
+from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.save import SaveTask
@@ -93,7 +94,7 @@ def save_state_dict(
         OSError, ObjectStoreError: the files cannot be written.
     """
     state = functools.partial(_plain, state_dict)
-    _save(dir, state, "sync", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
 
 
 def async_save_state_dict(
@@ -121,7 +122,9 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     state = functools.partial(_plain, state_dict)
-    return _save(dir, state, "async", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    return _in_background(
+        _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    )
 
 
 def save_model_and_optim_state(
@@ -155,7 +158,7 @@ def save_model_and_optim_state(
             in the state, other than parameters of the model.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    _save(dir, state, "sync", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
 
 
 def async_save_model_and_optim_state(
@@ -181,24 +184,21 @@ def async_save_model_and_optim_state(
         A future, done when the checkpoint is durable, or with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    return _save(dir, state, "async", process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    return _in_background(
+        _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    )
 
 
-def _save(
+def _begin(
     place: PathOrUri,
     state: Callable[[], StateDict],
-    how: Literal["sync", "async"],
     process_group: Any,
     overwrite: bool,
     threads: int | None,
     processes: int | None,
     throttle: bool,
-) -> Future[None]:
-    """Save the result of ``state`` to ``place``, with all ranks.
-
-    Returns:
-        A future, done when the checkpoint is durable: at once, unless the save continues in the background.
-    """
+) -> SaveTask:
+    """Plan a save of the result of ``state`` to ``place``, with all ranks."""
     number_of(threads, 1)
     number_of(processes, 1, "process_count")
     group = group_of(process_group)
@@ -207,28 +207,23 @@ def _save(
     writer = ShardWriter(state, folder, group=group, overwrite=overwrite, threads=own_threads)
     if group.is_first:
         folder.sweep()
-    job = _task(folder, writer, group)
+    return task_of(record_of_directory(folder.name, group.size), folder, writer, group)
+
+
+def _in_background(job: SaveTask) -> Future[None]:
+    """Copy the state, and write the copy in a thread. Return a future for the end of the save, or the error."""
 
     def finish() -> None:
         job.run()
 
-    if how == "async":
-        job.stage(shared_staging)
-        return job.start(finish)
-    finish()
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+    job.stage(shared_staging)
+    return job.start(finish)
 
 
-def _task(folder: ShardedDirectory, writer: RankWriter, group: Group, *, kind: str = "sharded") -> SaveTask:
-    return SaveTask(
-        manifest=record_of_directory(folder.name, group.size, kind=kind),
-        path=folder.uri,
-        writer=writer,
-        votes=[group.vote(f"saving {folder.uri}")],
-        group=group,
-    )
+def task_of(manifest: Manifest, folder: Directory, writer: RankWriter, group: Group) -> SaveTask:
+    """Return the save of a directory with the record ``manifest``, still without files. Collective."""
+    votes = [group.vote(f"saving {folder.uri}")]
+    return SaveTask(manifest=manifest, path=folder.uri, writer=writer, votes=votes, group=group)
 
 
 def _plain(state: StateDict) -> StateDict:
@@ -283,7 +278,7 @@ def save_safetensors(
             overwrite=save_overwrite,
             largest_file_bytes=largest_file_bytes,
         )
-        _task(folder, writer, group, kind="weights").run()
+        task_of(record_of_directory(folder.name, group.size, kind="weights"), folder, writer, group).run()
 
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -113,45 +113,35 @@ def check_groups(
     Raises:
         IncompatibleCheckpointError: the groups differ; lists the differences.
     """
-    problems = list((_flat_problems if flatten else _group_problems)(reader, groups, strict))
+    stored = reader.read_metadata().state_dict_metadata
+    problems: list[str] = []
+    if flatten:  # parameters of a group here must have been saved with the same settings
+        tensors, start = sharded.TensorStorageMetadata, "optim.param_groups."
+        keys = [key for key, one in stored.items() if key.startswith(start) and not isinstance(one, tensors)]
+        settings: dict[str, dict[str, Any]] = {}
+        for key, value in sharded.load_flat(reader, keys).items():
+            name, _, setting = key.removeprefix(start).rpartition(".")
+            settings.setdefault(name, {})[setting] = value
+        for number, names in enumerate(groups):
+            kinds = {repr(settings[name]): name for name in names if name in settings}
+            if len(kinds) > 1:
+                listed = _listed(list(kinds.values()))
+                problems.append(f"{listed} in group {number} here were saved with different settings")
+    elif keys := list(filter(is_group_members, stored)):  # the checkpoint has an optimizer
+        saved = {int(key.split(".")[2]): set[str](names) for key, names in sharded.load_flat(reader, keys).items()}
+        here = {number: set(names) for number, names in enumerate(groups)}
+        if not strict:
+            common = set().union(*saved.values()) & set().union(*here.values())
+            saved, here = ({n: names & common for n, names in each.items() if names & common} for each in (saved, here))
+        if len(saved) != len(here):
+            problems.append(f"it has {len(saved)}, and the optimizer has {len(here)}")
+        else:
+            both = {number: saved.get(number, set()) ^ here.get(number, set()) for number in sorted({*saved, *here})}
+            problems += [
+                f"number {number} differs in {_listed(sorted(names))}" for number, names in both.items() if names
+            ]
     if problems:
         raise IncompatibleCheckpointError(
             f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "
             "optimizer with the groups that it was saved with, or load without it."
         )
-
-
-def _group_problems(
-    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], strict: bool
-) -> Iterator[str]:
-    stored = list(filter(is_group_members, reader.read_metadata().state_dict_metadata))
-    if not stored:  # no optimizer
-        return
-    saved = {int(key.split(".")[2]): set[str](names) for key, names in sharded.load_flat(reader, stored).items()}
-    here = {number: set(names) for number, names in enumerate(groups)}
-    if not strict:
-        common = set().union(*saved.values()) & set().union(*here.values())
-        saved, here = ({n: names & common for n, names in each.items() if names & common} for each in (saved, here))
-    if len(saved) != len(here):
-        yield f"it has {len(saved)}, and the optimizer has {len(here)}"
-        return
-    for number in sorted(saved.keys() | here.keys()):
-        if differing := sorted(saved.get(number, set()) ^ here.get(number, set())):
-            yield f"number {number} differs in {_listed(differing)}"
-
-
-def _flat_problems(
-    reader: sharded.RemoteFileSystemReader, groups: Sequence[Sequence[str]], strict: bool
-) -> Iterator[str]:
-    """Yield a sentence for each group here with parameters saved with different settings."""
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = sharded.TensorStorageMetadata
-    plain = [k for k, one in stored.items() if k.startswith("optim.param_groups.") and not isinstance(one, tensors)]
-    settings: dict[str, dict[str, Any]] = {}
-    for key, value in sharded.load_flat(reader, plain).items():
-        name, _, setting = key.removeprefix("optim.param_groups.").rpartition(".")
-        settings.setdefault(name, {})[setting] = value
-    for number, names in enumerate(groups):
-        saved = {repr(settings[name]): name for name in names if name in settings}
-        if len(saved) > 1:
-            yield f"{_listed(list(saved.values()))} in group {number} here were saved with different settings"

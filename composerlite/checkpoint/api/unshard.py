@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
+
+from torch import Tensor
 
 from composerlite.checkpoint.api.state_dict import WorkDir
 from composerlite.checkpoint.format.packing import is_tar
@@ -179,14 +181,22 @@ def _write_parts(
         old.unlink(missing_ok=True)
     for path, prefix in prefixes.items():
         keys = [key for key in stored if key.startswith(prefix)]
-        make_folder(path.parent if is_one_file else path)
-        if is_one_file and suffix == ".pt":
-            contents = nested(reader.read_metadata(), prefix[:-1], keys, sharded.load_flat(reader, keys))
-            write_torch(path, contents)
-        elif is_one_file:
-            _write_flat(reader, path, keys, prefix)
-        else:
-            _write_files(reader, path, keys, prefix, strategy.chunk_size_bytes, suffix)
+        folder = path.parent if is_one_file else path
+        make_folder(folder)
+        files = {path.name: keys} if is_one_file else _files(stored, keys, prefix, strategy.chunk_size_bytes, suffix)
+        size_bytes = 0
+        for file, of_file in files.items():
+            values = sharded.load_flat(reader, of_file)
+            size_bytes += sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
+            if is_one_file and suffix == ".pt":
+                write_torch(folder / file, nested(reader.read_metadata(), prefix[:-1], keys, values))
+                continue
+            write = write_safetensors if suffix == ".safetensors" else write_torch
+            write(folder / file, {key.removeprefix(prefix): value for key, value in values.items()})
+        if not is_one_file:
+            places = {key.removeprefix(prefix): file for file, of_file in files.items() for key in of_file}
+            with atomic_write(_index_of(folder, suffix)) as out:
+                out.write(json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": places}, indent=1).encode())
     return paths
 
 
@@ -194,42 +204,25 @@ def _index_of(folder: Path, suffix: str) -> Path:
     return folder / f"{folder.name}{suffix}.index.json"
 
 
-def _write_flat(reader: sharded.RemoteFileSystemReader, file: Path, keys: Sequence[str], prefix: str) -> None:
-    """Write a file with the values of ``keys`` by their names without ``prefix``."""
-    contents = {key.removeprefix(prefix): value for key, value in sharded.load_flat(reader, keys).items()}
-    if file.suffix == ".safetensors":
-        write_safetensors(file, contents)
-    else:
-        write_torch(file, contents)
-
-
-def _write_files(
-    reader: sharded.RemoteFileSystemReader,
-    folder: Path,
-    keys: Sequence[str],
-    prefix: str,
-    chunk_bytes: int | None,
-    suffix: str,
-) -> None:
-    """Write a file for each key, or files of about ``chunk_bytes``; then the index. No two names differ in case alone.
+def _files(
+    stored: Mapping[str, Any], keys: Sequence[str], prefix: str, chunk_bytes: int | None, suffix: str
+) -> dict[str, list[str]]:
+    """Return the keys of each file, by the name of the file. No two names differ in case alone.
 
     Args:
-        reader: of the checkpoint.
-        folder: for the files.
+        stored: entries of the index, by key.
         keys: of the model or the optimizer.
-        prefix: of the keys, left out in the files.
-        chunk_bytes: size of a file; ``None``: a file for each key.
+        prefix: of the keys, left out in names of files.
+        chunk_bytes: about the size of a file; ``None``: a file for each key.
         suffix: of the files.
     """
-    metadata = reader.read_metadata().state_dict_metadata
     files: dict[str, list[str]] = {}
     taken: set[str] = set()
-    total, name, size = 0, "", 0
+    name, size = "", 0
     for key in keys:
-        stored: Any = metadata[key]
-        is_tensor = isinstance(stored, sharded.TensorStorageMetadata)
-        own = stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else 0
-        total, size = total + own, size + own
+        is_tensor = isinstance(stored[key], sharded.TensorStorageMetadata)
+        own = stored[key].size.numel() * stored[key].properties.dtype.itemsize if is_tensor else 0
+        size += own
         if chunk_bytes is None:
             name = re.sub(r"[^A-Za-z0-9_-]", "-", key.removeprefix(prefix))[:200]
             name += f"~{len(files)}" if name.lower() in taken else ""
@@ -237,8 +230,4 @@ def _write_files(
         elif not files or size > chunk_bytes:
             name, size = f"chunk-{len(files):05}", own
         files.setdefault(name + suffix, []).append(key)
-    for file, of_file in files.items():
-        _write_flat(reader, folder / file, of_file, prefix)
-    places = {key.removeprefix(prefix): file for file, of_file in files.items() for key in of_file}
-    with atomic_write(_index_of(folder, suffix)) as out:
-        out.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode())
+    return files

@@ -71,17 +71,15 @@ class Located(NamedTuple):
             The directory, or the file of weights; and the step, ``None`` for other kinds. With a step, the directory
             has its model and optimizer. The caller closes the step, or else the directory.
         """
+        kind = StepFolder if self.kind == "step" else ShardedDirectory
         if self.path is not None:
-            path = Path(os.path.realpath(self.path))
-            place, last = Folder(path.parent), path.name
+            found = kind.of(self.path)
         else:
-            above, _, last = self.key.rpartition("/")
             store = open_store(self.name) if object_store is None else object_store
-            place = Bucket.of(store, above, closes=object_store is None)
-        if self.kind == "step":
-            step = StepFolder(place, last)
-            return step.model(), step
-        return ShardedDirectory(place, "", last) if self.kind == "weights" else ShardedDirectory(place, last), None
+            found = kind.in_store(store, self.key, closes=object_store is None)
+        if isinstance(found, StepFolder):
+            return found.model(), found
+        return ShardedDirectory(found.place, "", found.name) if self.kind == "weights" else found, None
 
 
 def source_of(name: str) -> str:

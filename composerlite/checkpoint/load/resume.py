@@ -241,17 +241,15 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
         nodes_missing = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
     every = group.gather((seen is not None, None if seen is None else seen.node, nodes_missing))
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
-    if seen is None or blind_ranks:
-        text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}. {ON_ALL_NODES}"
-        raise FileNotFoundError(errno.ENOENT, text, str(catalog.folder))
     nodes = [node for _, node, _ in every]
     # A missing file of a node of this run is damage, which check_sizes reports.
-    if lost_nodes := set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}:
-        numbers = sorted(node or 0 for node in lost_nodes)
-        text = (
-            f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}. {ON_ALL_NODES}"
-        )
-        raise FileNotFoundError(errno.ENOENT, text, str(catalog.folder))
+    lost_nodes = set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}
+    if seen is None or blind_ranks or lost_nodes:
+        text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}."
+        if not blind_ranks:
+            numbers = sorted(node or 0 for node in lost_nodes)
+            text = f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}."
+        raise FileNotFoundError(errno.ENOENT, f"{text} {ON_ALL_NODES}", str(catalog.folder))
     neighbours = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
     return seen.here[neighbours.index(group.rank) :: len(neighbours)]
 

@@ -210,7 +210,15 @@ def load(
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
     for key, value in wanted.items():
         if isinstance(found.values[key], Tensor) and value is not found.values[key]:
-            _check_kind(key, found.values[key], value, reader.uri)
+            has, own = (
+                (type(one).__name__, one.layout, one.dtype, tuple(one.shape))
+                if isinstance(one, Tensor)
+                else type(one).__name__
+                for one in (value, found.values[key])
+            )
+            if has != own:
+                text = f"checkpoint {reader.uri!r} has {has} for {key!r}, and here is {own}."
+                raise IncompatibleCheckpointError(text)
             dist.shards.make_fillable(found.values[key], value)
         if value is not found.values[key]:
             node: Any = state
@@ -232,17 +240,6 @@ def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> N
             f"{'; '.join(', '.join(names) for names in different[:20])}. Load into tensors of their own, as in a "
             "model whose weights are not tied, or leave all names but one out of the state dict."
         )
-
-
-def _check_kind(key: str, own: Tensor, loaded: Any, uri: str) -> None:
-    """Raise if ``loaded`` cannot replace ``own``, a tensor that cannot be filled."""
-
-    def kind(tensor: Any) -> Any:
-        return type(tensor).__name__, tensor.layout, tensor.dtype, tuple(tensor.shape)
-
-    if not isinstance(loaded, Tensor) or kind(own) != kind(loaded):
-        has = kind(loaded) if isinstance(loaded, Tensor) else type(loaded).__name__
-        raise IncompatibleCheckpointError(f"checkpoint {uri!r} has {has} for {key!r}, and here is {kind(own)}.")
 
 
 def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Group) -> None:
