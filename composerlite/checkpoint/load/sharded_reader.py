@@ -175,20 +175,11 @@ class RemoteFileSystemReader(StorageReader):
             work_dir = self.temporary_folder()
         self._copies = Path(work_dir) if pre_download and work_dir is not None else None
         """Folder for copies of checkpoints."""
-        self._forget()
+        self.reset()
 
     def temporary_folder(self) -> Path:
         """Make a folder that is deleted by :meth:`close`."""
         return Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
-
-    def _forget(self) -> None:
-        self.brought: Path | None = None
-        self._metadata: Metadata | None = None
-        self.manifest: Manifest | None = None
-        self._records: Mapping[str, FileRecord] = {}
-        self._index_digest = ""
-        self._is_raw = False
-        self.verified: dict[str, set[int]] = {}
 
     @property
     def uri(self) -> str:
@@ -206,7 +197,13 @@ class RemoteFileSystemReader(StorageReader):
         if checkpoint_id is not None:
             self.folder.close()
             self.folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
-        self._forget()
+        self.brought: Path | None = None
+        self._metadata: Metadata | None = None
+        self.manifest: Manifest | None = None
+        self._records: Mapping[str, FileRecord] = {}
+        self._index_digest = ""
+        self._is_raw = False
+        self.verified: dict[str, set[int]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index. The file is read once.
