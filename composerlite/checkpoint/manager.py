@@ -14,7 +14,7 @@ from typing import Any, final
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState, check_kinds
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.loop_state import LoopState, Part
 from composerlite.checkpoint.memory import Replication, open_replication
@@ -272,7 +272,7 @@ class CheckpointManager:
     def place(self) -> RunPlace:
         """Folder and buckets to resume from."""
         where = self.where
-        buckets = [RunBucket(one.remote, one.link, one.template) for one in self.publishers]
+        buckets = [RunPlace(one.remote, one.template, one.link) for one in self.publishers]
         # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
         # directory may differ between nodes.
         folder = Catalog(where.folder)

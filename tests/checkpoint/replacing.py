@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, Checkpointer, load_keys, save_state_dict
 from composerlite.checkpoint.format.archive import STATES
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place import directory
@@ -161,7 +161,7 @@ def _value_of_file(place: str, name: str = "c.pt") -> int | None:
                 value_in(read_checkpoint(latest))
             return None if found is None else int(value_in(read_checkpoint(found)))
         with place_at(place) as there:
-            buckets = [RunBucket(Catalog(there), "run/latest")]
+            buckets = [RunPlace(Catalog(there), link="run/latest")]
             found = choose([RunPlace(Catalog(staging), name, "latest.pt", buckets)], "run").path
         return None if found is None else int(value_in(read_checkpoint(found)))
 

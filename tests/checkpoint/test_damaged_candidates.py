@@ -18,7 +18,7 @@ from storage.local_store import LocalObjectStore
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Checkpointer, Manifest
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import garbage
@@ -129,7 +129,7 @@ def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: 
                 publish_files(remote, manifest, files, link=link)
             FAULTS[fault](bucket / "run" / path)
             caplog.clear()
-            places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunBucket(remote, link)])]
+            places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunPlace(remote, link=link)])]
             decides = path == two.files[0].path
             if fault == "unreadable" and (not decides or state == "linked"):  # the list leaves it out
                 with pytest.raises(ObjectStoreError, match=path):

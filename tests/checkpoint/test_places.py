@@ -10,7 +10,7 @@ import pytest
 from parts import save_batch
 from place_contract import PlaceContract
 
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
@@ -47,7 +47,7 @@ class TestBucket(PlaceContract):
         data[-100] ^= 1
         place.put("run/c/.metadata", bytes(data))
         good = save_batch(tmp_path, 1)
-        places = [RunPlace(Catalog(tmp_path), buckets=[RunBucket(Catalog(place), None, "run/c")])]
+        places = [RunPlace(Catalog(tmp_path), buckets=[RunPlace(Catalog(place), "run/c")])]
         assert choose(places, "run").path == good
         assert place.read("run/c/.metadata") == bytes(data)
         assert ".metadata" in place.names("run/c")

@@ -20,7 +20,7 @@ from storage.servers.moto import moto_server  # noqa: F401
 from storage.servers.seaweedfs import S3Server
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint
@@ -68,7 +68,7 @@ def publish(remote: Catalog, tmp_path: Path, *batches: int) -> list[Manifest]:
 def elsewhere(remote: Catalog, tmp_path: Path) -> Path | None:
     """What a new machine, with an empty disk, resumes from."""
     catalog = Catalog(tmp_path / "elsewhere")
-    return choose([RunPlace(catalog, buckets=[RunBucket(remote, LINK)])], "run").path
+    return choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,7 +214,9 @@ def test_what_is_here_is_not_fetched(remote: Catalog, store: FaultyStore, tmp_pa
     publish(remote, tmp_path, 1, 2)
     store.calls.clear()
     catalog = Catalog(tmp_path / "local")
-    assert choose([RunPlace(catalog, buckets=[RunBucket(remote, LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
+    assert (
+        choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
+    )
     assert [verb for verb, name in store.calls if name == "run/ba2.pt"] == ["read_tail"], "only its record"
 
 
@@ -223,7 +225,9 @@ def test_a_newer_one_here_wins(remote: Catalog, tmp_path: Path) -> None:
     publish(remote, tmp_path, 1)
     saved(tmp_path, 2)
     catalog = Catalog(tmp_path / "local")
-    assert choose([RunPlace(catalog, buckets=[RunBucket(remote, LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
+    assert (
+        choose([RunPlace(catalog, buckets=[RunPlace(remote, link=LINK)])], "run").path == tmp_path / "local" / "ba2.pt"
+    )
 
 
 @pytest.mark.parametrize("error", [PermissionError("no"), ObjectStoreTransientError("away")])

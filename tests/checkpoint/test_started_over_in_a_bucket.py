@@ -10,7 +10,7 @@ from sent_files import publish_files
 from storage.local_store import LocalObjectStore
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.load.resume import Choice, choose
 from composerlite.checkpoint.place.bucket import Bucket
@@ -46,7 +46,7 @@ def publish(
 def resume(store: ObjectStore, folder: Path, *, link: str | None = LINK) -> tuple[Choice, float]:
     """Choose on another machine, whose folder is empty; and the weights there."""
     with Transfer(store) as transfer:
-        buckets = [RunBucket(Catalog(Bucket(transfer, "run")), link)]
+        buckets = [RunPlace(Catalog(Bucket(transfer, "run")), link=link)]
         choice = choose([RunPlace(Catalog(folder), "ba{batch}.pt", "latest.pt", buckets)], "run")
     assert isinstance(choice.path, Path)
     return choice, value_in(read_checkpoint(choice.path))

@@ -21,7 +21,7 @@ from storage.local_store import LocalObjectStore
 from composerlite.algorithms import BlurPool
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load import resume as resume_module
-from composerlite.checkpoint.load.candidates import RunBucket, RunPlace
+from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
@@ -142,7 +142,7 @@ def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
         (part,) = (tmp_path / "bucket" / "run" / "ba2").glob("*.distcp")
         flip(part, part.stat().st_size // 2)
 
-        places = [RunPlace(Catalog(tmp_path / "empty"), None, None, [RunBucket(remote, "run/latest")])]
+        places = [RunPlace(Catalog(tmp_path / "empty"), None, None, [RunPlace(remote, link="run/latest")])]
         choice = choose(places, "run", state, [store])
     assert str(choice.path).endswith("run/ba1")
     assert choice.loaded is not None

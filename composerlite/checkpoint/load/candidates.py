@@ -24,31 +24,17 @@ IN_BUCKET, IN_FOLDER, IN_REPLICAS, IN_MEMORY = range(4)
 
 
 @final
-class RunBucket(NamedTuple):
-    """Checkpoints of one saver of a run in a bucket.
-
-    Attributes:
-        remote: the bucket.
-        link: full name of the link to the latest checkpoint; ``None`` if the bucket has no such link.
-        template: template of the names of checkpoints; ``None``: damaged checkpoints are ignored.
-    """
-
-    remote: Catalog
-    link: str | None
-    template: str | None = None
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Checkpoints of one saver of a run.
+    """Checkpoints of one saver of a run in a folder or in a bucket.
 
     Attributes:
-        catalog: the folder. Files from buckets are downloaded to this folder.
+        catalog: the folder, also for downloads of files from ``buckets``; or the bucket.
         template: template of the names of checkpoints; ``None``: files without a record are ignored.
-        link: template of the names of links to the latest checkpoint; ``None``: there are no links. Only broken links
-            with these names to a checkpoint of ``template`` are repaired.
-        buckets: buckets with the uploads.
+        link: name of the link to the latest checkpoint, in a folder a template, in a bucket from the top of the bucket;
+            ``None``: there is no link. In a folder, only broken links with these names to a checkpoint of ``template``
+            are repaired.
+        buckets: buckets with the uploads of the saver.
         in_memory: the folder is in memory. Of two checkpoints of the same batch, the one in memory is tried first.
         memory: replicas in the memory of all nodes. Missing files are copied to the memory of this node.
     """
@@ -56,7 +42,7 @@ class RunPlace:
     catalog: Catalog
     template: str | None = None
     link: str | None = None
-    buckets: Sequence[RunBucket] = ()
+    buckets: Sequence[RunPlace] = ()
     in_memory: bool = False
     memory: Replication | None = None
 
@@ -143,25 +129,25 @@ def list_checkpoints(
             if latest is not None:
                 found, listing.is_complete = [latest], False
             else:
-                found = _records(bucket.remote, bucket.template, run_name, listing)
+                found = _records(bucket.catalog, bucket.template, run_name, listing)
             for one in found:
-                uri = bucket.remote.place.uri(one.name)
+                uri = bucket.catalog.place.uri(one.name)
                 path = uri if one.is_directory else folder / one.name
                 listing.known.append(Candidate(one, number, path, uri, IN_BUCKET, position))
     return listing
 
 
-def _latest(bucket: RunBucket, run_name: str) -> Manifest | None:
+def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
 
     The bucket must be listed if another link leads to a newer checkpoint. Then the link of this bucket is old: the user
     gave the link another name, or the run saved directories in between.
     """
-    latest = None if bucket.link is None else bucket.remote.latest(bucket.link, run_name)
+    latest = None if bucket.link is None else bucket.catalog.latest(bucket.link, run_name)
     if bucket.link is None or latest is None or latest.kind not in RESUMABLE or latest.left_out:
         return None
-    links = {*bucket.remote.announcements()} - {PurePosixPath(bucket.link).name}
-    others = [bucket.remote.latest(link, run_name) for link in links]
+    links = {*bucket.catalog.announcements()} - {PurePosixPath(bucket.link).name}
+    others = [bucket.catalog.latest(link, run_name) for link in links]
     is_newest = all(one is not None and (one.kind not in RESUMABLE or one.order <= latest.order) for one in others)
     return latest if is_newest else None
 

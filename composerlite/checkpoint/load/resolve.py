@@ -82,11 +82,6 @@ class Located(NamedTuple):
         return ShardedDirectory(found.place, "", found.name) if self.kind == "weights" else found, None
 
 
-def source_of(name: str) -> str:
-    """Return the name of a checkpoint in messages, without passwords."""
-    return f"checkpoint {without_secrets(name)!r}"
-
-
 @contextlib.contextmanager
 def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool) -> Generator[Located]:
     """Find the checkpoint ``name`` on rank 0, and yield its place on every rank. Collective.

@@ -27,10 +27,10 @@ from composerlite.checkpoint.contents import (
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
 from composerlite.checkpoint.format.zip_file import ZipRecord
 from composerlite.checkpoint.load.reader import opened, readable
-from composerlite.checkpoint.load.resolve import located, source_of
+from composerlite.checkpoint.load.resolve import located
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
-from composerlite.storage import ObjectStore
+from composerlite.storage import ObjectStore, without_secrets
 from composerlite.types import StateDict, items_of, with_items
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def load_checkpoint(
         strict=strict_model_weights,
         ignore_keys=ignore_keys,
         exclude_algorithms=tuple(exclude_algorithms or ()),
-        source=source_of(name),
+        source=f"checkpoint {without_secrets(name)!r}",
         key_map=key_map,
     )
     if state.deepspeed is not None:

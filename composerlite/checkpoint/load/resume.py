@@ -24,7 +24,6 @@ from composerlite.checkpoint.load.candidates import (
     repair_links,
 )
 from composerlite.checkpoint.load.progress import progress_of
-from composerlite.checkpoint.load.resolve import source_of
 from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint
@@ -155,9 +154,9 @@ def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequ
         if candidate.bucket_number is None:
             catalog.check_sizes(record, files)
         elif group.is_first and record.is_directory:
-            place.buckets[candidate.bucket_number].remote.check_sizes(record, record.here)
+            place.buckets[candidate.bucket_number].catalog.check_sizes(record, record.here)
         elif group.is_first:
-            bucket = place.buckets[candidate.bucket_number].remote.place
+            bucket = place.buckets[candidate.bucket_number].catalog.place
             with progress_of("downloading a checkpoint", record.size_bytes, progress_bar) as progress:
                 try:
                     fetch_checkpoint(bucket, record, catalog.place, progress)
@@ -191,7 +190,7 @@ def _read(
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
     root = next((root for root in roots if name.startswith(root)), "")
     with advising(name):
-        plan = RestorePlan(state, source_of(name))
+        plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
         name, store = name.removeprefix(root), roots.get(root)
         return read_in_place(name, plan, store, progress_bar=progress_bar, trust=trust)
 

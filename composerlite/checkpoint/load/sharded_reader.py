@@ -284,8 +284,11 @@ class RemoteFileSystemReader(StorageReader):
                 raise IncompatibleCheckpointError(
                     f"{item.dest_index.fqn!r}: {tuple(item.lengths)} is to go to {tuple(target.shape)}"
                 )
-            sizes = _chunk_sizes(entry, item.storage_index)
-            offsets = tuple(item.storage_offsets)
+            at = tuple(item.storage_index.offset or ())
+            pieces = [piece for piece in chunks_at(entry, (at, (1,) * len(at))) if tuple(piece.offsets) == at]
+            if not pieces:
+                raise CorruptCheckpointError(f"{item.storage_index.fqn!r} has no part at {item.storage_index.offset}")
+            sizes, offsets = tuple(pieces[0].sizes), tuple(item.storage_offsets)
             requests.append(Request(item.storage_index, target, sizes, entry.properties.dtype, offsets))
         values = self.read(requests)
         for item, request in zip(plan.items, requests, strict=True):
@@ -402,15 +405,6 @@ class RemoteFileSystemReader(StorageReader):
     def _count(self, size: int) -> None:
         with self._lock:
             self.bytes_read += size
-
-
-def _chunk_sizes(stored: TensorStorageMetadata, index: MetadataIndex) -> tuple[int, ...]:
-    """Return the sizes of the piece ``index`` of a tensor."""
-    offsets = tuple(index.offset or ())
-    for chunk in chunks_at(stored, (offsets, (1,) * len(offsets))):
-        if tuple(chunk.offsets) == offsets:
-            return tuple(chunk.sizes)
-    raise CorruptCheckpointError(f"{index.fqn!r} has no part at {index.offset}")
 
 
 FileSystemReaderWithValidation = RemoteFileSystemReader
