@@ -204,7 +204,7 @@ def placed(
         memory, by record; and the writers to distributed tensors and to tensors on devices, by record.
     """
     groups: dict[int, list[_Pair]] = {}
-    for pair in tensor_pairs(contents, live):
+    for pair in _pairs(contents, live):
         groups.setdefault(id(pair[0].untyped_storage()), []).append(pair)
     shared = _shared_storages(groups)
     addresses: dict[str, int] = {}
@@ -224,7 +224,7 @@ def placed(
             else:
                 sieves[record.name] = _OnDevice(target, copier)
             replaced |= {id(saved): filled for saved, filled in pairs if filled is not None}
-    return with_tensors(contents, replaced), addresses, sieves
+    return _with_tensors(contents, replaced), addresses, sieves
 
 
 def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
@@ -294,7 +294,7 @@ class _Rows:
             local[begin - offsets[0] : end - offsets[0]].copy_(wanted)
 
 
-def tensor_pairs(saved: Any, live: Any) -> Iterator[_Pair]:
+def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     """Yield each plain tensor in nested contents, and the live tensor at the same path of keys, if there is one."""
     if isinstance(saved, Tensor):
         if type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided:  # others have no storage of numbers
@@ -303,7 +303,7 @@ def tensor_pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     lives = dict(items_of(live))
     for key, value in items_of(saved):
         if isinstance(value, Tensor | dict | list | tuple | deque):
-            yield from tensor_pairs(value, lives.get(key))
+            yield from _pairs(value, lives.get(key))
 
 
 def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
@@ -337,8 +337,8 @@ def _shared_storages(groups: Mapping[int, list[_Pair]]) -> set[int]:
     return {address for address, storages in owners.items() if len(storages) > 1}
 
 
-def with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
+def _with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
     """Return nested contents with other tensors, by the ``id`` of the present tensor."""
     if isinstance(node, Tensor):
         return replaced.get(id(node), node)
-    return with_items(node, lambda _, value: with_tensors(value, replaced))
+    return with_items(node, lambda _, value: _with_tensors(value, replaced))

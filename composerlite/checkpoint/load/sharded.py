@@ -24,13 +24,12 @@ from composerlite import dist
 from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
-from composerlite.checkpoint.load.restore import tensor_pairs, with_tensors
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
-from composerlite.types import StateDict
+from composerlite.types import StateDict, items_of, with_items
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,13 +93,8 @@ def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, beside: State
         held = nested(metadata, "", list(stored), {**values, **tensors})
         wanted = plan.wanted(as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held)
         live = plan.places(wanted)
-    key_of = {id(tensor): key for key, tensor in tensors.items()}
     targets: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for tensor, its_live in tensor_pairs(wanted, live):
-        if (key := key_of.get(id(tensor))) is not None and key not in targets:  # a weight may have two names
-            targets[key] = _live_or_new(tensor, its_live, taken)
-    wanted = with_tensors(wanted, {id(tensors[key]): target for key, target in targets.items()})
+    wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
     fetch_from_nodes(reader, targets, plan.source)
     with half_loaded(bool(targets)):
         load_leaves(reader, targets, group=group)
@@ -124,6 +118,25 @@ def as_in_a_file(contents: StateDict) -> StateDict:
         if isinstance(state.get("dataset_state"), dict):  # pyright: ignore[reportUnknownMemberType]
             state["dataset_state"] = {"train": None, "eval": {}, **state["dataset_state"]}
     return contents
+
+
+def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
+    """Return ``wanted`` with a tensor to fill for each unread tensor.
+
+    Args:
+        wanted: the contents to restore.
+        live: the live tensors, by the same path of keys.
+        key_of: the key of the index for the ``id`` of each unread tensor.
+        targets: gets the tensors to fill, by the key of the index.
+        taken: gets the addresses of live tensors to fill.
+    """
+    if isinstance(wanted, Tensor) and id(wanted) in key_of:
+        key = key_of[id(wanted)]
+        if key not in targets:  # a weight may have two names
+            targets[key] = _live_or_new(wanted, live if isinstance(live, Tensor) else None, taken)
+        return targets[key]
+    lives = dict(items_of(live))
+    return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
 
 
 def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor:
