@@ -113,7 +113,7 @@ def opened(
         with group.all_or_none(f"opening {together}"):
             if group.is_first:
                 assert path is not None
-                raw, progress = _open_bytes(stack, path, progress_bar=progress_bar)
+                raw, progress = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
         if raw is not None and group.size == 1:
             file = raw.torch_file(map_location=map_location, trust=trust)
         else:
@@ -122,29 +122,34 @@ def opened(
             yield OpenCheckpoint(file, progress, () if raw is None else raw.verified)
 
 
-def _open_bytes(stack: contextlib.ExitStack, path: Path, *, progress_bar: bool) -> tuple[RawFile, OnBytes]:
-    """Open the bytes of ``path`` until ``stack`` is closed; return the file, and the callback of the progress bar."""
+@contextlib.contextmanager
+def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile, OnBytes]]:
+    """Open ``path`` without reading contents. Yield the file, and the callback of the progress bar."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
-    progress = stack.enter_context(progress_of(f"reading {path.name}", path.stat().st_size, progress_bar))
-    stack.enter_context(readable(path))
-    place = Folder(path.parent)
-    manifest = record_in(place, path.name)
-    if manifest is None:
-        log.warning("checkpoint %s has no record: loading it unverified", path)
-    if is_packed(path):
-        verified: Collection[int] = ()
-        if manifest is not None:
-            place.verify(manifest.files[0])
-            verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
-        size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-        inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-        return RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified), progress
-    beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
-    source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-    return RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified), progress
+    with (
+        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
+        readable(path),
+        contextlib.ExitStack() as stack,
+    ):
+        place = Folder(path.parent)
+        manifest = record_in(place, path.name)
+        if manifest is None:
+            log.warning("checkpoint %s has no record: loading it unverified", path)
+        if is_packed(path):
+            verified: Collection[int] = ()
+            if manifest is not None:
+                place.verify(manifest.files[0])
+                verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
+            size_bytes = None if manifest is None else manifest.unpacked_bytes or None
+            inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
+            yield RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified), progress
+        else:
+            beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
+            source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
+            yield RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified), progress
 
 
 def checkpoints_near(path: Path) -> str:
