@@ -105,7 +105,7 @@ def load_or_resume(
         origin = None if settings.load_weights_only else state.load_path  # with weights alone a run starts from scratch
         places = [saver.manager.place for saver in savers]
         folders: list[tuple[Catalog, str | None]] = [(place.catalog, None) for place in places]
-        buckets = [(bucket.remote, bucket.link) for place in places for bucket in place.buckets]
+        buckets = [(bucket.catalog, bucket.link) for place in places for bucket in place.buckets]
         state.lineage = begin_attempt([*folders, *buckets], state.run_name, origin=origin)
     return Start(resumed, differences)
 
