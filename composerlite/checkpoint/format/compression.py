@@ -31,8 +31,7 @@ import xxhash
 from isal import igzip_lib, isal_zlib
 
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import FileDigest, Seal, WorkerPool, chunk_bytes_for
-from composerlite.storage.disk.writer import Digester
+from composerlite.storage import FileDigest, Seal, StreamWriter, WorkerPool, chunk_bytes_for
 
 _PIECE_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
@@ -145,18 +144,20 @@ class Compressor:
             return False
         return True
 
-    def check_exists(self) -> None:
-        """Raise an error if the library is not installed.
+    def imported(self) -> Library:
+        """Return the library.
 
         Raises:
             ConfigError: the library is missing. The message names the package.
         """
-        if not self.exists:
+        try:
+            return self.library()
+        except ImportError as e:
             others = ", ".join(f".pt.{other.extension}" for other in KNOWN_COMPRESSORS if other is not self)
             raise ConfigError(
                 f"checkpoints that end in '.pt.{self.extension}' need the Python package {self.package!r}: pip install "
                 f"'composerlite[compression]', or choose another ending: {others}, .pt."
-            )
+            ) from e
 
     def frame(self, data: bytes) -> bytes:
         """Return ``data`` as a last frame.
@@ -173,10 +174,9 @@ class Compressor:
 
         Raises:
             CorruptCheckpointError: the file is damaged or cut off.
-            ConfigError: see :meth:`check_exists`.
+            ConfigError: see :meth:`imported`.
         """
-        self.check_exists()
-        library = self.library()
+        library = self.imported()
         decoder, within = library.decoder(), True  # within a frame. Between frames, zeros may fill the block of a tape
         while data := file.read(_PIECE_BYTES):
             while data or (within and not decoder.needs_input):
@@ -311,44 +311,37 @@ class PackedSink:
     """
 
     def __init__(self, path: Path, compressor: Compressor, *, most_bytes: int) -> None:
-        compressor.check_exists()
+        self._encode = compressor.imported().encode
+        self._compressor = compressor
+        # Only the size of chunks follows from the expected size: a compressed file needs less space.
+        self._file = StreamWriter(path, 0, chunk_bytes=chunk_bytes_for(most_bytes))
         self.size_bytes = 0
         self.piece_bytes = _HASHED_BYTES
-        self.seconds = {"hash": 0.0, "compress": 0.0, "write": 0.0, "flush": 0.0}
-        self._path = path
-        self._compressor = compressor
-        self._encode = compressor.library().encode
+        self.seconds = self._file.seconds
+        self.seconds["compress"] = 0.0
         self._plain = xxhash.xxh3_128()
-        self._digester = Digester(chunk_bytes_for(most_bytes))
-        self._block, self._filled = bytearray(compressor.block_bytes), 0
-        self._pending: deque[tuple[Future[bytes], bytearray]] = deque()
-        self._file = path.open("r+b", buffering=0)
+        self._block = bytearray()
+        self._pending: deque[Future[bytes]] = deque()
         self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
         self._pool = WorkerPool(self._threads, name="checkpoint-compressor", first=partial(os.nice, _NICENESS))
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes) -> None:
         """Append ``data``."""
-        view = memoryview(data).cast("B")
-        self.size_bytes += len(view)
-        with self._timed("hash"):
-            self._plain.update(view)
-        while view:
-            piece, view = view[: len(self._block) - self._filled], view[len(self._block) - self._filled :]
-            self._block[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
-            if self._filled == len(self._block):
+        self.size_bytes += len(data)
+        self._plain.update(data)
+        left = memoryview(data)
+        while left:
+            room = self._compressor.block_bytes - len(self._block)
+            self._block += left[:room]
+            left = left[room:]
+            if len(self._block) == self._compressor.block_bytes:
                 self._compress_block()
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``, and return their CRC-32, continued from ``crc``."""
-        crc = crc or 0
-        for start in range(0, size, _HASHED_BYTES):
-            length = min(_HASHED_BYTES, size - start)
-            piece = memoryview((ctypes.c_char * length).from_address(address + start)).cast("B")
-            with self._timed("hash"):
-                crc = isal_zlib.crc32(piece, crc)
-            self.write(piece)
-        return crc
+        data = ctypes.string_at(address, size)
+        self.write(data)
+        return isal_zlib.crc32(data, crc or 0)
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
         """Write the rest, wait until the file is durable, stop the threads, and return the digest of the file.
@@ -360,61 +353,33 @@ class PackedSink:
         Raises:
             OSError: the file could not be written.
         """
-        if self._filled or not (self.size_bytes or seal):  # an empty file is a frame without data
+        if self._block or not (self.size_bytes or seal):  # an empty file is a frame without data
             self._compress_block()
         while self._pending:
             self._write_oldest()
-        digest = self._digester.finish()
-        if seal is not None:
-            frame = self._compressor.frame(seal(digest, FileDigest(self.size_bytes, self._plain.hexdigest())))
-            self._write_frame(frame)
-            digest = digest.with_tail(frame)
-        with self._timed("flush"):
-            os.fsync(self._file.fileno())
-        self._close()
-        return digest
+        plain = FileDigest(self.size_bytes, self._plain.hexdigest())
+        tail = None if seal is None else lambda stored, _: self._compressor.frame(seal(stored, plain))
+        with self:
+            return self._file.finish(tail)
 
     def __enter__(self) -> PackedSink:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._close()
+        for future in self._pending:
+            future.cancel()
+        self._pool.close()
+        self._file.__exit__()
 
     def _compress_block(self) -> None:
         """Compress the block in a thread. If all threads have work, first write the oldest frame."""
-        work = self._pool.submit(partial(self._encode, memoryview(self._block)[: self._filled]))
-        self._pending.append((work, self._block))
-        oldest = self._write_oldest() if len(self._pending) > self._threads else bytearray(len(self._block))
-        self._block, self._filled = oldest, 0
+        if len(self._pending) == self._threads:
+            self._write_oldest()
+        self._pending.append(self._pool.submit(partial(self._encode, memoryview(self._block))))
+        self._block = bytearray()
 
-    def _write_oldest(self) -> bytearray:
-        """Write the oldest frame, and return the memory of the block."""
-        future, block = self._pending.popleft()
-        with self._timed("compress"):
-            frame = future.result()
-        with self._timed("hash"):
-            self._digester.update(frame)
-        self._write_frame(frame)
-        return block
-
-    def _write_frame(self, frame: bytes) -> None:
-        left = memoryview(frame)
-        with self._timed("write"):
-            while left:
-                left = left[self._file.write(left) :]
-
-    @contextmanager
-    def _timed(self, activity: str) -> Generator[None]:
-        """Add the time of the block to ``seconds``, and the path of the file to an ``OSError``."""
-        before = time.perf_counter()
-        try:
-            yield
-        except OSError as e:
-            raise OSError(e.errno, e.strerror, str(self._path)) from e
-        self.seconds[activity] += time.perf_counter() - before
-
-    def _close(self) -> None:
-        for future, _ in self._pending:
-            future.cancel()
-        self._pool.close()
-        self._file.close()
+    def _write_oldest(self) -> None:
+        started = time.perf_counter()
+        frame = self._pending.popleft().result()
+        self.seconds["compress"] += time.perf_counter() - started
+        self._file.write(frame)

@@ -24,8 +24,6 @@ from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compre
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import HostMemory, Sink, StreamWriter
 
-# '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
-_ARCHIVES = {".tar": None, ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
 )
@@ -55,7 +53,7 @@ class Format:
             ConfigError: the library of the codec is not installed. The message names the package.
         """
         if self.compressor is not None:
-            self.compressor.check_exists()
+            self.compressor.imported()
 
     def open_sink(
         self,
@@ -91,9 +89,20 @@ class Format:
         return data if self.compressor is None else self.compressor.frame(data)
 
 
+_CODECS = {compressor.extension: compressor for compressor in KNOWN_COMPRESSORS}
+# '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
+_CODECS_OF_ARCHIVES = {".tar": "", ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
+_ARCHIVES = tuple(_CODECS_OF_ARCHIVES)
+_FORMATS = (
+    Format(".pt"),
+    *(Format(f".pt.{extension}", compressor) for extension, compressor in _CODECS.items()),
+    *(Format(suffix, _CODECS.get(codec), archive=True) for suffix, codec in _CODECS_OF_ARCHIVES.items()),
+)
+
+
 def is_tar(name: str | Path) -> bool:
     """Check that the name has the suffix of an archive."""
-    return str(name).lower().endswith(tuple(_ARCHIVES))
+    return str(name).lower().endswith(_ARCHIVES)
 
 
 def format_of(name: str | Path) -> Format:
@@ -103,19 +112,15 @@ def format_of(name: str | Path) -> Format:
         ConfigError: the suffix belongs to a format without a writer.
     """
     file_name = Path(name).name.lower()
-    known = {f".pt.{compressor.extension}": compressor for compressor in KNOWN_COMPRESSORS}
-    for suffix, compressor in known.items():
-        if file_name.endswith(suffix):
-            return Format(suffix, compressor)
-    for suffix, extension in _ARCHIVES.items():
-        if file_name.endswith(suffix):
-            return Format(suffix, None if extension is None else known[f".pt.{extension}"], archive=True)
-    if file_name.endswith(".pt"):
-        return Format(".pt")
+    for known in _FORMATS:
+        if file_name.endswith(known.suffix):
+            return known
     if (other := _OTHER_KINDS.search(file_name)) is not None:
+        compressed = [known.suffix for known in _FORMATS if known.compressor is not None and not known.archive]
         raise ConfigError(
             f"{str(name)!r}: there is no format {other[0]!r} of checkpoints. Names end in .pt (or in nothing in "
-            f"particular), in {', '.join(_ARCHIVES)} for an archive, or in {', '.join(known)} for a compressed file."
+            f"particular), in {', '.join(_ARCHIVES)} for an archive, or in {', '.join(compressed)} for a compressed "
+            "file."
         )
     return Format("")
 
