@@ -308,23 +308,19 @@ def ensure_no_conflict(
     now = timestamp.state_dict()
     # Both sides are read from names: a clock in a name is rounded.
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
+    # Counts within an epoch start anew in the next epoch, so they decide only between names that are equal otherwise.
+    numbers = [number for number in (*_TOTALS, "total_wct", *_WITHIN) if number in pattern.groupindex]
     for name in names:
         match = pattern.fullmatch(name)
-        if own is None or match is None or not _is_ahead(match.groupdict(), own.groupdict()):
+        if own is None or match is None:
             continue
-        if not may_replace(name):
+        is_ahead = [float(match[number]) for number in numbers] > [float(own[number]) for number in numbers]
+        if is_ahead and not may_replace(name):
             raise CheckpointExistsError(
                 f"save_folder={folder!r} already holds {name!r}, which this run (now at epoch {now['epoch']}, batch "
                 f"{now['batch']}) would overwrite later. Resume from it with load_path or autoresume=True, choose "
                 "another save_folder, delete it, or pass save_overwrite=True."
             )
-
-
-def _is_ahead(found: Mapping[str, str], own: Mapping[str, str]) -> bool:
-    """Return true if a name with the numbers ``found`` comes later in a run than a name with the numbers ``own``."""
-    # Counts within an epoch start anew in the next epoch, so they decide only between names that are equal otherwise.
-    names = [name for name in (*_TOTALS, "total_wct", *_WITHIN) if name in found]
-    return [float(found[name]) for name in names] > [float(own[name]) for name in names]
 
 
 def data_file_id(path: str) -> str | None:

@@ -179,8 +179,13 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
         NewerManifestError: a newer version of composerlite wrote the record.
     """
     with _reading(source):
-        text, before = _find(end)
+        text = _text_of(end)
+        before = len(end) - len(text or b"") - _FOOTER_BYTES
+        if text is None and (frame := last_frame(end)) is not None:
+            before, text = frame[0], _text_of(frame[1])
         if text is None:
+            if TAIL_START in end:
+                raise ValueError("its footer is damaged")
             return None
         fields = _checked(text, source)
         # ``plain`` is the digest of the file after another program has decompressed the file.
@@ -285,23 +290,6 @@ def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:
     if at != len(block):
         raise CorruptCheckpointError(f"{source!r} has {len(block)} bytes of digests of chunks, and not {at}.")
     return dataclasses.replace(manifest, files=tuple(files))
-
-
-def _find(end: bytes) -> tuple[bytes | None, int]:
-    """Return the JSON of the tail in the end of a file, and the offset of the tail in ``end``.
-
-    Raises:
-        ValueError: there is a damaged tail.
-    """
-    if (text := _text_of(end)) is not None:
-        return text, len(end) - len(text) - _FOOTER_BYTES
-    if (frame := last_frame(end)) is not None:
-        offset, plain = frame
-        if (text := _text_of(plain)) is not None:
-            return text, offset
-    if TAIL_START in end:
-        raise ValueError("its footer is damaged")
-    return None, 0
 
 
 def _text_of(end: bytes) -> bytes | None:
