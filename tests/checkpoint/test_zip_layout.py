@@ -10,31 +10,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, entries, trailer
+from composerlite.checkpoint.format.zip_file import ZipRecord, entries, laid_out, trailer
 
 GiB = 1 << 30
 
 
-def build(path: Path, contents: list[tuple[str, bytes]]) -> Layout:
+def build(path: Path, contents: list[tuple[str, bytes]]) -> list[ZipRecord]:
     """Write an archive of small records."""
-    layout = Layout([(name, len(data)) for name, data in contents])
-    crcs = [zlib.crc32(data) for _, data in contents]
+    records: list[ZipRecord] = []
     with path.open("wb") as file:
-        for record, crc, (_, data) in zip(layout.records, crcs, contents, strict=True):
+        sizes = [(name, len(data)) for name, data in contents]
+        for record, (_, data) in zip(laid_out(sizes), contents, strict=True):
             assert file.tell() == record.start
-            file.write(record.header + data + record.descriptor(crc))
-        file.write(trailer(layout.records, crcs, layout.end))
-    return layout
+            records.append(record._replace(crc=zlib.crc32(data)))
+            file.write(record.header + data + records[-1].descriptor)
+        file.write(trailer(records))
+    return records
 
 
 @settings(max_examples=50, deadline=None)
-@given(sizes=st.lists(st.integers(0, 200_000), max_size=8))
+@given(sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=8))
 def test_any_records_are_read_back_and_aligned(sizes: list[int], tmp_path_factory: object) -> None:
     """zipfile reads all, with matching CRCs; data begin at multiples of 64, those of 64 KiB and more of 4096."""
     path = tmp_path_factory.mktemp("zip") / "a.pt"  # type: ignore[attr-defined]
     contents = [(f"data/{i}", bytes([i]) * size) for i, size in enumerate(sizes)]
-    layout = build(path, contents)
-    for record in layout.records:
+    for record in build(path, contents):
         assert record.offset % (4096 if record.size >= 65536 else 64) == 0
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -44,17 +44,19 @@ def test_any_records_are_read_back_and_aligned(sizes: list[int], tmp_path_factor
 def test_records_beyond_four_gigabytes_are_found(tmp_path: Path) -> None:
     """A record of 5 GiB, and small ones behind it: sizes and places need 64 bits. The file is sparse."""
     small = b"behind the large one"
-    layout = Layout([("data/0", 5 * GiB), ("data/1", len(small)), ("version", 2)])
-    crcs = [0, zlib.crc32(small), zlib.crc32(b"3\n")]
+    datas = {"data/0": b"", "data/1": small, "version": b"3\n"}
+    sizes = [("data/0", 5 * GiB), ("data/1", len(small)), ("version", 2)]
+    records = [
+        record._replace(crc=zlib.crc32(data)) for record, data in zip(laid_out(sizes), datas.values(), strict=True)
+    ]
     path = tmp_path / "large.pt"
     with path.open("wb") as file:
-        for record, crc, data in zip(layout.records, crcs, [b"", small, b"3\n"], strict=True):
+        for record, data in zip(records, datas.values(), strict=True):
             file.seek(record.start)
             file.write(record.header + data)
             file.seek(record.offset + record.size)
-            file.write(record.descriptor(crc))
-        file.seek(layout.end)
-        file.write(trailer(layout.records, crcs, layout.end))
+            file.write(record.descriptor)
+        file.write(trailer(records))
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("archive/data/0").file_size == 5 * GiB
         assert archive.getinfo("archive/data/1").header_offset > 5 * GiB
@@ -100,14 +102,14 @@ def test_headers_of_our_own_files_are_not_looked_for(tmp_path: Path) -> None:
     """The directory says that they are ours, and our layout what they hold and where data begin. A directory with
     another byte does not."""
     path = tmp_path / "a.pt"
-    layout = build(path, [(f"data/{i}", bytes(70_000 if i % 2 else 10)) for i in range(9)])
+    records = build(path, [(f"data/{i}", bytes(70_000 if i % 2 else 10)) for i in range(9)])
     found, asked = looked_up(path)
     assert asked == []
-    data = path.read_bytes()
-    for entry, record in zip(found.values(), layout.records, strict=True):
-        assert entry == record._replace(crc=entry.crc)
+    assert list(found.values()) == records
+    data, end = path.read_bytes(), records[-1].end
+    for entry in records:
         assert data[entry.start : entry.offset] == entry.header
-    path.write_bytes(data[: layout.end + 38] + b"\1" + data[layout.end + 39 :])  # an attribute that says nothing
+    path.write_bytes(data[: end + 38] + b"\1" + data[end + 39 :])  # an attribute that says nothing
     again, asked = looked_up(path)
     assert again == found
     assert set(asked) == set(headers_in(path))

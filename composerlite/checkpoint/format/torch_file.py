@@ -33,7 +33,7 @@ from composerlite._torch_compat import (
     typed_storage_class,
     untyped_storage,
 )
-from composerlite.checkpoint.format.zip_file import Layout, ZipRecord, data_layout, trailer
+from composerlite.checkpoint.format.zip_file import ZipRecord, archive_bytes, data_records, laid_out, trailer
 from composerlite.checkpoint.trust.trusted import RefusedError, check_shape, is_loadable
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
@@ -81,8 +81,9 @@ class TorchImage:
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
         # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
         # left out: with them, readers compute the places of torch's own writer.
-        data = data_layout(tuple(storage.nbytes() for storage in pickled.storages))
-        self._layout = Layout([(name, len(value)) for name, value in self._rest], after=data)
+        data = data_records(tuple(storage.nbytes() for storage in pickled.storages))
+        rest = laid_out(((name, len(value)) for name, value in self._rest), data[-1].end if data else 0)
+        self._records = [*data, *rest]
         self._memory: HostMemory | None = None
         self._start = 0
         # By storage: name, type of numbers, and place of each watched tensor.
@@ -90,12 +91,12 @@ class TorchImage:
         self.not_finite: str | None = None
         self.ring = shared_ring
         self.comment_bytes = 0
-        self.size_bytes = self._layout.size_bytes
+        self.size_bytes = archive_bytes(self._records)
 
     def storages(self) -> list[StorageCopy]:
         """List the storages to copy before training changes their bytes. No storage occurs twice."""
         assert self._storages is not None, "the image was staged already"
-        return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._layout.records, strict=False)]
+        return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._records, strict=False)]
 
     def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Let :meth:`write` look for NaN and infinite values in named, strided tensors of the file.
@@ -115,18 +116,19 @@ class TorchImage:
 
     def write(self, sink: Sink | FileInMemory) -> None:
         """Write the file to ``sink``."""
-        crcs: list[int] = []
-        count = len(self._layout.records) - len(self._rest)
-        for number, record in enumerate(self._layout.records):
+        written: list[ZipRecord] = []
+        count = len(self._records) - len(self._rest)
+        for number, record in enumerate(self._records):
             sink.write(record.header)
             if number < count:
                 crc = self._copy(number, record, sink)
             else:
-                data = (ctypes.c_char * record.size).from_buffer_copy(self._rest[number - count][1])
-                crc = sink.copy(ctypes.addressof(data), record.size)
-            sink.write(record.descriptor(crc))
-            crcs.append(crc)
-        sink.write(trailer(self._layout.records, crcs, self._layout.end, self.comment_bytes))
+                data = self._rest[number - count][1]
+                sink.write(data)
+                crc = zlib.crc32(data)
+            written.append(record._replace(crc=crc))
+            sink.write(written[-1].descriptor)
+        sink.write(trailer(written, self.comment_bytes))
 
     def _copy(self, number: int, record: ZipRecord, sink: Sink | FileInMemory) -> int:
         """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
@@ -231,8 +233,10 @@ class _Reference(tuple[Any, ...]):
 
 
 @final
-class Pickled:
-    """A pickle of contents. The pickle refers to the storages of tensors by position.
+class Pickled(pickle.Pickler):
+    """A pickle of contents as of ``torch.save`` on the CPU, byte for byte. Refers to storages of tensors by position.
+
+    Only deques and defaultdicts differ: constructor calls, because ``weights_only`` refuses torch's own form.
 
     Args:
         contents: a dict of tensors and plain values.
@@ -250,15 +254,18 @@ class Pickled:
 
     def __init__(self, contents: StateDict, *, must_load: bool = False) -> None:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer, must_load=must_load)
-        pickler.dump(contents)
+        super().__init__(buffer, _PROTOCOL)
+        self._must_load = must_load
+        self._has_objects = False  # besides tensors, plain values and containers; set only if ``must_load``
+        self._seen: dict[int, tuple[torch.dtype, str]] = {}
+        self.storages: list[torch.UntypedStorage] = []
+        self.index: dict[int, int] = {}
+        self.dump(contents)
         self.data = buffer.getvalue()
-        self.storages = pickler.storages
-        self.index = pickler.index
         if not must_load:
             return
         try:
-            if pickler.has_objects:
+            if self._has_objects:
                 RestrictedUnpickler(self.data, self.storage).load()
             else:
                 check_shape(contents, len(self.data))
@@ -274,27 +281,6 @@ class Pickled:
         """Return the live storage with the persistent id ``identity``."""
         _, dtype, key, _, _ = identity
         return torch.storage.TypedStorage(wrap_storage=self.storages[int(key)], dtype=dtype, _internal=True)
-
-
-@final
-class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does on the CPU, byte for byte. Lists the storages and writes references.
-
-    Only deques and defaultdicts differ: constructor calls, because ``weights_only`` refuses torch's own form.
-
-    Attributes:
-        storages: storages found so far.
-        index: positions of the storages, by :func:`storage_id`.
-        has_objects: the contents have objects besides tensors, plain values and containers. Set only if ``must_load``.
-    """
-
-    def __init__(self, file: io.BytesIO, *, must_load: bool) -> None:
-        super().__init__(file, _PROTOCOL)
-        self._must_load = must_load
-        self.storages: list[torch.UntypedStorage] = []
-        self.index: dict[int, int] = {}
-        self.has_objects = False
-        self._seen: dict[int, tuple[torch.dtype, str]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)  # called for every object, so common types return first
@@ -321,7 +307,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, np.dtype) and obj.kind in "mMV":
             raise SaveError(f"numbers of the numpy type {obj} cannot be saved. Keep the fields, or integers or text.")
         if self._must_load and not (isinstance(obj, _NAMED) and is_loadable(obj)):
-            self.has_objects = True
+            self._has_objects = True
         if isinstance(obj, _NAMED):
             if not self._must_load:
                 _warn_if_not_loadable(obj)

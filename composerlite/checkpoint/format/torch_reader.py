@@ -18,7 +18,7 @@ import torch
 from isal import isal_zlib
 
 from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
-from composerlite.checkpoint.format.zip_file import ZipRecord, entries, records_root
+from composerlite.checkpoint.format.zip_file import ZipRecord, entries
 from composerlite.checkpoint.trust.trusted import storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
@@ -100,8 +100,10 @@ class TorchFile:
                 "it has the format of torch before 1.6. Convert it, only if the file is yours, since whatever code the "
                 "file holds is run: torch.save(torch.load(path, weights_only=False), path)"
             ) from e
-        root = records_root(listed)
-        self._records = {name.removeprefix(root): entry for name, entry in listed.items() if name.startswith(root)}
+        roots = [name[: -len("data.pkl")] for name in listed if name.partition("/")[2] == "data.pkl"]
+        if len(roots) != 1:
+            raise CorruptCheckpointError(f"it is a zip archive with {len(roots)} records '…/data.pkl' and not one")
+        self._records = {name[len(roots[0]) :]: entry for name, entry in listed.items() if name.startswith(roots[0])}
         # torch.serialization.set_crc32_options(False) writes zeros.
         self._check_sums = check_sums and any(entry.crc for entry in self._records.values())
         if (order := self._small("byteorder", sys.byteorder.encode())) != sys.byteorder.encode():
@@ -113,6 +115,7 @@ class TorchFile:
         self._eager = trust  # the code in the file may read the numbers of tensors
         self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord]] = []
         self._known: dict[str, torch.UntypedStorage] = {}
+        self._sums: dict[str, int] = {}  # CRC-32 of the first parts of records
         data = self._small("data.pkl")
         try:
             reader = RestrictedUnpickler(data, self.storage, types, read_now=self.read_now)
@@ -144,7 +147,7 @@ class TorchFile:
         if kind == "meta" or (kind == "cpu" and not self._eager):
             self._unread.append((weakref.ref(storage), record))
             return storage
-        self._fill([(record, storage.data_ptr())], int)
+        self._read_parts([(record, 0, storage.data_ptr(), record.size)])
         moved: Any = wanted(storage, location) if callable(wanted) else None
         restore: Any = torch.serialization.default_restore_location
         target = location if wanted is None or callable(wanted) else str(wanted)
@@ -176,14 +179,14 @@ class TorchFile:
         Raises:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
         """
-        wanted = [
-            (record, storage.data_ptr())
-            for reference, record in self._unread
-            if (storage := reference()) is not None and storage.device.type != "meta"
-        ]
         names = {record.name: record for record in self._records.values()}
-        self._fill([*wanted, *((names[name], address) for name, address in (places or {}).items())], progress)
+        wanted = [(names[name], address) for name, address in (places or {}).items()]
+        for reference, record in self._unread:
+            if (storage := reference()) is not None and storage.device.type != "meta":
+                wanted.append((record, storage.data_ptr()))
         self._unread = []
+        wanted.sort(key=lambda one: one[0].offset)
+        self._read_parts([(record, 0, address, record.size) for record, address in wanted], progress)
         if sieves:
             self._sift({names[name]: sieve for name, sieve in sieves.items()}, progress)
 
@@ -193,50 +196,47 @@ class TorchFile:
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
         on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
         device, count = (on_devices[0], _SLOTS) if on_devices else (torch.device("cpu"), 1)
-        sums: dict[ZipRecord, int] = {}
         with self.ring.slots(slot_bytes, device, count) as slots:
             for batch in _batches(sieves, slot_bytes):
                 scratch = slots.next()
-                places = list(itertools.accumulate((size for _, _, size in batch), initial=0))
-                pieces = [
-                    (record.offset + start, scratch.data_ptr() + place, size)
-                    for (record, start, size), place in zip(batch, places, strict=False)
+                places = list(itertools.accumulate((size for _, _, size in batch), initial=0))[:-1]
+                parts = [
+                    (record, start, scratch.data_ptr() + place, size)
+                    for (record, start, size), place in zip(batch, places, strict=True)
                 ]
-                self._read_records([record for record, start, _ in batch if start == 0], pieces, progress)
-                for (record, start, size), place in zip(batch, places, strict=False):
-                    part = scratch[place : place + size]
-                    if self._check_sums:
-                        sums[record] = isal_zlib.crc32(part.numpy(), sums.get(record, 0))
-                    sieves[record].take(start, part, slots)
-        for record, crc in sums.items():
-            _compare_sum(record, crc)
+                self._read_parts(parts, progress)
+                for (record, start, size), place in zip(batch, places, strict=True):
+                    sieves[record].take(start, scratch[place : place + size], slots)
 
-    def _fill(self, wanted: Sequence[tuple[ZipRecord, int]], progress: Callable[[int], object]) -> None:
-        """Read records to addresses."""
-        ordered = sorted(wanted, key=lambda one: one[0].offset)
-        pieces = [(record.offset, address, record.size) for record, address in ordered if record.size]
-        self._read_records([record for record, _ in ordered], pieces, progress)
-        if self._check_sums:
-            for record, address in ordered:
-                _compare_sum(record, isal_zlib.crc32((ctypes.c_char * record.size).from_address(address)))
-
-    def _read_records(
-        self, records: Sequence[ZipRecord], pieces: Sequence[Piece], progress: Callable[[int], object]
+    def _read_parts(
+        self, parts: Sequence[tuple[ZipRecord, int, int, int]], progress: Callable[[int], object] = int
     ) -> None:
-        """Read ``pieces`` of data, and the headers of ``records``, both in the order of the file.
+        """Read parts of records, in the order of the file, and compare the CRC-32 of a record after its last part.
 
-        The places of data depend on headers, so headers are verified with the data.
+        The places of data depend on headers, so headers are verified with the first parts.
+
+        Args:
+            parts: record, first byte in the record, address in memory, and size of each part.
+            progress: called with each number of bytes read.
         """
-        headers = bytearray(sum(len(record.header) for record in records) + 1)
+        begun = [record for record, start, _, _ in parts if start == 0]
+        headers = bytearray(sum(len(record.header) for record in begun) + 1)
         address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
-        wanted = list(pieces)
-        for record in records:
+        wanted: list[Piece] = [(record.offset + start, place, size) for record, start, place, size in parts if size]
+        for record in begun:
             wanted.append((record.start, address, len(record.header)))
             address += len(record.header)
         if wanted:
             self._source.read_into(sorted(wanted), progress)
-        if bytes(headers[:-1]) != b"".join(record.header for record in records):
+        if bytes(headers[:-1]) != b"".join(record.header for record in begun):
             raise CorruptCheckpointError("it changed while it was read")
+        for record, start, place, size in parts if self._check_sums else ():
+            part = (ctypes.c_char * size).from_address(place)
+            crc = isal_zlib.crc32(part, self._sums.pop(record.name, 0))
+            if start + size < record.size:
+                self._sums[record.name] = crc
+            else:
+                _compare_sum(record, crc)
 
     def _small(self, name: str, default: bytes | None = None) -> bytes:
         """Return the bytes of a small record."""

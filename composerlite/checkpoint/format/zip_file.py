@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast, final
 
 from composerlite.checkpoint.format.byte_sources import SourceFile
@@ -19,14 +19,17 @@ from composerlite.errors import CorruptCheckpointError
 ROOT = "archive"
 _LARGE_BYTES = 64 << 10
 _LARGE_ALIGNMENT, _ALIGNMENT = 4096, 64
-_MAX_32 = 0xFFFFFFFF
+_MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
-_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+# All sizes and offsets have 64 bits, in extra fields: kind, size of the field, size twice, and offset.
+_LOCAL_64, _CENTRAL_64 = struct.Struct("<2H2Q"), struct.Struct("<2H3Q")
+_END_BYTES = _END_64.size + _LOCATOR_64.size + _END.size
+_DESCRIPTOR_64 = struct.Struct("<4sI2Q")
 # Sizes and CRC follow the data, as in torch's own files; names are UTF-8.
 _FLAGS = 0x0808
 
@@ -57,87 +60,58 @@ class ZipRecord(NamedTuple):  # made for each tensor of each save, so creation m
     @property
     def end(self) -> int:
         """Offset of the end of the data descriptor, in an archive of ours."""
-        return self.offset + self.size + (_DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR).size
-
-    def descriptor(self, crc: int) -> bytes:
-        """Return the data descriptor: the bytes behind the data."""
-        layout = _DESCRIPTOR_64 if self.size >= _MAX_32 else _DESCRIPTOR
-        return layout.pack(b"PK\x07\x08", crc, self.size, self.size)
-
-    def directory_entry(self, crc: int) -> bytes:
-        """Return the bytes of this record in the central directory."""
-        name = self.name.encode()
-        wide = [value for value in (self.size, self.size, self.start) if value >= _MAX_32]
-        extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-        size, start = min(self.size, _MAX_32), min(self.start, _MAX_32)
-        fixed = _CENTRAL.pack(
-            b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, size, size, len(name), len(extra), 0, 0, 0, 0, start
-        )
-        return fixed + name + extra
-
-
-@final
-class Layout:
-    """Records in order, padded to align the data.
-
-    Attributes:
-        records: the records so far.
-        end: where the last record ends.
-        directory_bytes: size of the central directory.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[str, int]] = (), *, after: Layout | None = None) -> None:
-        self.records: list[ZipRecord] = [] if after is None else list(after.records)
-        self.end = 0 if after is None else after.end
-        self.directory_bytes = 0 if after is None else after.directory_bytes
-        for name, size in sizes:
-            self.add(name, size)
-
-    def add(self, name: str, size: int) -> None:
-        """Append a record of ``size`` bytes."""
-        encoded = f"{ROOT}/{name}".encode()
-        extra = struct.pack("<2H2Q", 1, 16, size, size) if size >= _MAX_32 else b""
-        # An extra field of an unknown kind fills up to the boundary. Readers skip the field. Its header has four bytes.
-        before = self.end + _LOCAL.size + len(encoded) + len(extra) + 4
-        padding = -before % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
-        extra += struct.pack("<2H", 0x4246, padding) + bytes(padding)
-        shown = _MAX_32 if size >= _MAX_32 else 0
-        fixed = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, shown, shown, len(encoded), len(extra))
-        record = ZipRecord(f"{ROOT}/{name}", size, fixed + encoded + extra, self.end)
-        self.records.append(record)
-        self.end = record.end
-        wide = 2 * (size >= _MAX_32) + (record.start >= _MAX_32)
-        self.directory_bytes += _CENTRAL.size + len(encoded) + (4 + 8 * wide if wide else 0)
+        return self.offset + self.size + _DESCRIPTOR_64.size
 
     @property
-    def size_bytes(self) -> int:
-        """Size of the archive in bytes: the records and the :func:`trailer`."""
-        wide = _END_64.size + _LOCATOR_64.size if _is_large(len(self.records), self.directory_bytes, self.end) else 0
-        return self.end + self.directory_bytes + wide + _END.size
+    def descriptor(self) -> bytes:
+        """The bytes behind the data, in an archive of ours."""
+        return _DESCRIPTOR_64.pack(b"PK\x07\x08", self.crc, self.size, self.size)
+
+
+def laid_out(sizes: Iterable[tuple[str, int]], start: int = 0) -> Iterator[ZipRecord]:
+    """Yield the records of an archive of ours, padded to align the data.
+
+    Args:
+        sizes: name and size in bytes of each record.
+        start: offset of the first record.
+    """
+    for name, size in sizes:
+        encoded = f"{ROOT}/{name}".encode()
+        # An extra field of an unknown kind fills up to the boundary. Readers skip the field. Its header has four bytes.
+        before = _LOCAL.size + len(encoded) + _LOCAL_64.size + 4
+        padding = -(start + before) % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
+        extra = _LOCAL_64.pack(1, 16, size, size) + struct.pack("<2H", 0x4246, padding) + bytes(padding)
+        fixed = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, _MAX_32, _MAX_32, len(encoded), len(extra))
+        record = ZipRecord(f"{ROOT}/{name}", size, fixed + encoded + extra, start)
+        yield record
+        start = record.end
 
 
 @functools.lru_cache(maxsize=1)
-def data_layout(sizes: tuple[int, ...]) -> Layout:
-    """Return the layout of tensors' data, ``data/0`` and so on. The last layout is cached for the next save."""
-    return Layout([(f"data/{number}", size) for number, size in enumerate(sizes)])
+def data_records(sizes: tuple[int, ...]) -> tuple[ZipRecord, ...]:
+    """Return the records of tensors' data, ``data/0`` and so on. The last records are cached for the next save."""
+    return tuple(laid_out((f"data/{number}", size) for number, size in enumerate(sizes)))
 
 
-def trailer(records: Sequence[ZipRecord], crcs: Sequence[int], start: int, comment_bytes: int = 0) -> bytes:
-    """Return the central directory at ``start`` and the end of the archive, before a comment of ``comment_bytes``."""
-    directory = b"".join(record.directory_entry(crc) for record, crc in zip(records, crcs, strict=True))
-    count, size, end = len(records), len(directory), start + len(directory)
-    wide = b""
-    if _is_large(count, size, start):
-        wide = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, size, start)
-        wide += _LOCATOR_64.pack(b"PK\x06\x07", 0, end, 1)
-    short = min(count, 0xFFFF)
-    tail = _END.pack(b"PK\x05\x06", 0, 0, short, short, min(size, _MAX_32), min(start, _MAX_32), comment_bytes)
-    return directory + wide + tail
+def archive_bytes(records: Sequence[ZipRecord]) -> int:
+    """Return the size in bytes of an archive of ours, without the comment."""
+    entry_bytes = sum(_CENTRAL.size + len(record.name.encode()) + _CENTRAL_64.size for record in records)
+    return records[-1].end + entry_bytes + _END_BYTES
 
 
-def _is_large(count: int, size: int, start: int) -> bool:
-    """Check that the end of the archive needs the 64-bit form."""
-    return count >= 0xFFFF or start >= _MAX_32 or size >= _MAX_32
+def trailer(records: Sequence[ZipRecord], comment_bytes: int = 0) -> bytes:
+    """Return the bytes behind the records: the directory and the end, before a comment of ``comment_bytes``."""
+    entries: list[bytes] = []
+    for name, size, _, start, crc in records:
+        encoded = name.encode()
+        numbers = (len(encoded), _CENTRAL_64.size, 0, 0, 0, 0, _MAX_32)
+        entries.append(_CENTRAL.pack(b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, _MAX_32, _MAX_32, *numbers))
+        entries += encoded, _CENTRAL_64.pack(1, 24, size, size, start)
+    directory, count, begin = b"".join(entries), len(records), records[-1].end
+    size = len(directory)
+    end = _END_64.pack(b"PK\x06\x06", _END_64.size - 12, 45, 45, 0, 0, count, count, size, begin)
+    end += _LOCATOR_64.pack(b"PK\x06\x07", 0, begin + size, 1)
+    return directory + end + _END.pack(b"PK\x05\x06", 0, 0, _MAX_16, _MAX_16, _MAX_32, _MAX_32, comment_bytes)
 
 
 # ── archives of any origin ───────────────────────────────────────────────────────────────────────────────────────────
@@ -196,31 +170,19 @@ def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[
     return found
 
 
-def records_root(names: dict[str, ZipRecord]) -> str:
-    """Return the folder of the checkpoint in the archive, with a slash.
-
-    Raises:
-        CorruptCheckpointError: there is none, or several.
-    """
-    roots = [name.removesuffix("data.pkl") for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(roots) != 1:
-        raise CorruptCheckpointError(f"it is a zip archive with {len(roots)} records '…/data.pkl' and not one")
-    return roots[0]
-
-
 def _own_entries(ordered: Sequence[zipfile.ZipInfo], start: int, read: Read) -> dict[str, ZipRecord] | None:
     """Return the records if the directory equals the directory of our own layout; ``None`` for other archives.
 
     The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are
     compared when the data are read.
     """
-    layout = Layout()
-    for entry in ordered:
-        if entry.header_offset != layout.end or layout.end > start or not entry.orig_filename.startswith(f"{ROOT}/"):
-            return None
-        layout.add(entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size)
-    crcs = [entry.CRC for entry in ordered]
-    size = layout.directory_bytes
-    if layout.end != start or read(start, size) != trailer(layout.records, crcs, start)[:size]:
+    if not all(entry.orig_filename.startswith(f"{ROOT}/") for entry in ordered):
         return None
-    return {record.name: record._replace(crc=crc) for record, crc in zip(layout.records, crcs, strict=True)}
+    sizes = ((entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size) for entry in ordered)
+    own: list[ZipRecord] = []
+    for entry, record in zip(ordered, laid_out(sizes), strict=True):
+        if entry.header_offset != record.start or record.end > start:
+            return None
+        own.append(record._replace(crc=entry.CRC))
+    directory = trailer(own)[:-_END_BYTES] if own and own[-1].end == start else b""
+    return {record.name: record for record in own} if directory and read(start, len(directory)) == directory else None
