@@ -413,7 +413,7 @@ def _vote(rank: int, plan: Plan, held: RankState) -> list[WrittenFile]:
     layout, data = plan.layout, {index: held.data[index] for index in plan.own}
     known: Mapping[Any, Any] = {}
     if layout is not None:
-        known = {part.metadata_index: place for part, place in layout.places(rank, "")}
+        known = layout.places(rank, "")
     written: list[WrittenFile] = []
     for number, indices in enumerate(files_of(data, THREADS, layout, rank)):
         places: dict[MetadataIndex, tuple[int, int]] = {}

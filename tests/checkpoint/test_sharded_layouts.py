@@ -129,9 +129,9 @@ def _claims(ranks: int, tensors: int, dims: int) -> Any:
     mesh = [2] * (ranks.bit_length() - 1)
     splits = [list(range(at, len(mesh), dims)) for at in range(dims)]
     shapes = [[10**9 + number] * dims for number in range(tensors)]
-    rule: dict[str, Any] = {"ranks": ranks, "files": 1 << 60, "least_bytes": 1, "splits": [[mesh, splits]]}
-    rule["tensors"] = [[[f"w{number}"], shape, "float32", 0] for number, shape in enumerate(shapes)]
-    return {"rule": rule, "suffix": "", "items": [], "listed": ""}
+    layout: dict[str, Any] = {"ranks": ranks, "files": 1 << 60, "least_bytes": 1, "items": []}
+    layout["tensors"] = [[[f"w{number}"], shape, "float32", mesh, splits] for number, shape in enumerate(shapes)]
+    return [layout, "", ""]
 
 
 @pytest.mark.parametrize(

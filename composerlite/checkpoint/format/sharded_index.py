@@ -67,8 +67,19 @@ def _check_index(found: Any) -> None:
     for key, stored in found.state_dict_metadata.items():
         if type(key) is not str or type(stored) not in (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata):
             raise ValueError(f"{key!r} is {type(stored).__name__}")
-        if isinstance(stored, dcp.TensorStorageMetadata):
-            _check_tensor(key, stored)
+        if isinstance(stored, dcp.BytesStorageMetadata):
+            continue
+        properties, shape = stored.properties, stored.size
+        if type(properties) is not dcp.TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
+            raise ValueError(f"{key!r} has no type of numbers")
+        if type(shape) is not torch.Size or min(shape, default=0) < 0 or type(stored.chunks) is not list:
+            raise ValueError(f"{key!r} has no shape")
+        for chunk in stored.chunks:
+            if type(chunk) is not dcp.ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+                raise ValueError(f"{key!r} has a part that is none")
+            parts = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            if any(start < 0 or length < 0 or start + length > size for start, length, size in parts):
+                raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
     if type(found.storage_data) is not dict:
         raise ValueError("it does not say where its data are")
     for index, place in found.storage_data.items():
@@ -87,19 +98,6 @@ def _check_index(found: Any) -> None:
         hash(path)  # else a TypeError
         if not is_path or not (key.startswith(KEYS) or all(type(step) in (str, int) for step in path)):
             raise ValueError(f"the path {path!r} of the key {key!r}")
-
-
-def _check_tensor(key: str, stored: dcp.TensorStorageMetadata) -> None:
-    properties, shape = stored.properties, stored.size
-    if type(properties) is not dcp.TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
-        raise ValueError(f"{key!r} has no type of numbers")
-    if type(shape) is not torch.Size or min(shape, default=0) < 0 or type(stored.chunks) is not list:
-        raise ValueError(f"{key!r} has no shape")
-    for chunk in stored.chunks:
-        if type(chunk) is not dcp.ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            raise ValueError(f"{key!r} has a part that is none")
-        if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
-            raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
 
 
 def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:

@@ -126,20 +126,20 @@ class RankState:
             if id(mesh) not in in_order:
                 in_order[id(mesh)] = mesh.mesh.flatten().tolist() == list(range(self._group.size))
             found = split_of(self.paths[key], tensor) if in_order[id(mesh)] else None
-            box = None if found is None else found.splits.box(found.shape, self._group.rank)
+            box = None if found is None else found.box(self._group.rank)[0]
             if found is None or box is None or boxes.get(key) != (box if math.prod(box[1]) else None):
                 log.debug("no rule covers the splits of the tensor %s: listing all pieces", key)
                 return None
             tensors.append(found)
         files = max(1, min(self._files, _MOST_FILES // self._group.size))
-        return ShardLayout(self._group.size, tensors, files=files, least_bytes=LEAST_FILE_BYTES)
+        return ShardLayout(self._group.size, tuple(tensors), files=files, least_bytes=LEAST_FILE_BYTES)
 
     def propose(self, *, by_rule: bool) -> Proposal:
         """Return the proposal of this rank. With ``by_rule`` the pieces that follow from the rule are left out."""
         layout = self.layout if by_rule else None
         if layout is None:
             return Proposal("", self.pieces, self.paths)
-        listed = [piece for piece in self.pieces if piece.key not in layout.tensors]
+        listed = [piece for piece in self.pieces if piece.key not in layout.by_key]
         common = b"" if self._of_run else pickle.dumps(listed)
         if not self._of_run:  # all ranks have these pieces: each proposes its share
             own = balanced([piece.size_bytes for piece in listed], self._group.size)[self._group.rank]
@@ -333,6 +333,6 @@ def _new_plan(
     name, numbers, begun = reply
     own = [proposed[number].metadata_index for number in numbers]
     if layout is not None:
-        own += [part.metadata_index for part in layout.parts(group.rank)]
+        own += [part.metadata_index for file in layout.pieces(group.rank) for part in file]
     made = Plan(name, group.size, files, state.pieces, state.paths, own, index[0] if index else None, layout)
     return made, begun

@@ -89,7 +89,7 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) ->
         count = max(1, min(threads, len(indices), -(-sum(sizes) // LEAST_FILE_BYTES)))
         files = [[indices[number] for number in group] for group in balanced(sizes, count)]
     else:
-        files = [[part.metadata_index for part in parts] for parts in layout.files(rank)] or [[]]
+        files = [[part.metadata_index for part in parts] for parts in layout.pieces(rank)] or [[]]
         covered = {index for file in files for index in file}
         files[-1] += [index for index in data if index not in covered]
     return [file for file in files if file]
@@ -117,8 +117,7 @@ def write_files(
         watched: names of tensors whose values should be finite.
     """
     files = files_of(data, threads, layout, rank)
-    places = () if layout is None else layout.places(rank, handle.suffix)
-    known = {part.metadata_index: place for part, place in places}
+    known = {} if layout is None else layout.places(rank, handle.suffix)
     most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
 
     def write(number: int) -> WrittenFile:
