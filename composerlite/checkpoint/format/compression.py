@@ -25,13 +25,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast, final
+from typing import IO, Any, NamedTuple, cast, final
 
 import xxhash
 from isal import igzip_lib, isal_zlib
 
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter, WorkerPool, chunk_bytes_for
+from composerlite.storage.disk.files import write_all
 
 _PIECE_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
@@ -43,8 +44,7 @@ _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(NamedTuple):
     """Functions of a Python library for compression.
 
     Attributes:
@@ -207,16 +207,38 @@ class Compressor:
             sink.finish()
 
     @contextmanager
-    def decompress(self, filename: str | Path) -> Generator[IO[bytes]]:
+    def decompress(self, filename: str | Path, *, most_bytes: int = sys.maxsize) -> Generator[IO[bytes]]:
         """Open the decompressed contents of the file ``filename`` for reading.
 
+        The contents are in a file without a name. Its folder is ``TMPDIR``, else the folder of ``filename``, else the
+        system's temporary folder.
+
         Raises:
-            CorruptCheckpointError: the file is damaged or cut off.
+            CorruptCheckpointError: the file is damaged or cut off, or has more than ``most_bytes`` of contents.
+            ConfigError: see :meth:`imported`.
+            OSError: no space.
         """
-        with Path(filename).open("rb", buffering=0) as source, tempfile.TemporaryFile() as file:
-            file.writelines(self.decoded(source))
-            file.seek(0)
-            yield file
+        # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
+        beside = Path(filename).parent if os.access(Path(filename).parent, os.W_OK) else Path(tempfile.gettempdir())
+        folder = Path(os.environ.get("TMPDIR") or beside)
+        with (
+            Path(filename).open("rb", buffering=0) as packed,
+            tempfile.TemporaryFile(buffering=0, dir=folder) as target,
+        ):
+            size = 0
+            for piece in self.decoded(packed):
+                try:
+                    write_all(target.fileno(), memoryview(piece), size)
+                except OSError as e:
+                    message = f"{e.strerror} to unpack {str(filename)!r}; TMPDIR=… names another"
+                    raise OSError(e.errno, message, str(folder)) from e
+                size += len(piece)
+                if size > most_bytes:
+                    raise CorruptCheckpointError(
+                        f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
+                        "trust it, unpack it with the tool of its format and load the .pt file."
+                    )
+            yield target
 
 
 _BZIP2 = Library(bz2.compress, bz2.BZ2Decompressor, (OSError, ValueError))

@@ -13,8 +13,9 @@ import pickle
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast, final
+from typing import Annotated, Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composerlite.checkpoint.format.safetensors_file import DTYPES
 from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
-from composerlite.checkpoint.format.sharded_layout import is_layout, read_layout
+from composerlite.checkpoint.format.sharded_layout import Count, is_layout, read_layout
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import (
     MOST_HEADER_BYTES,
@@ -46,25 +47,16 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Key in the notes of a file by HuggingFaceStorageWriter of torch: offsets of the parts of tensors in the file."""
 
 
-@final
-class _Stored(NamedTuple):
-    """A tensor, or a part of a tensor, in a file.
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a file of safetensors: offsets are from the end of the header."""
 
-    Attributes:
-        file: name of the file.
-        dtype: type of the numbers.
-        shape: of the part.
-        offsets: where the part begins in the tensor, by dimension.
-        start: offset of the numbers in the file.
-        size_bytes: bytes of the numbers.
-    """
+    dtype: str
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
+    data_offsets: tuple[Count, Count]
 
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    start: int
-    size_bytes: int
+
+_Stored = tuple[torch.dtype, ChunkStorageMetadata, Any]
+"""A tensor, or a part of a tensor, in a file: type of the numbers, part, and ``StorageInfo`` of the numbers."""
 
 
 def index_of(data: bytes, uri: str) -> Metadata:
@@ -126,33 +118,25 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     (length,) = struct.unpack("<Q", read(file, 0, 8)) if size_bytes >= 8 else (size_bytes,)
     if length > min(MOST_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
-    entries = json.loads(read(file, 8, length).decode())
-    if not isinstance(entries, dict):
-        raise ValueError("its header is no dict")
-    header = cast("dict[str, Any]", entries)
-    notes = header.pop("__metadata__", None) or {}
-    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in cast("Any", notes).values()):
-        raise ValueError("its __metadata__ is not all text")
-    offsets: Any = json.loads(cast("dict[str, str]", notes).get(_OFFSETS, "{}"))
-    begin = 8 + length
+    header = msgspec.json.decode(read(file, 8, length), type=dict[str, msgspec.Raw])
+    notes = msgspec.json.decode(header.pop("__metadata__", b"null"), type=dict[str, str] | None) or {}
+    parts = msgspec.json.decode(notes.get(_OFFSETS, "{}"), type=dict[str, dict[str, tuple[Count, ...]]])
     found: dict[str, _Stored] = {}
-    for name, entry in header.items():
-        shape, (first, last) = entry["shape"], entry["data_offsets"]
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} has numbers of the type {entry['dtype']!r}, which are not known")
-        dtype = DTYPES[entry["dtype"]]
-        place: Any = offsets[name]["saved_offsets"] if name in offsets else [0] * len(shape)
-        numbers = [*shape, first, last, *place]
-        if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or len(place) != len(shape):
-            raise ValueError(f"{name!r} has a shape or a place that is none")
-        if len(shape) > _MOST_DIMENSIONS or math.prod(shape) * dtype.itemsize != last - first:
-            raise ValueError(f"{name!r} of the shape {shape[:8]} in {last - first} bytes")
-        found[name] = _Stored(file, dtype, tuple(shape), tuple(place), begin + first, last - first)
-    end = begin
-    for stored in sorted(found.values(), key=lambda stored: (stored.start, stored.size_bytes)):
-        if stored.start != end:
+    for name, raw in header.items():
+        entry = msgspec.json.decode(raw, type=_Entry)
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"{name!r} has numbers of the type {entry.dtype!r}, which are not known")
+        dtype, shape, (first, last) = DTYPES[entry.dtype], entry.shape, entry.data_offsets
+        offsets = parts[name]["saved_offsets"] if name in parts else (0,) * len(shape)
+        if len(offsets) != len(shape) or math.prod(shape) * dtype.itemsize != last - first:
+            raise ValueError(f"{name!r} of the shape {shape[:8]} at {offsets[:8]} in {last - first} bytes")
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+        found[name] = dtype, chunk, StorageInfo(file, 8 + length + first, last - first)
+    end = 8 + length
+    for place in sorted((place for _, _, place in found.values()), key=lambda place: (place.offset, place.length)):
+        if place.offset != end:
             raise ValueError(f"its tensors overlap or have gaps at byte {end}")
-        end += stored.size_bytes
+        end += place.length
     if end != size_bytes:
         raise ValueError(f"it has {size_bytes} bytes, and its header says {end}")
     return found
@@ -183,8 +167,8 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
                 "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
-        shape = tuple(tensor.shape)
-        found[key] = _Stored(file, tensor.dtype, shape, (0,) * len(shape), start, tensor.nbytes)
+        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)
+        found[key] = tensor.dtype, chunk, StorageInfo(file, start, tensor.nbytes)
     return found
 
 
@@ -197,17 +181,16 @@ def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) ->
     places: dict[Any, Any] = {MetadataIndex(name): StorageInfo(name, 0, size) for name, size in values.items()}
     paths: dict[str, Any] = {name: (name,) for name in values}
     properties = {dtype: TensorProperties(dtype=dtype) for dtype in DTYPES.values()}  # one object: the index is smaller
-    for name, chunks in parts.items():
-        ends = [[o + n for o, n in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in chunks]
-        shape, dtype = torch.Size(max(sizes) for sizes in zip(*ends, strict=True)), chunks[0].dtype
-        if len({chunk.offsets for chunk in chunks}) < len(chunks) or any(chunk.dtype is not dtype for chunk in chunks):
+    for name, stored in parts.items():
+        chunks, dtype = [chunk for _, chunk, _ in stored], stored[0][0]
+        ends = [[o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
+        shape = torch.Size(max(sizes) for sizes in zip(*ends, strict=True))
+        if len({chunk.offsets for chunk in chunks}) < len(chunks) or any(other is not dtype for other, _, _ in stored):
             raise ValueError(f"{name!r} is in two files")
-        if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"{name!r} of the shape {tuple(shape)} is not whole")
         key = f"model.{name}"
-        listed = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in chunks]
-        entries[key] = TensorStorageMetadata(properties.get(dtype) or TensorProperties(dtype=dtype), shape, listed)
+        entries[key] = TensorStorageMetadata(properties.get(dtype) or TensorProperties(dtype=dtype), shape, chunks)
         paths[key] = ("model", name) if values else (name,)
-        for chunk, part in zip(chunks, listed, strict=True):
-            places[MetadataIndex(key, part.offsets)] = StorageInfo(chunk.file, chunk.start, chunk.size_bytes)
+        places.update({MetadataIndex(key, chunk.offsets): place for _, chunk, place in stored})
     return Metadata(entries, paths, places)

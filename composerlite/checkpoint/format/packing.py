@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,9 +164,9 @@ def unpacked(
 ) -> Generator[Window]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    Compressed files are unpacked into a file without a name. The system removes this file when the block or the process
-    ends. Its folder is ``TMPDIR``, else the folder of ``path``, else the system's temporary folder. Other files, and
-    the files in archives, are read in place. Memory use does not depend on the contents.
+    Compressed files are unpacked into a file without a name: see :meth:`Compressor.decompress`. The system removes this
+    file when the block or the process ends. Other files, and the files in archives, are read in place. Memory use does
+    not depend on the contents.
 
     Args:
         path: the checkpoint.
@@ -190,8 +189,8 @@ def unpacked(
                 if (codec := codec_of(found.read(0, min(_HEADER_BYTES, found.size_bytes)))) is not None:
                     most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes, most_bytes)
                     most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
-                    file = stack.enter_context(_decompressed(path, codec, most))
-                    found = Window(UnverifiedFile(file), 0, file.tell())
+                    file = stack.enter_context(codec.decompress(path, most_bytes=most))
+                    found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
                 is_archive = is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes)))
                 found = states_in(found) if is_archive and not keep_archive else found
                 if size_bytes not in (None, found.size_bytes):
@@ -199,26 +198,3 @@ def unpacked(
             except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
                 raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
         yield found
-
-
-@contextlib.contextmanager
-def _decompressed(path: Path, codec: Compressor, most_bytes: int) -> Generator[IO[bytes]]:
-    """Open a temporary file with the decompressed contents of ``path``."""
-    # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
-    beside = path.parent if os.access(path.parent, os.W_OK) else Path(tempfile.gettempdir())
-    folder = Path(os.environ.get("TMPDIR") or beside)
-    with path.open("rb", buffering=0) as packed, tempfile.TemporaryFile(buffering=0, dir=folder) as target:
-        for piece in codec.decoded(packed):
-            left = memoryview(piece)
-            try:
-                while left:
-                    left = left[target.write(left) :]
-            except OSError as e:
-                message = f"{e.strerror} to unpack {str(path)!r}; TMPDIR=… names another"
-                raise OSError(e.errno, message, str(folder)) from e
-            if target.tell() > most_bytes:
-                raise CorruptCheckpointError(
-                    f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
-                    "trust it, unpack it with the tool of its format and load the .pt file."
-                )
-        yield target
