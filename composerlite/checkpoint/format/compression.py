@@ -395,10 +395,10 @@ class PackedSink:
 
     def _compress_block(self) -> None:
         """Compress the block in a thread. If all threads have work, first write the oldest frame."""
-        if len(self._pending) == self._threads:
-            self._write_oldest()
         self._pending.append(self._pool.submit(partial(self._encode, memoryview(self._block))))
         self._block = bytearray()
+        if len(self._pending) > self._threads:
+            self._write_oldest()
 
     def _write_oldest(self) -> None:
         started = time.perf_counter()

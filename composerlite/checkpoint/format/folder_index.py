@@ -47,7 +47,7 @@ _OFFSETS = "DCP_SHARDING_INFO"
 """Key in the notes of a file by HuggingFaceStorageWriter of torch: offsets of the parts of tensors in the file."""
 
 
-class _Entry(msgspec.Struct):
+class _HeaderEntry(msgspec.Struct):
     """A tensor in the header of a file of safetensors: offsets are from the end of the header."""
 
     dtype: str
@@ -123,7 +123,7 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     parts = msgspec.json.decode(notes.get(_OFFSETS, "{}"), type=dict[str, dict[str, tuple[Count, ...]]])
     found: dict[str, _Stored] = {}
     for name, raw in header.items():
-        entry = msgspec.json.decode(raw, type=_Entry)
+        entry = msgspec.json.decode(raw, type=_HeaderEntry)
         if entry.dtype not in DTYPES:
             raise ValueError(f"{name!r} has numbers of the type {entry.dtype!r}, which are not known")
         dtype, shape, (first, last) = DTYPES[entry.dtype], entry.shape, entry.data_offsets
