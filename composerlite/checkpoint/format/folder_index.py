@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import pickle
-import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, cast
@@ -115,7 +114,7 @@ def folder_index(
 
 def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     """Return the tensors of a file of safetensors."""
-    (length,) = struct.unpack("<Q", read(file, 0, 8)) if size_bytes >= 8 else (size_bytes,)
+    length = int.from_bytes(read(file, 0, min(8, size_bytes)), "little")
     if length > min(MOST_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"a header of {length} bytes in a file of {size_bytes}")
     header = msgspec.json.decode(read(file, 8, length), type=dict[str, msgspec.Raw])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -87,7 +86,7 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
         told[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
     header = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header
+    return len(header).to_bytes(8, "little") + header
 
 
 def write_tensor(sink: Sink, tensor: Tensor) -> None:

@@ -160,8 +160,15 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
         if isinstance(value, Mapping):
             items = cast("Mapping[Any, Any]", value)
             if as_dcp or not path or (_has_tensor(items) and all(type(key) is str for key in items)):
-                if other := _keys_without_text(items, path):
-                    found.paths[KEYS + ".".join(map(str, path))] = other
+                other = [key for key in items if type(key) is not str]
+                if other and len(set(map(str, items))) < len(items):
+                    twice = Counter(map(str, items)).most_common(1)[0][0]
+                    raise SaveError(
+                        f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice!r}, "
+                        "and a sharded checkpoint cannot tell them apart. Rename one."
+                    )
+                if plain := tuple(filter(_is_plain_key, other)):
+                    found.paths[KEYS + ".".join(map(str, path))] = plain
                 for key, inner in items.items():
                     visit(inner, (*path, str(key)), (*place, key))
                 return
@@ -179,21 +186,6 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     except RecursionError as e:
         raise SaveError("the state holds itself, or is nested too deeply to be saved.") from e
     return found
-
-
-def _keys_without_text(value: Mapping[Any, Any], path: Path) -> tuple[Any, ...]:
-    """Return the keys of ``value`` other than text.
-
-    Raises:
-        SaveError: two keys are the same as text.
-    """
-    other = [key for key in value if type(key) is not str]
-    if other and (twice := [text for text, times in Counter(map(str, value)).items() if times > 1]):
-        raise SaveError(
-            f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice[0]!r}, and a "
-            "sharded checkpoint cannot tell them apart. Rename one."
-        )
-    return tuple(filter(_is_plain_key, other))
 
 
 def _is_plain_key(key: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
@@ -34,10 +33,7 @@ def holds_model_states(names: Collection[str]) -> bool:
 
 def is_safetensors(beginning: bytes) -> bool:
     """Return true for the first bytes of a file of safetensors."""
-    if len(beginning) < 9 or beginning[8:9] != b"{":
-        return False
-    (length,) = struct.unpack("<Q", beginning[:8])
-    return length <= MOST_HEADER_BYTES
+    return beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MOST_HEADER_BYTES
 
 
 def holds_weights(names: Collection[str]) -> bool:
