@@ -299,7 +299,7 @@ class ShardLayout:
         return _MAGIC + zlib.compress(msgspec.json.encode(index, enc_hook=_dtype_name), 1)
 
 
-_Index = tuple[ShardLayout, Annotated[str, Meta(pattern=r"^[ -.0-~]*\Z")], bytes]
+_Index = tuple[ShardLayout, Annotated[str, Meta(pattern=r"^[ -.0-~]*\Z", max_length=64)], bytes]
 """The rule, the suffix of the names of files, and an index of DCP of other pieces."""
 
 
