@@ -135,9 +135,7 @@ def save_archives(
         )
         for rank in (0, 1)
     ]
-    for writer in writers:
-        writer.write(None)
-    manifest = writers[0].commit(record, [writer.finish(record) for writer in writers])
+    manifest = writers[0].commit(record, [writer.write(record) for writer in writers])
     for writer in writers:
         writer.close(may_be_committed=False)
     return manifest

@@ -164,7 +164,6 @@ class StepWriter:
         self._shards = shards
         self._train = train
         self._path = folder.at(f"{TRAIN}/rank{rank}.pt")
-        self._record: FileRecord | None = None
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
@@ -176,17 +175,11 @@ class StepWriter:
         self._shards.staged_in(memory)
         self._train.staged_in(memory, self._start)
 
-    def write(self, memory: HostMemory | None) -> None:
-        """Write the file of this rank, and the shards, durably."""
+    def write(self, manifest: Manifest) -> tuple[FileRecord, Any]:
+        """Write the file of this rank, and the shards, durably. Return the records of the files, for rank 0."""
         size = self._train.size_bytes
         (digest,) = self._folder.place.write([NewFile(self._path, size, self._train.write, chunk_bytes_for(size))])
-        self._record = FileRecord.of(self._path, digest)
-        self._shards.write(memory)
-
-    def finish(self, manifest: Manifest) -> tuple[FileRecord, Any]:
-        """Return the records of the durable files, for rank 0."""
-        assert self._record is not None
-        return self._record, self._shards.finish(manifest)
+        return FileRecord.of(self._path, digest), self._shards.write(manifest)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Commit the directory of the model, then the step."""

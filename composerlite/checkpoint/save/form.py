@@ -42,7 +42,7 @@ from composerlite.checkpoint.record.retention import Retention
 from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, StagedFile, make_folder
+from composerlite.storage import FileDigest, HostMemory, StagedFile, make_folder
 from composerlite.storage.disk.files import fsync_folder
 from composerlite.types import StateDict, with_items
 
@@ -55,11 +55,11 @@ class RankWriter(Protocol):
     """Writer of the part of this rank in a checkpoint.
 
     The calls: :meth:`storages` and :meth:`staged_in` on the training thread, if there is memory for a copy, then
-    :meth:`write` and :meth:`finish`, on rank 0 :meth:`commit`, and always :meth:`close`.
+    :meth:`write`, on rank 0 :meth:`commit`, and always :meth:`close`.
 
     Attributes:
         size_bytes: size of the memory for a copy; 0: training changes none of the bytes to write.
-        seconds: time by activity of the threads that write, complete after :meth:`finish`.
+        seconds: time by activity of the threads that write, complete after :meth:`write`.
     """
 
     size_bytes: int
@@ -75,19 +75,8 @@ class RankWriter(Protocol):
         """Read the bytes from the copy in ``memory`` from now on."""
         ...
 
-    def write(self, memory: HostMemory | None) -> None:
-        """Write all bytes. Threads may still write when this returns.
-
-        Args:
-            memory: the argument of :meth:`staged_in`; ``None`` to read from the tensors themselves.
-
-        Raises:
-            OSError: no space, no permission, and the like.
-        """
-        ...
-
-    def finish(self, manifest: Manifest) -> Any:
-        """Wait until the files of this rank are durable, and return facts about the files for rank 0.
+    def write(self, manifest: Manifest) -> Any:
+        """Write the files of this rank, durably, and return facts about the files for rank 0.
 
         Args:
             manifest: the record so far. A checkpoint that is one file contains the record.
@@ -98,7 +87,7 @@ class RankWriter(Protocol):
         ...
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Commit on rank 0, and return the record. ``parts``: the results of :meth:`finish` of all ranks."""
+        """Commit on rank 0, and return the record. ``parts``: the results of :meth:`write` of all ranks."""
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
@@ -169,8 +158,8 @@ class FileWriter:
         self._path = catalog.folder / name
         self._name = name
         self._overwrite = overwrite
-        self._stack = ExitStack()  # closes the sink and removes the file, unless the file is committed
-        self._sink: Sink | None = None
+        self._stack = ExitStack()  # removes the file, unless the file is committed
+        self._memory: HostMemory | None = None
         self._data: StagedFile | None = None
 
     def storages(self) -> list[StorageCopy]:
@@ -183,37 +172,30 @@ class FileWriter:
 
     def staged_in(self, memory: HostMemory) -> None:
         """Read the bytes from ``memory`` from now on."""
+        self._memory = memory
         for name, image in self._images.items():
             image.staged_in(memory, self._starts[name])
 
-    def write(self, memory: HostMemory | None) -> None:
-        """Write all bytes. After an error the file is removed."""
-        with ExitStack() as stack:
-            make_folder(self._path.parent)
-            self._data = stack.enter_context(StagedFile(self._path))
-            members = [(name, image.size_bytes) for name, image in self._images.items()]
-            sink = self._format.open_sink(self._data.temporary, self._data_bytes, memory=memory, members=members)
-            self._sink = stack.enter_context(sink)
-            self.seconds = sink.seconds
-            for image in self._images.values():
-                image.write(sink)
-            self._stack = stack.pop_all()
-
-    def finish(self, manifest: Manifest) -> _Written:
-        """Wait until the file is durable, and return facts about the file. After an error the file is removed."""
-        assert self._sink is not None
-        assert self._data is not None
+    def write(self, manifest: Manifest) -> _Written:
+        """Write the file under a temporary name, durably, and return facts about the file."""
         images = self._images.values()
         sizes = [image.size_bytes + image.comment_bytes for image in images]
         unpacked = tar_bytes(*sizes) if len(sizes) > 1 else sizes[0]
-        not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
-        timings = {**manifest.timings, **self._sink.seconds}
-        record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
-        decides_for_all = record.form == "archives" and self._name == record.name
-        with self._stack.pop_all() as stack:
-            digest = self._sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
+        with ExitStack() as stack:
+            make_folder(self._path.parent)
+            self._data = data = stack.enter_context(StagedFile(self._path))
+            path, members = data.temporary, [(name, image.size_bytes) for name, image in self._images.items()]
+            with self._format.open_sink(path, self._data_bytes, memory=self._memory, members=members) as sink:
+                self.seconds = sink.seconds
+                for image in images:
+                    image.write(sink)
+                not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
+                timings = {**manifest.timings, **sink.seconds}
+                record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
+                decides_for_all = record.form == "archives" and self._name == record.name
+                digest = sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
             self._stack = stack.pop_all()
-        return _Written(self._name, self._data.temporary, digest, unpacked, not_finite)
+        return _Written(self._name, path, digest, unpacked, not_finite)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
         """Rename the files of all ranks, on rank 0; last the file of rank 0, which contains the record."""
@@ -223,14 +205,12 @@ class FileWriter:
         unpacked = max(part.unpacked_bytes for part in written)
         manifest = dataclasses.replace(manifest, files=tuple(records), unpacked_bytes=unpacked)
         manifest = manifest.marked([part.not_finite for part in written])
+        if manifest.form == "archives":
+            digest = self._append_record(dataclasses.replace(manifest, files=tuple(records[1:])), records[0])
+            manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
+            self._rename_others(written[1:])
         try:
-            with self._stack.pop_all() as stack:
-                if manifest.form == "archives":
-                    digest = self._append_record(dataclasses.replace(manifest, files=tuple(records[1:])), records[0])
-                    manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
-                    self._rename_others(written[1:])
-                commit_file(self._data, overwrite=self._overwrite)
-                self._stack = stack.pop_all()
+            commit_file(self._data, overwrite=self._overwrite)
         except FileExistsError as e:
             raise CheckpointExistsError(
                 f"checkpoint {str(self._path)!r} was saved by another process meanwhile."

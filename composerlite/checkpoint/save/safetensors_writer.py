@@ -164,7 +164,6 @@ class SafetensorsWriter:
         self._group = dist.group_of()
         self._rank = self._group.rank
         self._own: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._written: list[tuple[str, FileDigest]] = []
 
         def pieces() -> list[StatePiece]:
             state = RankState(_tensors_of(contents(), folder.uri), self._group)
@@ -188,17 +187,16 @@ class SafetensorsWriter:
     def staged_in(self, memory: HostMemory) -> None:
         """Do nothing: see :meth:`storages`."""
 
-    def write(self, memory: HostMemory | None) -> None:
-        """Write the files of this rank, and send parts to other ranks.
+    def write(self, manifest: Manifest) -> list[tuple[str, FileDigest]]:
+        """Write the files of this rank, send parts to other ranks, and return names and digests of the files.
 
         Collective: the ranks exchange parts. After an error this rank still sends and receives, so no rank waits
-        forever. ``memory`` is ignored.
+        forever.
         """
-        names = [name for name, _ in self._share.files]
+        digests: list[FileDigest] = []
         failure: BaseException | None = None
         try:
             digests = self._folder.write(self._share.handle, itertools.starmap(self._new_file, self._share.files))
-            self._written = list(zip(names, digests, strict=True))
         except BaseException as e:  # noqa: BLE001 - raised below
             failure = e
         try:
@@ -209,6 +207,7 @@ class SafetensorsWriter:
         self._own.clear()
         if failure is not None:
             raise failure
+        return list(zip([name for name, _ in self._share.files], digests, strict=True))
 
     def _new_file(self, name: str, tensors: Sequence[TensorEntry]) -> NewFile:
         header = header_of(tensors)
@@ -246,10 +245,6 @@ class SafetensorsWriter:
         if self._group.exchanges:
             dist.exchange(f"writing {self._folder.uri}", transfers)
         return found
-
-    def finish(self, manifest: Manifest) -> list[tuple[str, FileDigest]]:
-        """Return names and digests of the durable files of this rank."""
-        return self._written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0: write the index with the record."""

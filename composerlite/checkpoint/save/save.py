@@ -220,7 +220,7 @@ class SaveTask:
     snapshot: Snapshot | None = field(default=None, init=False)
     failure: BaseException | None = field(default=None, init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
-    _written: bool = field(default=False, init=False)
+    _written: Any = field(default=None, init=False)
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def stage(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> None:
@@ -242,7 +242,7 @@ class SaveTask:
                 writer.staged_in(memory)
                 return
             log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
-            self._write(writer)
+            self._written = self._write(writer)
             staging.prepare(writer.size_bytes)
         except BaseException as e:
             self._close(may_be_committed=False)
@@ -250,12 +250,10 @@ class SaveTask:
                 raise
             self.failure = e
 
-    def _write(self, writer: RankWriter) -> None:
-        memory = None if self.snapshot is None else self.snapshot.memory
-        if memory is None:
+    def _write(self, writer: RankWriter) -> Any:
+        if self.snapshot is None:
             finish_device_work(writer.storages())
-        writer.write(memory)
-        self._written = True
+        return writer.write(dataclasses.replace(self.manifest, timings=self._own_seconds()))
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
@@ -323,13 +321,10 @@ class SaveTask:
             raise self.failure
         if self.snapshot is not None:
             self.snapshot.wait()
-        written: Any = None
-        if self.writer is not None:
-            if not self._written:
-                self._write(self.writer)
-            written = self.writer.finish(dataclasses.replace(self.manifest, timings=self._own_seconds()))
+        if self.writer is not None and self._written is None:
+            self._written = self._write(self.writer)
         seconds = time.perf_counter() - self.started - self.manifest.timings.get("waiting", 0.0)
-        return _RankPart(written, seconds, self._stall_seconds())
+        return _RankPart(self._written, seconds, self._stall_seconds())
 
     def _own_seconds(self) -> dict[str, float]:
         """Return the seconds that training waited on this rank, and the seconds of the snapshot."""

@@ -382,7 +382,6 @@ class ShardWriter:
         self._folder = folder
         self._disks = disks
         self._threads = _THREADS if threads is None else threads
-        self._written: list[WrittenFile] = []
         group = dist.get_group() if group is None else group
         self._rank = group.rank
         handle = SaveHandle.new(overwrite=overwrite)
@@ -447,20 +446,17 @@ class ShardWriter:
                 self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
         self._copies = []
 
-    def write(self, memory: HostMemory | None) -> None:
-        """Write the files of this rank, durably. ``memory`` is ignored: see :meth:`staged_in`."""
+    def write(self, manifest: Manifest) -> list[WrittenFile]:
+        """Write the files of this rank, durably, and return facts about the files for rank 0."""
         layout = self._plan.layout
-        self._written = write_files(
+        written = write_files(
             self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
         )
         self._release()
-
-    def finish(self, manifest: Manifest) -> list[WrittenFile]:
-        """Return the files of this rank, for rank 0."""
-        return self._written
+        return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`finish` of all ranks."""
+        """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`write` of all ranks."""
         self.commit_part(self.seal(manifest, parts))
         assert self.committed is not None
         return self.committed
