@@ -22,7 +22,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.naming import varies
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name
+from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name, gather
 from composerlite.checkpoint.save.options import save_options
 from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes
 from composerlite.checkpoint.save.publish import Publisher, Publishing
@@ -284,30 +284,22 @@ class CheckpointManager:
         Call after the restore and before the first save. May wait for uploads if the folder keeps no checkpoints.
         """
         group, state = dist.get_group(), self.state
-        self.saved, self._deletes, behind = group.from_first(
-            "finding the checkpoints of this run", lambda: self._load_existing(state)
-        )
+
+        def existing() -> tuple[list[str], bool, list[str]]:
+            """Return names, oldest first; whether saves delete checkpoints; and the names to publish again."""
+            manifests = self.where.manifests(state)
+            deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
+            return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
+
+        self.saved, self._deletes, behind = group.from_first("finding the checkpoints of this run", existing)
         if self.replication is not None:
             self.replication.held = {*self.saved}
         again = [self._publishing.of(name, overwrite=self._may_overwrite(name)) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
-            if self.where.is_leader and not group.is_first:
-                self.where.follow(self.saved, state, deletes=self._deletes)
+            if self.where.is_leader and self.saved:
+                self.where.catch_up(self.saved[-1], state)
             for publish in again:
                 publish()
-
-    def _load_existing(self, state: TrainingState) -> tuple[list[str], bool, list[str]]:
-        """Repair the link to the newest checkpoint. Call on rank 0.
-
-        Returns:
-            Names of the run's checkpoints, oldest first; whether saves delete older checkpoints; and names of the
-            checkpoints to publish again.
-        """
-        manifests = self.where.manifests(state)
-        if manifests:
-            self.where.catch_up(manifests[-1], state)
-        deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
-        return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
 
     def begin(self, *, several: bool) -> None:
         """Take the leases of the run, and check that saves are possible and overwrite no other files.
@@ -420,8 +412,8 @@ class CheckpointManager:
             held = self._contents()
             check_kinds(held, self.options.ignore_keys)
         if self.options.asynchronous:
-            request = dataclasses.replace(self._request(), state_dict=held)
-            if (size_bytes := Form(request.state).expected_bytes(request)) is not None:
+            contents = gather(held, weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
+            if (size_bytes := Form(self.state).expected_bytes(contents)) is not None:
                 self._staging.prepare(size_bytes)
 
     def _contents(self) -> StateDict:

@@ -80,7 +80,7 @@ class Saves:
 
     def prepare(self, request: SaveRequest) -> None:
         """Get memory ready for such saves."""
-        size_bytes = Form(request.state).expected_bytes(request)
+        size_bytes = Form(request.state).expected_bytes(request.gathered())
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
 

@@ -452,15 +452,15 @@ class Form:
             )
         return disks
 
-    def expected_bytes(self, request: SaveRequest) -> int | None:
-        """Estimate the memory for a copy on this rank, in bytes; ``None``: unknown before a save, or no copy."""
+    def expected_bytes(self, contents: StateDict) -> int | None:
+        """Estimate the memory for a copy of ``contents`` on this rank, in bytes; ``None``: unknown, or no copy."""
         if self.kind == "sharded":
             from composerlite.checkpoint.save.sharded_writer import expected_bytes  # slow to import
 
-            return expected_bytes(request.gathered())
+            return expected_bytes(contents)
         if self.is_spread or dist.get_global_rank() != 0:
             return None
-        return _image(request.gathered(), "checkpoint").size_bytes
+        return _image(contents, "checkpoint").size_bytes
 
     def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter | None:
         """Return the writer of this rank; ``None``: the rank has no file. Collective.

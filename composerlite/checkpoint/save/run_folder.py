@@ -265,9 +265,13 @@ class RunFolder:
                     delete_checkpoint(self.catalog.place, one)
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
-    def catch_up(self, newest: Manifest, state: TrainingState) -> None:
-        """Point ``latest`` to ``newest`` if a kill came between the commit and the link. Also makes a missing link."""
-        if self.latest is None:
+    def catch_up(self, newest_name: str, state: TrainingState) -> None:
+        """Point ``latest`` to the newest checkpoint of the run if a kill came between the commit and the link.
+
+        Also makes a missing link. Every leader of a disk calls this.
+        """
+        newest = next(iter(self.catalog.manifests([newest_name])), None)
+        if self.latest is None or newest is None:
             return
         place, name = self.catalog.place, first_name(self.latest, state)
         if (self.root / name).is_symlink():
@@ -281,20 +285,6 @@ class RunFolder:
         targets = [file.path for file in newest.files] if is_of_ranks else [newest.name]
         for its_link, target in zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True):
             set_link(place, its_link, target)
-
-    def follow(self, saved: Sequence[str], state: TrainingState, *, deletes: bool) -> None:
-        """Repair ``latest`` and complete deletions on the disk of a node other than the first.
-
-        Args:
-            saved: names of the run's checkpoints, oldest first.
-            state: state of the run.
-            deletes: true if retention deletes checkpoints.
-        """
-        for manifest in self.manifests(state) if saved else ():
-            if manifest.name == saved[-1]:
-                self.catch_up(manifest, state)
-            if deletes and manifest.node is not None and manifest.name not in saved:
-                delete_checkpoint(self.catalog.place, manifest)
 
     # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
     def refuse_conflicts(self, state: TrainingState, buckets: Iterable[tuple[Catalog, str]]) -> None:
