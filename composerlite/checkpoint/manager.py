@@ -616,9 +616,7 @@ class CheckpointManager:
             return
         outcomes = self._publishing.take_news()
         outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
-        for name in [one.gone for one in outcomes if one.gone is not None]:
-            self.outcomes.deleted([name], str(self.where.root))
-            self._forget(name)
+        self._forget(*(event.name for one in outcomes for event in one.events if event.where == str(self.where.root)))
         for outcome in outcomes:
             self.outcomes.published(outcome)
 

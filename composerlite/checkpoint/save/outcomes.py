@@ -6,12 +6,11 @@ import dataclasses
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from pathlib import PurePath
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.save.publish import Publication
+from composerlite.checkpoint.save.publish import Publication, deletion
 from composerlite.checkpoint.save.save import SaveReport
 from composerlite.errors import CheckpointError, ObjectStoreError, RankError
 from composerlite.types import CheckpointNews
@@ -91,32 +90,22 @@ class Outcomes:
                 metrics=numbers,
             )
         )
-        self.deleted(report.deleted, self._begun.where, at)
+        self._events += [deletion(name, self._begun.where, at) for name in report.deleted]
 
     def published(self, one: Publication) -> None:
-        """Record the end of an upload and of the following deletions.
+        """Record the end of an upload, or of the deletions after an upload.
 
         Raises:
-            Exception: error of the upload or of a deletion, unless the error is tolerated.
+            Exception: ``one.error``, unless the error is tolerated.
         """
-        if one.error is None:
-            self._events.append(one.news)
-            self.deleted(one.deleted, one.news.where, one.news.at)
-        self.ended("published", one.error, one.news)
-        if one.error is None:
-            self.ended("deleted from a bucket", one.deletion_error, one.news)
+        self._events += one.events
+        self.ended(one.work, one.error, one.upload)
 
     def replicated(self, name: str) -> None:
         """Record the arrival of replicas of the checkpoint ``name`` in the memory of other nodes."""
         for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
             news = CheckpointNews(what="replicated", name=name, where=self._begun.where, batch=batch, at=time.time())
             self._events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
-
-    def deleted(self, names: Sequence[str], where: str, at: float | None = None) -> None:
-        """Record the deletion of the checkpoints ``names`` from ``where``. ``at``: seconds since 1970; default: now."""
-        for name in names:
-            at = time.time() if at is None else at
-            self._events.append(CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at))
 
     def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
         """Count a failure, record an event, and warn. A success ends a row of failures.

@@ -52,21 +52,20 @@ _LONGEST_UPLOAD = timedelta(hours=2)
 
 @final
 class Publication(NamedTuple):
-    """Outcome of publishing a checkpoint.
+    """Outcome of an upload, or of the deletions after an upload.
 
     Attributes:
-        news: event for loggers: name and place, time of the end, and the seconds from the first request to the link.
-        error: reason for a failure; ``None``: the checkpoint is published.
-        gone: name of the checkpoint in the folder, if the publisher deleted the folder's copy after the upload.
-        deleted: names of the older checkpoints deleted from the bucket.
-        deletion_error: reason why an older checkpoint could not be deleted.
+        work: ``"published"`` or ``"deleted from a bucket"``.
+        upload: event of the upload: name and place, time of the end, and the seconds from the first request to the
+            link. An event of a failure has the same name and place.
+        error: reason for a failure; ``None``: success.
+        events: events for loggers, apart from a failure. An upload may delete the copy of the checkpoint in the folder.
     """
 
-    news: CheckpointNews
+    work: str
+    upload: CheckpointNews
     error: Exception | None
-    gone: str | None
-    deleted: Sequence[str]
-    deletion_error: Exception | None
+    events: Sequence[CheckpointNews]
 
 
 @final
@@ -181,7 +180,7 @@ class Publisher:
             held = stack.pop_all()  # pins the files until closed
 
         def publish() -> None:
-            began, error = time.time(), None
+            began, error, moved = time.time(), None, list[CheckpointNews]()
             try:
                 with held:
                     for call in self.before_each:
@@ -192,38 +191,29 @@ class Publisher:
                     vote.run(send, commit)
                 if moves:
                     delete_checkpoint(catalog.place, manifest)
+                    moved.append(deletion(manifest.name, str(catalog.folder), time.time()))
             except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
                 log.error("checkpoint %s could not be published: %s", self.bucket.uri(there.name), e)
                 error = e
             if dist.get_global_rank() == 0:
-                self._note(there, began, error, gone=manifest.name if moves and error is None else None)
+                self._note(there, began, error, moved)
 
         self.uploader.submit(self.bucket.uri(there.name), publish, lane=self.bucket.uri(), dropped=held.close)
 
-    def _note(self, there: Manifest, began: float, error: Exception | None, *, gone: str | None) -> None:
+    def _note(self, there: Manifest, began: float, error: Exception | None, moved: Sequence[CheckpointNews]) -> None:
         """Store the outcome of all ranks on rank 0. After a success delete older checkpoints from the bucket.
 
         Args:
             there: record in the bucket.
             began: time of the first request.
             error: reason for a failure.
-            gone: name of the checkpoint in the folder, if the folder's copy was deleted.
+            moved: event of the deletion of the checkpoint from the folder, if the folder keeps none.
         """
         ended = time.time()
         seconds = max(0.0, ended - began)  # the clock may have been set back
         lag = max(0.0, ended - datetime.fromisoformat(there.saved_at).timestamp())
-        deleted: list[str] = []
-        deletion_error: Exception | None = None
-        if error is None:
-            size = bytes_text(there.size_bytes)
-            log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(there.name), size, seconds)
-            try:
-                deleted.extend(self._delete_old(there))
-            except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
-                log.error("a checkpoint before %s could not be deleted: %s", self.bucket.uri(there.name), e)
-                deletion_error = e
         numbers = {"uploaded_batch": there.batch, "uploaded_bytes": there.size_bytes}
-        news = CheckpointNews(
+        upload = CheckpointNews(
             what="uploaded",
             name=there.name,
             where=self.bucket.uri(),
@@ -233,7 +223,19 @@ class Publisher:
             seconds={"upload": seconds},
             metrics={**numbers, "upload_seconds": seconds, "upload_lag_seconds": lag},
         )
-        self.outcomes.append(Publication(news, error, gone, deleted, deletion_error))
+        if error is not None:
+            self.outcomes.append(Publication("published", upload, error, []))
+            return
+        size = bytes_text(there.size_bytes)
+        log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(there.name), size, seconds)
+        deleted: list[CheckpointNews] = []
+        try:
+            deleted.extend(deletion(name, self.bucket.uri(), ended) for name in self._delete_old(there))
+        except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
+            log.error("a checkpoint before %s could not be deleted: %s", self.bucket.uri(there.name), e)
+            error = e
+        self.outcomes.append(Publication("published", upload, None, [*moved, upload]))
+        self.outcomes.append(Publication("deleted from a bucket", upload, error, deleted))
 
     def _commit(
         self, there: Manifest, decider: Path | bytes, replaced: Sequence[Manifest | None], *, overwrite: bool
@@ -268,6 +270,11 @@ class Publisher:
                 f"{', '.join(self.uploader.pending)}: not uploaded within {self.timeout:.0f} s "
                 "(upload_timeout_in_seconds). Save less often, or give it longer."
             )
+
+
+def deletion(name: str, where: str, at: float) -> CheckpointNews:
+    """Return the event of the deletion of the checkpoint ``name`` from ``where``, at ``at`` seconds since 1970."""
+    return CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at)
 
 
 def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:

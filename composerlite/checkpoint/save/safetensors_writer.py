@@ -39,20 +39,12 @@ _CHUNKS_OF_A_TENSOR = 128
 
 
 # ── rank 0 divides the work ──────────────────────────────────────────────────────────────────────────────────────────
-class _TensorPart(NamedTuple):
-    """A part of a tensor on a rank: offsets in the tensor, and sizes."""
-
-    rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class _Assembly(NamedTuple):
-    """A tensor of several ranks, put together on the rank ``owner``."""
+    """A tensor of several ranks, put together on the rank ``owner``. Each part has the number of its rank."""
 
     owner: int
     entry: TensorEntry
-    parts: tuple[_TensorPart, ...]
+    parts: list[tuple[int, StatePiece]]
 
 
 @final
@@ -78,17 +70,17 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
     """Divide the tensors among the ranks: about equal bytes for all, and a whole tensor stays on its rank."""
     written, _ = merge_pieces(tables)
     entries: dict[str, TensorEntry] = {}
-    parts: dict[str, list[_TensorPart]] = {}
+    parts: dict[str, list[tuple[int, StatePiece]]] = {}
     for rank, (pieces, numbers) in enumerate(zip(tables, written, strict=True)):
         for piece in (pieces[number] for number in numbers):
             assert piece.dtype is not None
             assert piece.shape is not None
             entries.setdefault(piece.key, TensorEntry(piece.key, piece.dtype, piece.shape))
-            parts.setdefault(piece.key, []).append(_TensorPart(rank, piece.offsets, piece.sizes))
+            parts.setdefault(piece.key, []).append((rank, piece))
     loads = [0] * len(tables)
     owned: list[list[TensorEntry]] = [[] for _ in tables]
     for entry in sorted(entries.values(), key=lambda entry: (len(parts[entry.name]) > 1, -entry.size_bytes)):
-        owner = min({part.rank for part in parts[entry.name]}, key=lambda rank: (loads[rank], rank))
+        owner = min({rank for rank, _ in parts[entry.name]}, key=lambda rank: (loads[rank], rank))
         owned[owner].append(entry)
         loads[owner] += entry.size_bytes
     files = [(owner, laid_out(group)) for owner, tensors in enumerate(owned) for group in _cut(tensors, largest_bytes)]
@@ -107,8 +99,8 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
             if received[owner] == len(shares[0].rounds):
                 for share in shares:
                     share.rounds.append([])
-            for rank in {owner, *(part.rank for part in own)}:
-                shares[rank].rounds[received[owner]].append(_Assembly(owner, entry, tuple(own)))
+            for rank in {owner, *(rank for rank, _ in own)}:
+                shares[rank].rounds[received[owner]].append(_Assembly(owner, entry, own))
             received[owner] += 1
     total = {"total_size": sum(entry.size_bytes for entry in entries.values())}
     shares[0].index = json.dumps({"metadata": total, "weight_map": places}, indent=1, sort_keys=True).encode()
@@ -229,8 +221,8 @@ class SafetensorsWriter:
         transfers: list[dist.TensorTransfer] = []
         for owner, entry, parts in self._share.rounds.popleft():
             whole = torch.empty(entry.shape, dtype=entry.dtype) if owner == self._rank else None
-            for part in parts:
-                numbers = self._own[entry.name, part.offsets] if part.rank == self._rank else None
+            for rank, part in parts:
+                numbers = self._own[entry.name, part.offsets] if rank == self._rank else None
                 if whole is not None:
                     target = whole
                     for dim, (first, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
@@ -239,8 +231,8 @@ class SafetensorsWriter:
                         numbers = target
                     else:
                         target.copy_(numbers)
-                if numbers is not None and part.rank != owner:
-                    transfers.append(dist.TensorTransfer(part.rank, (part.rank, owner), [numbers]))
+                if numbers is not None and rank != owner:
+                    transfers.append(dist.TensorTransfer(rank, (rank, owner), [numbers]))
             found = whole if found is None else found
         if self._group.exchanges:
             dist.exchange(f"writing {self._folder.uri}", transfers)
