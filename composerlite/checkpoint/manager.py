@@ -161,11 +161,8 @@ class CheckpointManager:
         state = self._state
         if not isinstance(state, LoopState):
             raise ConfigError("restore() needs parts: CheckpointManager(folder, model=model, optimizer=optimizer).")
-        group = dist.group_of()
         self.open(state)
-        with group.all_or_none("taking the lease of the run"):
-            if group.is_first:
-                self.take_leases(_LEASE_WAIT_SECONDS)
+        self.take_leases()
         choice = choose([self.place], state.run_name, state)
         if choice.loaded is not None:
             generators = choice.loaded.restore()
@@ -321,9 +318,7 @@ class CheckpointManager:
                 self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
             check_kinds(state.weights_state_dict(), self.options.ignore_keys)
-        with group.all_or_none("taking the lease of the run"):
-            if group.is_first:
-                self.take_leases(_LEASE_WAIT_SECONDS)
+        self.take_leases()
         with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
@@ -336,8 +331,8 @@ class CheckpointManager:
                 self.where.filename,
             )
 
-    def take_leases(self, timeout: float) -> None:
-        """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
+    def take_leases(self, timeout: float = _LEASE_WAIT_SECONDS) -> None:
+        """Take the leases of this manager's names in the folder and in buckets, on rank 0. Collective.
 
         Leases of an earlier call are only checked. After the takeover of a lease in a bucket, unfinished uploads
         of the previous holder are removed.
@@ -348,12 +343,15 @@ class CheckpointManager:
         Raises:
             RunInUseError: another process writes files of the same names.
         """
-        run_name = self.state.run_name
-        leases = [publisher.leases(run_name) for publisher in self.publishers]
-        self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
-        for publisher, own in zip(self.publishers, leases, strict=True):
-            if any(lease.taken_over for lease in own.values()):
-                publisher.remove_uploads(run_name)
+        group, run_name = dist.get_group(), self.state.run_name
+        with group.all_or_none("taking the lease of the run"):
+            publishers = self.publishers if group.is_first else []
+            leases = [publisher.leases(run_name) for publisher in publishers]
+            if group.is_first:
+                self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
+            for publisher, own in zip(publishers, leases, strict=True):
+                if any(lease.taken_over for lease in own.values()):
+                    publisher.remove_uploads(run_name)
 
     def recover(self) -> bool:
         """Collect the last save after ``fit`` raised.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.contents import check_ignore_keys
@@ -156,10 +155,8 @@ def _newest_checkpoint(
             "autoresume=True needs checkpoints to resume from: pass save_folder, or a CheckpointSaver that saves "
             "more than weights."
         )
-    with dist.get_group().all_or_none("taking the lease of the run"):
-        if state.rank == 0:
-            for saver in savers:
-                saver.manager.take_leases(settings.autoresume_timeout)
+    for saver in savers:
+        saver.manager.take_leases(settings.autoresume_timeout)
     places = [saver.manager.place for saver in savers]
     choice = choose(
         places,
