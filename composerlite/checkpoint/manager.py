@@ -221,7 +221,9 @@ class CheckpointManager:
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
             if options.replication is not None:
                 saver.where.share_key()
-            key = group.from_first("telling the folder in memory from others", saver.key_of_folder)
+            # After a removal of the folder or the bucket and a new creation the key differs.
+            buckets = [publisher.bucket for publisher in saver.publishers]
+            key = group.from_first("telling the folder in memory from others", lambda: saver.where.key(buckets))
             where.keep_in_memory(state, key)
         # 3. The folder: create it, and remove leftovers of killed processes.
         with group.all_or_none("preparing the folder of checkpoints"):
@@ -253,10 +255,6 @@ class CheckpointManager:
     def _names_now(self, state: TrainingState) -> list[tuple[str, str]]:
         """Return argument and path or URI of a checkpoint and of the links, with the current time in the names."""
         return self.where.names_now(state) + [item for one in self.publishers for item in one.names_now(state)]
-
-    def key_of_folder(self) -> str:
-        """Return an ID of the folder or bucket. After a removal and a new creation the ID differs. Call on rank 0."""
-        return self.where.key([publisher.bucket for publisher in self.publishers])
 
     @property
     def state(self) -> TrainingState:
@@ -456,7 +454,13 @@ class CheckpointManager:
         if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
             self.outcomes.warn_of_missing_metric(name, options.best_metric)
         overwrite = self._may_overwrite(name)
-        after_commit = self._after_commit(name, state, overwrite=overwrite)
+        kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
+        retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
+        after_commit = AfterCommit(retention=retention, is_routine=options.in_memory)
+        if self._publishing.buckets:
+            publish = self._publishing.of(name, overwrite=overwrite)
+            also = self._publishing.names_in_buckets(name, state)
+            after_commit = after_commit._replace(publish=publish, also=also)
         waited, self._waited = self._waited, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
@@ -481,16 +485,6 @@ class CheckpointManager:
         if not options.asynchronous:
             self.collect()
         return pending
-
-    def _after_commit(self, name: str, state: TrainingState, *, overwrite: bool) -> AfterCommit:
-        """Return the work after the commit of the checkpoint ``name``: publish, and delete older checkpoints."""
-        kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
-        retention = Retention(self.options.keep.policy, position_of(state), kept) if self._deletes else None
-        after = AfterCommit(retention=retention, is_routine=self.options.in_memory)
-        if not self._publishing.buckets:
-            return after
-        publish = self._publishing.of(name, overwrite=overwrite)
-        return after._replace(publish=publish, also=self._publishing.names_in_buckets(name, state))
 
     def save_after_exception(self, error: Exception) -> None:
         """Save the current state after training failed with ``error``, and add a note with the path to ``error``.

@@ -206,9 +206,21 @@ class FileWriter:
         manifest = dataclasses.replace(manifest, files=tuple(records), unpacked_bytes=unpacked)
         manifest = manifest.marked([part.not_finite for part in written])
         if manifest.form == "archives":
-            digest = self._append_record(dataclasses.replace(manifest, files=tuple(records[1:])), records[0])
-            manifest = dataclasses.replace(manifest, files=(FileRecord.of(self._name, digest), *records[1:]))
-            self._rename_others(written[1:])
+            own, *others = records
+            tail = self._format.frame(seal(dataclasses.replace(manifest, files=tuple(others)), own.digest))
+            with self._data.temporary.open("ab") as file:
+                file.write(tail)
+                file.flush()
+                os.fsync(file.fileno())
+            own = FileRecord.of(self._name, own.digest.with_tail(tail))
+            manifest = dataclasses.replace(manifest, files=(own, *others))
+            # Several fixed names cannot be replaced at one instant: delete the existing checkpoint first.
+            if self._overwrite and (old := self._catalog.manifest_of(self._name)) is not None:
+                delete_checkpoint(self._catalog.place, old)
+            for part in written[1:]:
+                part.temporary.replace(self._catalog.folder / part.name)
+            for folder in {(self._catalog.folder / part.name).parent for part in written[1:]}:
+                fsync_folder(folder)  # these names are durable before the archive that decides about them
         try:
             commit_file(self._data, overwrite=self._overwrite)
         except FileExistsError as e:
@@ -216,25 +228,6 @@ class FileWriter:
                 f"checkpoint {str(self._path)!r} was saved by another process meanwhile."
             ) from e
         return manifest
-
-    def _append_record(self, record: Manifest, own: FileRecord) -> FileDigest:
-        """Append the record to the archive of this rank, and return the new digest of the archive."""
-        assert self._data is not None
-        tail = self._format.frame(seal(record, own.digest))
-        with self._data.temporary.open("ab") as file:
-            file.write(tail)
-            file.flush()
-            os.fsync(file.fileno())
-        return own.digest.with_tail(tail)
-
-    def _rename_others(self, others: Sequence[_Written]) -> None:
-        """Give the archives of the other ranks their names. The checkpoint that they replace is deleted first."""
-        if self._overwrite and (old := self._catalog.manifest_of(self._name)) is not None:
-            delete_checkpoint(self._catalog.place, old)
-        for part in others:
-            part.temporary.replace(self._catalog.folder / part.name)
-        for folder in {(self._catalog.folder / part.name).parent for part in others}:
-            fsync_folder(folder)  # these names are durable before the archive that decides about them
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the file unless the file is or may be committed. May be called twice."""

@@ -179,6 +179,13 @@ class Publisher:
                 files[there.files[0].path] = seal_index(replace(there, files=there.files[1:]), index)
             held = stack.pop_all()  # pins the files until closed
 
+        def commit(replaced: Sequence[Manifest | None]) -> None:
+            """Commit on rank 0 after all ranks have sent files. ``replaced``: existing record found by each rank."""
+            self.check()
+            targets = [file.path for file in there.files] if there.form == "archives" else [there.name]
+            links = dict(zip(self.links, targets, strict=False))
+            commit_sent(self.bucket, there, files[there.files[0].path], replaced[0], links, overwrite=overwrite)
+
         def publish() -> None:
             began, error, moved = time.time(), None, list[CheckpointNews]()
             try:
@@ -187,7 +194,6 @@ class Publisher:
                         call()
                     self.check()
                     send = functools.partial(send_files, self.bucket, there, files, overwrite=overwrite)
-                    commit = functools.partial(self._commit, there, files[there.files[0].path], overwrite=overwrite)
                     vote.run(send, commit)
                 if moves:
                     delete_checkpoint(catalog.place, manifest)
@@ -236,15 +242,6 @@ class Publisher:
             error = e
         self.outcomes.append(Publication("published", upload, None, [*moved, upload]))
         self.outcomes.append(Publication("deleted from a bucket", upload, error, deleted))
-
-    def _commit(
-        self, there: Manifest, decider: Path | bytes, replaced: Sequence[Manifest | None], *, overwrite: bool
-    ) -> None:
-        """Commit on rank 0 after all ranks have sent files. ``replaced``: existing record found by each rank."""
-        self.check()
-        targets = [file.path for file in there.files] if there.form == "archives" else [there.name]
-        links = dict(zip(self.links, targets, strict=False))
-        commit_sent(self.bucket, there, decider, replaced[0], links, overwrite=overwrite)
 
     def _delete_old(self, newest: Manifest) -> Iterator[str]:
         """Delete the checkpoints that retention does not keep beside ``newest``; yield the name of each."""

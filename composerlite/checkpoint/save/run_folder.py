@@ -227,6 +227,9 @@ class RunFolder:
     def find_disks(self, form: Form) -> None:
         """Find the ranks with the same folder, make missing folders, and remove files of killed processes. Collective.
 
+        If a disk has data files of a save without the record, a kill interrupted the save or a deletion: the checkpoint
+        is deleted on all disks. So is a checkpoint that the disk of rank 0 lacks.
+
         Raises:
             ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
         """
@@ -242,27 +245,15 @@ class RunFolder:
                 names = name_pattern(self.filename, self.run_name)
                 unnamed = garbage(self.catalog.place, self.catalog.place.files(), names)
         if self.disks is not None:
-            self._delete_partial(own, unnamed)
+            first = group.broadcast({one.id for one in own})
+            partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
+            with group.all_or_none("removing checkpoints that some disks lack"):
+                for one in own:
+                    is_deleted = not group.is_first and first and one.id not in first
+                    if one.node is not None and (one.id in partial or is_deleted):
+                        delete_checkpoint(self.catalog.place, one)
         with group.all_or_none("removing what killed processes have left"):
-            self.catalog.place.delete(unnamed, folders=True)
-
-    def _delete_partial(self, own: Sequence[Manifest], unnamed: Sequence[str]) -> None:
-        """Delete checkpoints on only some of the disks, after the kill of a process. Collective.
-
-        If a disk has data files of a save without the record, a kill interrupted the save or a deletion.
-
-        Args:
-            own: records of the run on this disk; empty unless this rank is the leader of a folder.
-            unnamed: data files on this disk without a record. Keep the files until all ranks return.
-        """
-        group = dist.get_group()
-        first = group.broadcast({one.id for one in own})
-        partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
-        with group.all_or_none("removing checkpoints that some disks lack"):
-            for one in own:
-                is_deleted = not group.is_first and first and one.id not in first
-                if one.node is not None and (one.id in partial or is_deleted):
-                    delete_checkpoint(self.catalog.place, one)
+            self.catalog.place.delete(unnamed, folders=True)  # last: these files name the partial checkpoints
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
     def catch_up(self, newest_name: str, state: TrainingState) -> None:
