@@ -463,11 +463,28 @@ class Form:
             record: of the checkpoint, without files.
             names: of the files, the result of :meth:`names`.
         """
+        rank, catalog, overwrite = dist.get_global_rank(), request.catalog, request.overwrite
         if self.kind == "sharded":
-            return _directory_writer(request, names[0])
-        if self.kind == "deepspeed":
-            return _archive_writer(request, record, names[dist.get_global_rank()])
-        return _file_writer(request, record, names[0], gathers=self.is_spread)
+            from composerlite.checkpoint.save.sharded_writer import ShardWriter  # slow to import
+
+            own = {str(rank): rng.packed(rng.of_training())}
+            return ShardWriter(
+                lambda: request.gathered(own),
+                ShardedDirectory(catalog.place, names[0]),
+                overwrite=overwrite,
+                disks=request.disks,
+                of_run=True,
+                watched=frozenset(_trained_storages(request.state)),
+            )
+        if self.kind == "monolithic":
+            return _file_writer(request, record, names[0], gathers=self.is_spread)
+        engine, name = request.state.deepspeed, names[rank]
+        assert engine is not None, "the engine exists before the first save"
+        images = {STATES: TorchImage(request.gathered_of_all_ranks())}
+        for file, contents in engine.saved().items():
+            image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents)
+            image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
+        return FileWriter(images, catalog, name=name, template=name, overwrite=overwrite, record=record)
 
 
 def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter | None:
@@ -475,7 +492,9 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
     contents = request.gathered_of_all_ranks()
     model: StateDict = contents.get("state", {}).get("model", {})
     trained, local = _trained_storages(request.state), {key: local_part(value) for key, value in model.items()}
-    watched = [key for key, part in local.items() if _has_numbers(part) and _id_of(part) in trained]
+    watched = [
+        key for key, part in local.items() if _has_numbers(part) and storage_id(part.untyped_storage()) in trained
+    ]
     if gathers:
         contents = _copy_on_first(contents, what)
     if dist.get_global_rank() != 0:
@@ -523,30 +542,6 @@ def _copy_on_first(contents: StateDict, what: str) -> StateDict:
         raise SaveError(f"{what}: its contents cannot be copied: {e}") from e
 
 
-def _directory_writer(request: SaveRequest, name: str) -> RankWriter:
-    from composerlite.checkpoint.save.sharded_writer import ShardWriter  # slow to import
-
-    own = {str(dist.get_global_rank()): rng.packed(rng.of_training())}
-    return ShardWriter(
-        lambda: request.gathered(own),
-        ShardedDirectory(request.catalog.place, name),
-        overwrite=request.overwrite,
-        disks=request.disks,
-        of_run=True,
-        watched=frozenset(_trained_storages(request.state)),
-    )
-
-
-def _archive_writer(request: SaveRequest, record: Manifest, name: str) -> RankWriter:
-    engine = request.state.deepspeed
-    assert engine is not None, "the engine exists before the first save"
-    images = {STATES: TorchImage(request.gathered_of_all_ranks())}
-    for file, contents in engine.saved().items():
-        image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents)
-        image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
-    return FileWriter(images, request.catalog, name=name, template=name, overwrite=request.overwrite, record=record)
-
-
 def names_of_ranks(template: str, state: NamedState, count: int) -> list[str]:
     """Return the names that ``template`` gives now on the first ``count`` ranks, in their order."""
     per_node = dist.get_local_world_size()
@@ -574,11 +569,7 @@ def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
         return {}
     groups = (group for optimizer in state.optimizers for group in optimizer.param_groups)
     parts = (local_part(parameter) for group in groups for parameter in group["params"])
-    return {_id_of(part): part for part in parts if _has_numbers(part)}
-
-
-def _id_of(tensor: Tensor) -> int:
-    return storage_id(tensor.untyped_storage())
+    return {storage_id(part.untyped_storage()): part for part in parts if _has_numbers(part)}
 
 
 def _has_numbers(value: Any) -> bool:

@@ -158,7 +158,11 @@ def save_options(given: Mapping[str, Any]) -> SaveOptions:
         )
     _check_number(arguments["failure_limit"], argument="save_failure_limit")
     _check_number(arguments["num_concurrent_uploads"], argument="num_concurrent_uploads", least=1)
-    _check_seconds(arguments["upload_timeout_in_seconds"], argument="upload_timeout_in_seconds")
+    timeout, most = arguments["upload_timeout_in_seconds"], timedelta.max.total_seconds()
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= most:
+        raise ConfigError(
+            f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds, more than 0, as 3600 for an hour."
+        )
     ignore_keys = check_ignore_keys(arguments["ignore_keys"], argument="save_ignore_keys")
     if arguments["compat"] not in (None, "composer"):
         raise ConfigError(f"save_compat={arguments['compat']!r}: expected 'composer' or None.")
@@ -178,7 +182,7 @@ def save_options(given: Mapping[str, Any]) -> SaveOptions:
         on_exception=arguments["on_exception"],
         failure_limit=arguments["failure_limit"],
         best_metric=arguments["best_metric"],
-        upload_timeout=arguments["upload_timeout_in_seconds"],
+        upload_timeout=timeout,
     )
 
 
@@ -260,12 +264,6 @@ def _check_number(value: object, *, argument: str, least: int = 0, or_all: bool 
     if not isinstance(value, int) or isinstance(value, bool) or (value < least and not (or_all and value == -1)):
         rule = "-1 for all, or a whole number" if or_all else "a whole number"
         raise ConfigError(f"{argument}={value!r}: expected {rule}, {least} or more.")
-
-
-def _check_seconds(value: object, *, argument: str) -> None:
-    most = timedelta.max.total_seconds()
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= most:
-        raise ConfigError(f"{argument}={value!r}: expected a number of seconds, more than 0, as 3600 for an hour.")
 
 
 def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:

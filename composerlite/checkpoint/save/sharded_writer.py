@@ -117,59 +117,43 @@ def write_files(
         watched: names of tensors whose values should be finite.
     """
     files = files_of(data, threads, layout, rank)
-    known = {} if layout is None else layout.places(rank, handle.suffix)
+    known = {} if layout is None else layout.places(rank, handle.suffix)  # places that follow from the rule
     most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
 
     def write(number: int) -> WrittenFile:
+        """Write a file: each piece is a ``.pt`` file of its own, as in DCP."""
+        name = file_name(rank, number, handle.suffix)
         part = {index: data[index] for index in files[number]}
-        return _write_file(folder, handle, file_name(rank, number, handle.suffix), part, most_chunks, known, watched)
+        most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in part.values())
+        written: dict[MetadataIndex, tuple[int, int]] = {}
+        not_finite: list[str] = []
+
+        def fill(sink: Sink) -> None:
+            for index, value in part.items():
+                start = sink.size_bytes
+                if isinstance(value, Tensor):
+                    tensor = in_one_piece(value.detach())
+                    if tensor is None:  # no more memory than the numbers need
+                        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+                    image = TorchImage(cast("Any", tensor))
+                    if index in watched:
+                        image.watch([(watched[index], tensor)])
+                    image.write(sink)
+                    if image.not_finite is not None:
+                        not_finite.append(image.not_finite)
+                else:
+                    sink.write(value)
+                size = sink.size_bytes - start
+                if known.get(index) != StorageInfo(name, start, size):
+                    written[index] = start, size
+
+        file = NewFile(name, most, fill, chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks))
+        (digest,) = folder.write(handle, [file])
+        return WrittenFile(name, digest, written, next(iter(not_finite), None))
 
     with WorkerPool(max(1, len(files)), name="checkpoint-save") as pool:
         jobs = [pool.submit(functools.partial(write, number)) for number in range(len(files))]
         return [job.result() for job in jobs]
-
-
-def _write_file(
-    folder: ShardedDirectory,
-    handle: SaveHandle,
-    name: str,
-    data: Data,
-    most_chunks: int,
-    known: Mapping[MetadataIndex, Any],
-    watched: Mapping[MetadataIndex, str],
-) -> WrittenFile:
-    """Write a file: each piece is a ``.pt`` file of its own, as in DCP. ``known``: places that follow from the rule."""
-    most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in data.values())
-    places: dict[MetadataIndex, tuple[int, int]] = {}
-    not_finite: list[str] = []
-
-    def fill(sink: Sink) -> None:
-        for index, value in data.items():
-            start = sink.size_bytes
-            if isinstance(value, Tensor):
-                tensor = _compact(value)
-                image = TorchImage(cast("Any", tensor))
-                if index in watched:
-                    image.watch([(watched[index], tensor)])
-                image.write(sink)
-                if image.not_finite is not None:
-                    not_finite.append(image.not_finite)
-            else:
-                sink.write(value)
-            size = sink.size_bytes - start
-            if known.get(index) != StorageInfo(name, start, size):
-                places[index] = start, size
-
-    chunk_bytes = chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks)
-    (digest,) = folder.write(handle, [NewFile(name, most, fill, chunk_bytes)])
-    return WrittenFile(name, digest, places, next(iter(not_finite), None))
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor in no more memory than the numbers need; in place if the numbers are together there."""
-    tensor = tensor.detach()
-    part = in_one_piece(tensor)
-    return tensor.cpu().clone(memory_format=torch.contiguous_format) if part is None else part
 
 
 def in_one_piece(tensor: Tensor) -> Tensor | None:
