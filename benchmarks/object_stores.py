@@ -352,7 +352,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
 
             def publish(publisher: Publisher = publisher, catalog: Catalog = catalog) -> None:
                 (manifest,) = catalog.manifests()
-                publisher.submit(manifest, catalog, dist.SingleProcess().vote("publishing"))
+                publisher.submit(manifest, catalog, dist.Group().vote("publishing"))
 
             start = time.perf_counter()
             request = SaveRequest(

@@ -326,7 +326,7 @@ def connected(port: int) -> Any:
 
 def vote(stores: list[Any], number: int) -> dict[str, float]:
     """One vote of as many ranks as there are ``stores``, each a thread."""
-    from composerlite.dist.rounds import Round
+    from composerlite.dist.votes import Vote
 
     ranks = len(stores)
 
@@ -335,7 +335,7 @@ def vote(stores: list[Any], number: int) -> dict[str, float]:
     votes: list[Any] = []
     for rank, store in enumerate(stores):
         counted: Any = Counted(dist.PrefixStore(f"{ranks}/{number}", store), asked[rank])
-        votes.append(Round(counted, rank, ranks, "save", limit))
+        votes.append(Vote(counted, rank, ranks, "save", limit))
     ready = threading.Barrier(ranks)
     arrived, told = [0.0] * ranks, [0.0] * ranks
 

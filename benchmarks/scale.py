@@ -64,8 +64,9 @@ from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
 from composerlite.checkpoint.save.sharded_writer import WrittenFile, files_of, index_bytes, record_of_directory
 from composerlite.devices import rng
-from composerlite.dist.group import Group, RankGroup
-from composerlite.dist.rounds import Round
+from composerlite.dist.group import Group
+from composerlite.dist.votes import Vote
+from composerlite.on_demand import uncollected
 from composerlite.storage import FileDigest, chunk_bytes_for
 
 A = TypeVar("A")
@@ -260,34 +261,28 @@ class LogicalGroup:
             raise TimeoutError(f"logical ranks did not meet: {self._failures}")
 
 
-class _Member(RankGroup):
+class _Member(Group):
     """A rank's view of a :class:`LogicalGroup`, in place of torch's collectives."""
 
     def __init__(self, group: LogicalGroup, rank: int) -> None:
-        self.rank, self.size = rank, group.count
-        self._group, self._since, self._bytes = group, 0.0, 0
+        super().__init__(rank, group.count)
+        self._ranks = group
 
-    def _through_first(self, what: str, each: Any, first: Any, *, scatter: bool) -> Any:
-        self._since = time.thread_time()
-        return super()._through_first(what, each, first, scatter=scatter)
-
-    def _meet(self, what: str, error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-    def _send_to_first(self, what: str, pickled: bytes) -> list[bytes] | None:
-        self._group.rank_seconds[self.rank] += time.thread_time() - self._since  # type: ignore[assignment]
-        told = self._group.tell(self.rank, pickled)
-        self._bytes = sum(map(len, told or ()))
-        self._since = time.thread_time()
-        return told
-
-    def _receive_from_first(self, what: str, replies: list[bytes] | None, *, scatter: bool) -> bytes:
-        if replies is not None:
-            seconds = time.thread_time() - self._since
+    def _through_first(self, operation: str, each: Any, first: Any, *, scatter: bool) -> Any:
+        since = time.thread_time()
+        pickled = pickle.dumps(each())
+        self._ranks.rank_seconds[self.rank] += time.thread_time() - since  # type: ignore[assignment]
+        replies: list[bytes] | None = None
+        if (told := self._ranks.tell(self.rank, pickled)) is not None:
+            since = time.thread_time()
+            with uncollected():
+                results = first([pickle.loads(value) for value in told])
+                replies = [pickle.dumps(one) for one in (results if scatter else [results])]
+                del results
+            seconds = time.thread_time() - since
             replies = replies if scatter else replies * self.size
-            self._group.meetings.append(Sent(self._bytes, sum(map(len, replies)), seconds))
-        return self._group.hear(self.rank, replies)
+            self._ranks.meetings.append(Sent(sum(map(len, told)), sum(map(len, replies)), seconds))
+        return pickle.loads(self._ranks.hear(self.rank, replies))
 
 
 def _stand_in(message: bytes, rank: int) -> bytes:
@@ -561,7 +556,7 @@ def _voted_in_turn(
     asked.clear()
     limit, value = datetime.timedelta(seconds=VOTING_SECONDS), os.urandom(1000)
     stores = [cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", one), asked)) for one in clients]
-    rounds = [Round(stores[rank % CONNECTIONS], rank, count, "save", limit) for rank in range(count)]
+    rounds = [Vote(stores[rank % CONNECTIONS], rank, count, "save", limit) for rank in range(count)]
     server.send("seconds")
     before = _received(server, count)
     for one in rounds:
@@ -610,7 +605,7 @@ def _voted_at_once(number: int, clients: Sequence[Any], ranks: Sequence[int], co
     """One round, each of ``ranks`` in a thread."""
     asked = collections.Counter[str]()
     rounds = [
-        Round(
+        Vote(
             cast("Any", Counted(torch.distributed.PrefixStore(f"vote {number}", client), asked)),
             rank,
             count,

@@ -576,7 +576,7 @@ class CheckpointManager:
         self.outcomes.committed(report)
         self._forget(pending.name, *report.deleted)
         self.saved.append(pending.name)
-        group = dist.SingleProcess() if alone or not self._deletes else dist.get_group()
+        group = dist.Group() if alone or not self._deletes else dist.get_group()
         error: Exception | None = None
         try:
             with group.all_or_none("deleting older checkpoints"):
@@ -648,7 +648,7 @@ class CheckpointManager:
             stack.callback(self.where.release)  # after uploads, from which another launch resumes
             stack.callback(self._publishing.close)
             stack.callback(self._note_publishing, alone=True)
-            stack.callback(self._publishing.wait, dist.SingleProcess())
+            stack.callback(self._publishing.wait, dist.Group())
             if self.options.in_memory:
                 stack.callback(self._empty)
             if self.replication is not None:

@@ -1,7 +1,11 @@
 """Ranks, devices, and collectives. Modules other than ``env`` are imported at the first use of a name in the module.
 
-Other packages also use names of the modules that are not listed here, such as ``dist.shards.total_norm``.
+``__all__`` lists the names for users. Other packages of composerlite also use other names here, such as
+``dist.is_dense`` and ``dist.shards.total_norm``.
 """
+
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from composerlite.dist.env import (
 from composerlite.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from composerlite.dist import collectives, connect, env, shards, transfers  # noqa: F401 # pyright: ignore
+    from composerlite.dist import collectives, connect, env, shards, transfers  # pyright: ignore
     from composerlite.dist.collectives import (
         all_gather,
         all_gather_object,
@@ -32,8 +36,7 @@ if TYPE_CHECKING:
         run_local_rank_zero_first,
     )
     from composerlite.dist.connect import finalize_dist, get_group, group_of, initialize_dist
-    from composerlite.dist.group import Group, PiggybackCounter, SingleProcess
-    from composerlite.dist.rounds import Vote
+    from composerlite.dist.group import Group, PiggybackCounter
     from composerlite.dist.shards import (
         empty_shard_like,
         is_dense,
@@ -43,13 +46,10 @@ if TYPE_CHECKING:
         tied_names,
     )
     from composerlite.dist.transfers import Move, TensorTransfer, exchange, move
+    from composerlite.dist.votes import Vote
 
 __all__ = [
     "Group",
-    "Move",
-    "PiggybackCounter",
-    "SingleProcess",
-    "TensorTransfer",
     "Vote",
     "all_gather",
     "all_gather_object",
@@ -57,8 +57,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object_list",
-    "empty_shard_like",
-    "exchange",
     "finalize_dist",
     "get_device",
     "get_global_rank",
@@ -68,17 +66,10 @@ __all__ = [
     "get_node_rank",
     "get_sampler",
     "get_world_size",
-    "group_of",
     "initialize_dist",
     "is_available",
-    "is_dense",
-    "is_distributed_tensor",
     "is_initialized",
-    "local_shard",
-    "move",
     "run_local_rank_zero_first",
-    "shard_box",
-    "tied_names",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

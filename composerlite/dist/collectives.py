@@ -11,7 +11,6 @@ operation is queued on the device, and the errors and the timeout are those of t
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,16 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed
 
-from composerlite.dist.connect import get_control, get_group
+from composerlite.dist.connect import get_group
 from composerlite.dist.env import get_local_rank, get_world_size
-from composerlite.errors import ConfigError, RankError
+from composerlite.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
 T = TypeVar("T")
 
-_BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 _REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -40,11 +38,11 @@ def barrier(operation: str = "barrier", timeout: timedelta | None = None) -> Non
         timeout: of the wait for other ranks; ``None``: the timeout of ``initialize_dist``.
 
     Raises:
-        RankError: a rank failed on its way here.
+        Exception: a rank failed on its way here; the same on every rank.
+        RankError: a rank was lost.
         LateRankError: not every rank came in time.
     """
-    if get_world_size() > 1:
-        get_control().meet(operation, timeout=timeout)
+    get_group().meet(operation, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -162,44 +160,6 @@ def _run(operation: str, tensor: torch.Tensor, start: Callable[[ProcessGroup | N
     if get_world_size() == 1:
         return
     if tensor.device.type == "cpu":
-        get_control().run(operation, start)
+        get_group().run(operation, start)
     else:
         cast("Work", start(None)).wait()
-
-
-def leave_with(error: BaseException) -> None:
-    """Report to the other ranks that this rank failed with ``error`` and takes part in no further operation of the run.
-
-    Waits of the other ranks, except waits in a vote, end with a ``RankError``. Has no effect if every rank has raised
-    ``error`` already. Does not wait.
-    """
-    if get_world_size() > 1:
-        get_control().leave(error)
-
-
-def begin_run() -> None:
-    """Begin another run over the same connection. Every rank calls this. Does not wait.
-
-    Earlier calls of :func:`leave_with` have no effect on the new run.
-    """
-    if get_world_size() > 1:
-        get_control().begin_run()
-
-
-def cause_elsewhere(operation: str, error: BaseException) -> RankError | None:
-    """Return the error of another rank that caused ``error``: the rank failed or was lost, and a connection broke.
-
-    If ``error`` comes from a broken connection, waits a few seconds for the other ranks to report failures.
-
-    Args:
-        operation: name of the operation, for the error.
-        error: raised on this rank.
-
-    Returns:
-        The error to raise in place of ``error``; ``None`` if ``error`` names the ranks already, does not come from a
-        connection, or no other rank is at fault.
-    """
-    is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
-    if get_world_size() == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):
-        return None
-    return get_control().find_lost_ranks(operation)

@@ -16,18 +16,16 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignor
 from composerlite._torch_compat import default_store
 from composerlite.dist import env
 from composerlite.dist.env import get_world_size, is_initialized
-from composerlite.dist.group import Group, RankGroup, SingleProcess
+from composerlite.dist.group import TIMEOUT, Group
+from composerlite.dist.peer_watch import PeerWatch
 from composerlite.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
-    from composerlite.dist.control import Control
-    from composerlite.dist.peer_watch import PeerWatch
-
 _log = logging.getLogger(__name__)
 
-_control: Control | None = None
+_group: Group | None = None
 _watch: PeerWatch | None = None
 _owns_training_group = False
 _TRAINING_TIMES = 3
@@ -35,21 +33,9 @@ _TRAINING_TIMES = 3
 
 After a timeout NCCL ends the process without naming the late ranks, so errors of this package must come first.
 """
-_TIMEOUT = timedelta(seconds=300)
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
-_SINGLE = SingleProcess()
-
-
-def get_control() -> Control:
-    """Return the connection that :func:`initialize_dist` made.
-
-    Raises:
-        ConfigError: :func:`initialize_dist` was not called.
-    """
-    if _control is None:
-        raise ConfigError(f"WORLD_SIZE={get_world_size()}, but the ranks are not connected: call initialize_dist().")
-    return _control
+_SINGLE = Group()
 
 
 def get_group() -> Group:
@@ -60,7 +46,9 @@ def get_group() -> Group:
     """
     if get_world_size() == 1:
         return _SINGLE
-    return RankGroup(get_control(), exchanges=True)
+    if _group is None:
+        raise ConfigError(f"WORLD_SIZE={get_world_size()}, but the ranks are not connected: call initialize_dist().")
+    return _group
 
 
 def group_of(process_group: ProcessGroup | None = None) -> Group:
@@ -75,14 +63,9 @@ def group_of(process_group: ProcessGroup | None = None) -> Group:
         if get_world_size() > 1:
             initialize_dist()
         return get_group()
-    from composerlite.dist.control import Control
-
-    rank = torch.distributed.get_rank(process_group)
+    rank, size = torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)
     store = _new_keys(default_store(), f"composerlite/groups/{process_group.group_name}", rank)
-    timeout = _TIMEOUT if _control is None else _control.timeout
-    control = Control(store, rank, torch.distributed.get_world_size(process_group), timeout)
-    control.group = process_group
-    return RankGroup(control)
+    return Group(rank, size, store, TIMEOUT if _group is None else _group.timeout, process_group)
 
 
 def _new_keys(store: Store, prefix: str, rank: int) -> Store:
@@ -102,13 +85,13 @@ def check_nobody_left(operation: str) -> None:
     Raises:
         RankError: names the rank and the cause.
     """
-    if (control := _control) is not None:
-        control.check_nobody_left(operation)
+    if (group := _group) is not None:
+        group.check_nobody_left(operation)
 
 
 def initialize_dist(
     device: str | torch.device | None = None,
-    timeout: float | timedelta = _TIMEOUT,
+    timeout: float | timedelta = TIMEOUT,
     *,
     min_world_size: int = 2,
 ) -> bool:
@@ -136,20 +119,16 @@ def initialize_dist(
         RankError: a rank was lost, or the store at MASTER_ADDR cannot be reached.
         LateRankError: not every rank came in time; names the late ranks.
     """
-    global _control, _watch, _owns_training_group
+    global _group, _watch, _owns_training_group
     env.check_environment()
-    if _control is not None or (get_world_size() < min_world_size and not is_initialized()):
+    if _group is not None or (get_world_size() < min_world_size and not is_initialized()):
         return False
-    from composerlite.dist.control import Control  # not imported in a run of one process
-    from composerlite.dist.peer_watch import PeerWatch
-
     rank, world_size = env.get_global_rank(), get_world_size()
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     has_group = is_initialized()
     store = _new_keys(default_store() if has_group else _connect(rank, world_size, limit), "composerlite", rank)
-    control = Control(PrefixStore("control", store), rank, world_size, limit)
-    ranks = RankGroup(control)
-    with ranks.all_or_none("connecting the ranks"):
+    group = Group(rank, world_size, PrefixStore("control", store), limit, exchanges=world_size > 1)
+    with group.all_or_none("connecting the ranks"):
         host = socket.gethostname()
         first = store.compare_set("host", "", host).decode()  # of the rank that comes first
         if host != first and not env.environment_counts():
@@ -160,7 +139,7 @@ def initialize_dist(
             )
         chosen = env.get_device(device)
         env.claim_device(chosen)
-    with ranks.all_or_none("making process groups"):
+    with group.all_or_none("making process groups"):
         if not has_group:
             torch.distributed.init_process_group(
                 **training_group_arguments(chosen, limit),
@@ -169,13 +148,14 @@ def initialize_dist(
                 world_size=world_size,
             )
             _owns_training_group = True
-        group = torch.distributed.new_group(backend="gloo", timeout=limit)
-        assert isinstance(group, torch.distributed.ProcessGroup)  # has this rank
-        control.group = group
+        gloo = torch.distributed.new_group(backend="gloo", timeout=limit)
+        assert isinstance(gloo, torch.distributed.ProcessGroup)  # has this rank
+        group.process_group = gloo
     if world_size > 1:
-        with ranks.all_or_none("watching the next rank"):
-            _watch = PeerWatch(control)
-    _control = control
+        _watch = watch = group.agree("watching the next rank", lambda: PeerWatch(group))
+        address = group.gather(watch.address)[(rank + 1) % world_size]
+        group.all_reduce("watching the next rank", lambda: watch.connect(address), any)
+    _group = group
     # Processes with open groups abort now and then at exit, so the groups are destroyed at exit, without a long wait.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
@@ -191,19 +171,19 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
         timeout: of the wait for the other ranks, which may still read from this rank. The wait ends early if a rank
             has failed.
     """
-    global _control, _owns_training_group
-    if _control is None:
+    global _group, _owns_training_group
+    if _group is None:
         return
-    control, _control = _control, None
+    group, _group = _group, None
     try:
-        control.meet_once("end", "the end of the run", timeout)
+        group.meet_once("end", "the end of the run", timeout)
     except RankError as e:
         _log.debug("left without the others: %s", e)
     if _watch is not None:
         _watch.stop()
     if not is_initialized():
         return
-    torch.distributed.destroy_process_group(control.group)
+    torch.distributed.destroy_process_group(group.process_group)
     if _owns_training_group:
         torch.distributed.destroy_process_group()
         _owns_training_group = False

@@ -1,58 +1,100 @@
-"""Groups of ranks. An operation of a group succeeds on all ranks, or all raise the same error with the failed rank.
-
-Code with a :class:`Group` works for any number of ranks: one process is a :class:`SingleProcess`.
-"""
+"""Groups of ranks. An operation of a group succeeds on all ranks, or all raise the same error with the failed rank."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import pickle
+import re
+import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from composerlite.dist.env import get_world_size
-from composerlite.dist.rounds import Failure, Vote
+from composerlite.dist.votes import Failure, Vote, lost_error, rank_error, reaching_the_store
 from composerlite.errors import CheckpointError, RankError
 from composerlite.on_demand import uncollected
 
 if TYPE_CHECKING:
-    from composerlite.dist.control import Control
+    from torch.distributed import ProcessGroup, Work
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 R = TypeVar("R")
 
+TIMEOUT = timedelta(seconds=300)
+_TICKETS = 2**40
+"""Distance between the first tickets of two runs: more operations than a run has."""
 _SEEN_BY = "Seen by rank"
+_MET_AT = "_composerlite_met_at"
+"""Attribute of an exception that every rank has raised: the id of the group, and the ticket of the operation."""
+_FIND_LOST_RANKS = timedelta(seconds=2)
+"""Time in which the other ranks notice a broken connection."""
+_CHECK_AFTER = timedelta(seconds=1)
+"""Interval at which a rank in a long collective checks whether another rank has failed."""
+_BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
 class Group:
     """Ranks whose main threads call the same methods in the same order, with the same ``operation`` for errors.
 
-    Every wait has a timeout. The error after a timeout names the late ranks. The methods here are the methods of one
-    process, as in :class:`SingleProcess`; :class:`RankGroup` overrides the methods that communicate.
+    Ranks wait for each other through a store, and send values through a process group: nothing waits on the process
+    group of training. Every wait has a timeout. The error after a timeout names the late ranks. ``Group()`` is a group
+    of one process, which does not communicate and raises errors unchanged.
 
-    Attributes:
+    Args:
         rank: of this process in the group.
         size: number of ranks.
+        store: a ``torch.distributed.Store`` with keys for this group only.
+        timeout: of every wait.
+        process_group: of all ranks of the group: gloo, or the group of a user.
+        exchanges: see the attribute.
+
+    Attributes:
         exchanges: true if :func:`~composerlite.dist.exchange` works for the ranks: only for the group of all ranks of
             a run with several.
     """
 
-    rank: int = 0
-    size: int = 1
-    exchanges: bool = False
-    _turn = timedelta(minutes=1)  # time between two checks for lost ranks in wait_for_all
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: Any = None,
+        timeout: timedelta = TIMEOUT,
+        process_group: ProcessGroup | None = None,
+        *,
+        exchanges: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self.timeout = timeout
+        self.process_group = process_group
+        self.exchanges = exchanges
+        self._run = -1
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Begin another run over the same connection, on every rank and without waiting.
+
+        Earlier calls of :meth:`leave` have no effect on the new run.
+        """
+        self._run += 1
+        self._ticket = self._run * _TICKETS  # number of the last meeting, the same on every rank
+        self._votes = itertools.count(self._ticket + 1)
 
     @property
     def is_first(self) -> bool:
         """True on rank 0."""
         return self.rank == 0
 
+    # ── operations of all ranks ──────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def all_or_none(self, operation: str) -> Generator[None]:
         """Run a block on every rank. If the block fails on a rank, all ranks raise the error of the lowest such rank.
@@ -63,17 +105,18 @@ class Group:
         Raises:
             RankError: a rank was lost or did not come.
         """
-        yield
-
-    def _through_first(
-        self, operation: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
-    ) -> Any:
-        """Call ``each`` on every rank, and ``first`` on rank 0 with the results of ``each`` in the order of ranks.
-
-        Returns the result of ``first``, or with ``scatter`` this rank's item of the result.
-        """
-        result = first([each()])
-        return result[0] if scatter else result
+        error: Exception | None = None
+        entered = self._ticket
+        try:
+            yield
+        except Exception as e:
+            if self.size == 1 or isinstance(e, RankError) or self._has_met(e, since=entered):
+                raise  # all ranks have the error, or cannot communicate any more
+            error = e
+        except BaseException as e:  # this process ends without waiting for the others
+            self.leave(e)
+            raise
+        self.meet(operation, error)
 
     def all_reduce(self, operation: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
         """Call ``each`` on every rank, and ``first`` with the results on rank 0. If one fails, all ranks raise.
@@ -137,23 +180,21 @@ class Group:
 
     def sum(self, numbers: Sequence[N]) -> list[N]:
         """Return the sum over all ranks of each of ``numbers``: equally many, of the same types, on every rank."""
-        return list(numbers)
+        return self._reduced(numbers, torch.distributed.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[N]) -> list[N]:
         """Return the maximum over all ranks of each of ``numbers``: equally many, of the same types, on every rank."""
-        return list(numbers)
+        return self._reduced(numbers, torch.distributed.ReduceOp.MAX)
 
-    def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
-        """Begin a vote on ``operation``, without waiting. Called in the same order on every rank.
-
-        Args:
-            operation: name of the operation, for errors.
-            longest_work: time for the work of a rank in the vote, added to the timeout of the group.
-
-        Returns:
-            The vote, to be run in any thread.
-        """
-        return Vote()
+    def _reduced(self, numbers: Sequence[N], reduction: Any) -> list[N]:
+        if self.size == 1:
+            return list(numbers)
+        dtype = torch.float64 if any(isinstance(number, float) for number in numbers) else torch.int64
+        tensor = torch.tensor(numbers, dtype=dtype)
+        self.run(
+            "all_reduce", lambda group: torch.distributed.all_reduce(tensor, reduction, group=group, async_op=True)
+        )
+        return tensor.tolist()
 
     def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
         """Wait until ``wait`` returns true on every rank. In a long wait the ranks notice if a rank is lost.
@@ -168,57 +209,83 @@ class Group:
         Raises:
             RankError: a rank failed or was lost.
         """
-        turn = min(timeout, self._turn)
+        turn = min(timeout, self.timeout / 4)
         return any(all(self.gather(wait(turn.total_seconds()))) for _ in range(math.ceil(timeout / turn)))
 
+    def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
+        """Begin a vote on ``operation``, without waiting. Called in the same order on every rank.
 
-@final
-class SingleProcess(Group):
-    """Group of one process. Does not communicate; errors are raised unchanged."""
+        Waits in the vote end if an awaited rank was lost, but not after :meth:`leave`.
 
+        Args:
+            operation: name of the operation, for errors.
+            longest_work: time for the work of a rank in the vote, added to the timeout of the group.
 
-class RankGroup(Group):
-    """Several ranks. They communicate through a store and a process group.
+        Returns:
+            The vote, to be run in any thread.
+        """
 
-    Args:
-        control: the connection of the ranks.
-        exchanges: true if these are all ranks of the run, and can exchange tensors.
-    """
+        def check(awaited: Callable[[], Sequence[int]]) -> None:
+            lost = self._lost_ranks()
+            for rank in set(lost).intersection(awaited() if lost else ()):
+                raise lost_error(rank)
 
-    def __init__(self, control: Control, *, exchanges: bool = False) -> None:
-        self.rank = control.rank
-        self.size = control.world_size
-        self.exchanges = exchanges
-        self._turn = control.timeout / 4
-        self._control = control
+        return self._vote(f"votes/{next(self._votes)}", operation, self.timeout + longest_work, check)
 
-    @contextlib.contextmanager
-    def all_or_none(self, operation: str) -> Generator[None]:
-        error: Exception | None = None
-        entered = self._control.ticket
-        try:
-            yield
-        except Exception as e:
-            if isinstance(e, RankError) or self._control.has_met(e, since=entered):
-                raise  # all ranks have the error, or cannot communicate any more
-            error = e
-        except BaseException as e:  # this process ends without waiting for the others
-            self._control.leave(e)
-            raise
-        self._meet(operation, error)
+    def _vote(self, key: str, operation: str, timeout: timedelta, check: Callable[..., None]) -> Vote:
+        store = None if self.size == 1 else PrefixStore(key, self.store)
+        return Vote(store, self.rank, self.size, operation, timeout, check)
 
-    def _meet(self, operation: str, error: BaseException | None) -> None:
+    def meet(self, operation: str, error: BaseException | None = None, timeout: timedelta | None = None) -> None:
         """Wait until every rank is here. If a rank comes with an ``error``, raise the error of the lowest such rank.
 
         The error has the same type on every rank, and names the rank.
+
+        Args:
+            operation: name of the operation: the same on every rank, unless a rank comes with an ``error``.
+            error: exception of this rank in an earlier operation.
+            timeout: of the wait; ``None``: the timeout of this group.
+
+        Raises:
+            RankError: a rank was lost, or has left the run: the same on every rank.
+            LateRankError: not every rank came in time.
         """
+        self._ticket += 1
         try:
-            self._control.meet(operation, error)
+            self.meet_once(f"meetings/{self._ticket}", operation, timeout or self.timeout, error)
         except RankError as e:
             if not e.causes:
                 raise
             named = self._named(e.causes[0], e.ranks[0], error)
             raise named from (named.__cause__ if named is error else error)
+
+    def meet_once(self, key: str, operation: str, timeout: timedelta, error: BaseException | None = None) -> None:
+        """Wait until every rank is here, even if the ranks have not called :meth:`meet` equally often.
+
+        Args:
+            key: of the meeting, used once.
+            operation: name of the operation, for errors.
+            timeout: of the wait.
+            error: exception of this rank in an earlier operation.
+
+        Raises:
+            RankError: a rank came with an error, was lost, or has left the run.
+        """
+
+        def arrive() -> str:
+            if error is not None:
+                raise error
+            return operation
+
+        def compare(others: Sequence[str]) -> None:
+            for rank, other in enumerate(others):
+                if other != operation:
+                    raise RankError(
+                        f"rank {rank} called {other!r}, but rank 0 called {operation!r}: every rank must call the same",
+                        [rank],
+                    )
+
+        self._vote(key, operation, timeout, lambda _: self.check_nobody_left(operation)).run(arrive, compare)
 
     def _named(self, error: BaseException, rank: int, own: BaseException | None) -> BaseException:
         """Return the ``error`` of ``rank``, with the number of ``rank`` in the message or in a note.
@@ -232,21 +299,35 @@ class RankGroup(Group):
                 error = type(error)(f"{error} ({_SEEN_BY} {rank}.)").with_traceback(error.__traceback__)
             else:
                 error.add_note(f"{_SEEN_BY} {rank}.")
-        self._control.mark_met(error)
+        setattr(error, _MET_AT, (id(self), self._ticket))
         return error
+
+    def _has_met(self, error: BaseException, since: int = -1) -> bool:
+        """Return true if every rank has raised ``error``, in an operation with a ticket above ``since``."""
+        group, ticket = getattr(error, _MET_AT, (0, -1))
+        return group == id(self) and ticket > since
 
     def _through_first(
         self, operation: str, each: Callable[[], T], first: Callable[[list[T]], Any], *, scatter: bool
     ) -> Any:
+        """Call ``each`` on every rank, and ``first`` on rank 0 with the results of ``each`` in the order of ranks.
+
+        Returns the result of ``first``, or with ``scatter`` this rank's item of the result.
+        """
+        if self.size == 1:
+            result = first([each()])
+            return result[0] if scatter else result
         own: BaseException | None = None
         pickled = b""
         try:
             pickled = pickle.dumps(each())
         except BaseException as e:  # noqa: BLE001 - raised on all ranks; an exit too, since other ranks wait
             own = e
-        self._meet(operation, own)
-        values = self._send_to_first(operation, pickled)
+        self.meet(operation, own)
+        values: list[bytes] | None = [b""] * self.size if self.is_first else None
         replies: list[bytes] | None = None
+        with self.naming_lost_ranks(operation) as group:
+            torch.distributed.gather_object(pickled, values, group_dst=0, group=group)
         if values is not None:
             with uncollected():  # the collector would go through the values of thousands of ranks
                 try:
@@ -256,50 +337,127 @@ class RankGroup(Group):
                 except BaseException as e:  # noqa: BLE001 - raised on all ranks
                     own = e
                     replies = [pickle.dumps((None, Failure.of(e, self.rank)))] * (self.size if scatter else 1)
-        value, failure = pickle.loads(self._receive_from_first(operation, replies, scatter=scatter))
+        reply = [b""] if replies is None else replies[:1]
+        with self.naming_lost_ranks(operation) as group:
+            if scatter:
+                torch.distributed.scatter_object_list(reply, replies, group_src=0, group=group)
+            else:
+                torch.distributed.broadcast_object_list(reply, group_src=0, group=group)
+        value, failure = pickle.loads(reply[0])
         if failure is not None:
-            raise self._named(failure.exception(), 0, own)
+            raise self._named(failure.error, 0, own)
         return value
 
-    def _send_to_first(self, operation: str, pickled: bytes) -> list[bytes] | None:
-        """Send ``pickled`` to rank 0. Returns the bytes of every rank on rank 0, and ``None`` on other ranks."""
-        values: list[bytes] | None = [b""] * self.size if self.is_first else None
-        with self._control.naming_lost_ranks(operation) as group:
-            torch.distributed.gather_object(pickled, values, group_dst=0, group=group)
-        return values
-
-    def _receive_from_first(self, operation: str, replies: list[bytes] | None, *, scatter: bool) -> bytes:
-        """Return the reply of rank 0 for this rank. Without ``scatter`` there is a single reply for all ranks.
+    def run(self, operation: str, start: Callable[[ProcessGroup], Work | None]) -> None:
+        """Run a collective of tensors in host memory. While it waits, an error of another rank ends the wait.
 
         Args:
             operation: name of the operation, for errors.
-            replies: on rank 0: the replies, one for each rank with ``scatter``. ``None`` on other ranks.
-            scatter: send a separate reply to each rank.
+            start: starts the collective on a process group.
+
+        Raises:
+            RankError: a rank failed, was lost, or is late.
         """
-        box = [b""] if replies is None else replies[:1]
-        with self._control.naming_lost_ranks(operation) as group:
-            if scatter:
-                torch.distributed.scatter_object_list(box, replies, group_src=0, group=group)
-            else:
-                torch.distributed.broadcast_object_list(box, group_src=0, group=group)
-        return box[0]
+        end = time.monotonic() + self.timeout.total_seconds()
+        with self.naming_lost_ranks(operation) as group:
+            work = cast("Work", start(group))
+            while True:
+                left = timedelta(seconds=max(0.001, end - time.monotonic()))
+                try:
+                    work.wait(min(left, _CHECK_AFTER))
+                    return
+                except RuntimeError as e:
+                    if left <= _CHECK_AFTER or "timed out" not in str(e).lower():
+                        raise
+                self.check_nobody_left(operation)
 
-    def sum(self, numbers: Sequence[N]) -> list[N]:
-        return self._reduced(numbers, torch.distributed.ReduceOp.SUM)
+    # ── failed and lost ranks ────────────────────────────────────────────────────────────────────────────────────────
+    def leave(self, error: BaseException) -> None:
+        """Report that this rank failed with ``error`` and takes part in no further operation of the run.
 
-    def max(self, numbers: Sequence[N]) -> list[N]:
-        return self._reduced(numbers, torch.distributed.ReduceOp.MAX)
+        Waits of the other ranks, except waits in a vote, end with a ``RankError`` that names this rank and ``error``.
+        Has no effect if every rank has raised ``error`` already. Does not wait.
 
-    def _reduced(self, numbers: Sequence[N], reduction: Any) -> list[N]:
-        dtype = torch.float64 if any(isinstance(number, float) for number in numbers) else torch.int64
-        tensor = torch.tensor(numbers, dtype=dtype)
-        self._control.run(
-            "all_reduce", lambda group: torch.distributed.all_reduce(tensor, reduction, group=group, async_op=True)
-        )
-        return tensor.tolist()
+        Raises:
+            RankError: the store does not answer.
+        """
+        if self.size == 1 or (isinstance(error, RankError) and error.everywhere) or self._has_met(error):
+            return
+        with reaching_the_store("leaving the run"):  # only the first failure counts
+            self.store.compare_set(f"left/{self._run}", "", pickle.dumps(Failure.of(error, self.rank)))
 
-    def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
-        return self._control.vote(operation, longest_work)
+    def report_lost(self, rank: int) -> None:
+        """Report that the process of ``rank`` has ended: waits for ``rank`` end. Does not fail."""
+        with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
+            self.store.append("lost", f"{rank} ")
+
+    def _lost_ranks(self) -> list[int]:
+        """Return the ranks whose process has ended, in the order of the reports."""
+        with reaching_the_store("looking for lost ranks"):
+            return [int(rank) for rank in self.store.get("lost").split()] if self.store.check(["lost"]) else []
+
+    def check_nobody_left(self, operation: str) -> None:
+        """Raise an error if a rank has called :meth:`leave` in this run, or was lost. For any thread.
+
+        Raises:
+            RankError: names the rank and the cause; or the store does not answer.
+        """
+        if self.size == 1:
+            return
+        with reaching_the_store(operation):
+            if self.store.check([key := f"left/{self._run}"]):
+                error = rank_error(operation, [pickle.loads(self.store.get(key))])
+                error.causes = ()  # only for ranks in this operation: a group raises a cause in place of this error
+                raise error
+        if lost := self._lost_ranks():
+            raise lost_error(lost[0])
+
+    def cause_elsewhere(self, operation: str, error: BaseException) -> RankError | None:
+        """Return the error of another rank that caused ``error``: the rank failed or was lost, and a connection broke.
+
+        If ``error`` comes from a broken connection, waits a few seconds for the other ranks to report failures.
+
+        Args:
+            operation: name of the operation, for the error.
+            error: raised on this rank.
+
+        Returns:
+            The error to raise in place of ``error``; ``None`` if ``error`` names the ranks already, does not come from
+            a connection, or no other rank is at fault.
+        """
+        is_broken = isinstance(error, torch.distributed.DistError) or _BROKEN.search(str(error)) is not None
+        if self.size == 1 or isinstance(error, RankError) or not (isinstance(error, RuntimeError) and is_broken):
+            return None
+        return self._find_lost_ranks(operation)
+
+    def _find_lost_ranks(self, operation: str) -> RankError | None:
+        """Return an error with the failed, lost and late ranks after a collective has failed.
+
+        Waits a few seconds for the other ranks. ``None`` if the collective has failed on every rank.
+        """
+        try:
+            self.meet_once(f"broken/{self._run}", operation, _FIND_LOST_RANKS)
+        except RankError as e:
+            return e
+        return None
+
+    @contextlib.contextmanager
+    def naming_lost_ranks(self, operation: str) -> Generator[ProcessGroup]:
+        """Yield the process group. If a collective fails, raise an error with the ranks at fault.
+
+        Args:
+            operation: name of the operation, for errors.
+
+        Raises:
+            RankError: the collective failed.
+        """
+        try:
+            yield cast("ProcessGroup", self.process_group)
+        except RankError:
+            raise
+        except RuntimeError as e:
+            text = f"{operation}: the connection between the ranks broke, or an operation did not end in time: {e}"
+            raise (self._find_lost_ranks(operation) or RankError(text)) from e
 
 
 @final

@@ -12,12 +12,11 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
-from composerlite.dist.rounds import late_error, wait_until
 from composerlite.errors import RankError
 from composerlite.threads import start_threads
 
 if TYPE_CHECKING:
-    from composerlite.dist.control import Control
+    from composerlite.dist.group import Group
 
 _CONNECT_SECONDS = 10.0
 _GOODBYE = b"."
@@ -29,52 +28,51 @@ _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
 @final
 class PeerWatch:
-    """Watches the process of the next rank. Every rank makes a watch at the same time: the constructor waits.
+    """Watches the process of the next rank. Every rank makes a watch and calls :meth:`connect`.
 
     If the connection to the next rank ends before the next rank calls :meth:`stop`, the next rank is reported as lost.
     A rank accepts the connection of the previous rank only in :meth:`stop`: until then the kernel holds the
     connection, and ends the connection when the process ends.
 
     Args:
-        control: the connection of all ranks: tells the address of the next rank, and gets the report of a lost rank.
+        group: all ranks; gets the report of a lost rank.
+
+    Attributes:
+        address: where the previous rank connects.
 
     Raises:
-        RankError: this rank cannot connect to the next rank, or cannot start a thread.
         OSError: this rank finds no route to MASTER_ADDR, or cannot listen for the previous rank.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._next = (control.rank + 1) % control.world_size
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._next = (group.rank + 1) % group.size
         self._is_stopped = False
-        what, next_key, where = "watching the next rank", f"peer/{self._next}", ""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the address of the route to MASTER_ADDR
             probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
             self._server = socket.create_server((probe.getsockname()[0], 0), backlog=128)
+        self.address: tuple[str, int] = self._server.getsockname()
+        self._ahead = socket.socket()
+        self._ahead.settimeout(_CONNECT_SECONDS)
+        _watches.add(self)
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Connect to the next rank at its ``address``, and watch the connection in a thread.
+
+        Raises:
+            RankError: this rank cannot connect to the next rank, or cannot start a thread.
+        """
+        rank, what = self._group.rank, "watching the next rank"
         try:
-            host, port = self._server.getsockname()
-            control.store.set(f"peer/{control.rank}", f"{host} {port}")
-            if not wait_until(
-                lambda: control.store.check([next_key]),
-                control.timeout,
-                control.world_size,
-                lambda: control.check_nobody_left(what),
-            ):
-                raise late_error(what, control.timeout, [self._next])
-            host, port = control.store.get(next_key).decode().split()
-            where = f" at {host}:{port}"
-            self._ahead = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-        except RankError:
-            self._server.close()
-            raise
+            self._ahead.connect(address)
         except OSError as e:
-            self._server.close()
+            self.close()
+            where = f"rank {self._next} at {address[0]}:{address[1]}"
             raise RankError(
-                f"{what}: rank {control.rank} cannot connect to rank {self._next}{where}: {e}. Ranks must reach each "
-                "other at the addresses of the route to MASTER_ADDR.",
+                f"{what}: rank {rank} cannot connect to {where}: {e}. Ranks must reach each other at the addresses of "
+                "the route to MASTER_ADDR.",
                 [self._next],
             ) from e
-        _watches.add(self)
         self._ahead.settimeout(None)
         self._ahead.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -82,7 +80,7 @@ class PeerWatch:
         threads = start_threads(self._watch, 1, name="peer-watch")
         if not threads:
             self.close()
-            raise RankError(f"{what}: rank {control.rank} cannot start a thread.", [control.rank])
+            raise RankError(f"{what}: rank {rank} cannot start a thread.", [rank])
         self._thread = threads[0]
 
     def stop(self) -> None:
@@ -111,7 +109,7 @@ class PeerWatch:
         except OSError:  # the process was killed, or its node does not answer
             last = b""
         if last != _GOODBYE and not self._is_stopped:
-            self._control.report_lost(self._next)
+            self._group.report_lost(self._next)
 
 
 def _close_in_fork() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast, final
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed
 import xxhash
 
-from composerlite.dist.connect import get_control, get_group
+from composerlite.dist.connect import get_group
 from composerlite.errors import RankError
 from composerlite.types import Piece
 
@@ -72,11 +73,11 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
 
 def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) -> None:
     """Make the transfers of one window at the same time."""
-    control = get_control()
-    parcels = [_Parcel(transfer, control.rank) for transfer in window]
-    with control.naming_lost_ranks(operation) as group:
-        for work in [work for parcel in parcels for work in parcel.start(group, tag)]:
-            work.wait(control.timeout)
+    group = get_group()
+    parcels = [_Parcel(transfer, group.rank) for transfer in window]
+    with group.naming_lost_ranks(operation) as process_group:
+        for work in [work for parcel in parcels for work in parcel.start(process_group, tag)]:
+            work.wait(group.timeout)
     for parcel in parcels:
         parcel.unpack()
 
@@ -171,31 +172,29 @@ def move(
         RankError: a rank was lost.
         Exception: raised by ``read`` or ``write`` on this rank, after all moves, so that no other rank waits in vain.
     """
-    control = get_control()
-    pieces = [piece for piece in _pieces_in_turn(moves) if control.rank in (piece.source, piece.target)]
-    unread: Exception | None = None
-    unwritten: Exception | None = None
+    rank = get_group().rank
+    pieces = [piece for piece in _pieces_in_turn(moves) if rank in (piece.source, piece.target)]
+    failures: list[Exception] = []
     for at in range(0, len(pieces), 2):
         window = [(piece, bytearray(piece.size_bytes)) for piece in pieces[at : at + 2]]
+        transfers: list[TensorTransfer] = []
         for piece, memory in window:
-            if piece.source == control.rank and unread is None:
+            if piece.source == rank:
                 try:
                     memoryview(memory)[:] = read(piece.name, piece.offset, piece.size_bytes)
                 except Exception as e:  # noqa: BLE001 - raised below; the target gets zeros
-                    unread = e
-        transfers = [
-            TensorTransfer(piece.source, (piece.source, piece.target), [torch.frombuffer(memory, dtype=torch.uint8)])
-            for piece, memory in window
-        ]
+                    failures.append(e)
+            tensors = [torch.frombuffer(memory, dtype=torch.uint8)]
+            transfers.append(TensorTransfer(piece.source, (piece.source, piece.target), tensors))
         _exchange(operation, transfers, _BACKGROUND_TAG if in_background else 0)
         for piece, memory in window:
-            if piece.target == control.rank and unwritten is None:
+            if piece.target == rank:
                 try:
                     write(piece.name, piece.offset, memoryview(memory))
                 except Exception as e:  # noqa: BLE001 - raised below
-                    unwritten = e
-    if (failure := unread or unwritten) is not None:
-        raise failure
+                    failures.append(e)
+    if failures:
+        raise failures[0]
 
 
 def _pieces_in_turn(moves: Sequence[Move]) -> list[Move]:
@@ -235,19 +234,13 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
                 read(batch)
             except Exception as e:  # noqa: BLE001 - raised below, on all ranks
                 failure = e
-        has_failed = torch.tensor([failure is not None])
-        _broadcast(operation, has_failed)
-        if has_failed.item():
+        if group.sum([int(failure is not None)]) != [0]:
             with group.all_or_none(operation):
                 if failure is not None:
                     raise failure
         for parcel in _parcels_of(batch, group.rank):
-            _broadcast(operation, parcel.bytes)
+            group.run(operation, functools.partial(torch.distributed.broadcast, parcel.bytes, 0, async_op=True))
             parcel.unpack()
-
-
-def _broadcast(operation: str, tensor: torch.Tensor) -> None:
-    get_control().run(operation, lambda group: torch.distributed.broadcast(tensor, 0, group=group, async_op=True))
 
 
 def _parcels_of(batch: Sequence[Piece], rank: int) -> Iterator[_Parcel]:

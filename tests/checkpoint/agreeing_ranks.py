@@ -53,7 +53,7 @@ def saves_by_interval(folder: Path) -> dict[str, list[str]]:
 @contextlib.contextmanager
 def timeout_of(seconds: float) -> Generator[None]:
     """Ranks are waited for so long: they have met, which may take longer."""
-    control = dist.connect.get_control()
+    control = dist.get_group()
     before = control.timeout
     object.__setattr__(control, "timeout", timedelta(seconds=seconds))
     try:
@@ -141,7 +141,7 @@ def save_alone(folder: Path) -> tuple[str, float]:
     step(state)
     if dist.get_global_rank() == 1:
         error = OSError("the data of this rank are gone")
-        dist.collectives.leave_with(error)
+        dist.get_group().leave(error)
         raise error
     began = time.monotonic()
     try:

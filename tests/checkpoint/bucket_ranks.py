@@ -150,7 +150,7 @@ def without_settings() -> Generator[None]:
 
 def be_killed(bucket: str, name: str) -> str:
     """A run in which rank 0 is killed when it sends the object ``name``: what rank 1 raises."""
-    object.__setattr__(dist.connect.get_control(), "timeout", timedelta(seconds=4))  # they have met: that took longer
+    object.__setattr__(dist.get_group(), "timeout", timedelta(seconds=4))  # they have met: that took longer
     for method in ("upload", "put_bytes"):
         setattr(Transfer, method, _deadly(getattr(Transfer, method), name))
     try:

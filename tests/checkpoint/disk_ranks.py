@@ -95,9 +95,7 @@ def save_and_be_killed(folder: Path, rank: int, stage: str, saves: int) -> str:
         saver.fit_end(state, logger)
     step(state)
     dist.barrier()
-    object.__setattr__(
-        dist.connect.get_control(), "timeout", timedelta(seconds=3)
-    )  # all has been imported: that takes longer
+    object.__setattr__(dist.get_group(), "timeout", timedelta(seconds=3))  # all has been imported: that takes longer
     if dist.get_global_rank() == rank:
         die_in(ShardedDirectory, stage)
     try:

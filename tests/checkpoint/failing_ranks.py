@@ -22,7 +22,7 @@ from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.save import LONGEST_WORK
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
-from composerlite.dist.rounds import Round
+from composerlite.dist.votes import Vote
 from composerlite.storage.disk import files
 
 Stage = tuple[str, int, Any, str]
@@ -143,7 +143,7 @@ def meet_another_run(folder: Path, kind: str) -> tuple[str, str]:
             place.write_bytes(THEIRS)
         return real(*arguments, **others)
 
-    with instead(0, Round, "decide", they_are_faster):
+    with instead(0, Vote, "decide", they_are_faster):
         raised = run.next_batch()
     run.saver.close(run.state, run.logger)
     return name, raised

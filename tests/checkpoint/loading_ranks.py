@@ -175,7 +175,7 @@ def load_and_die(path: Path, stage: str) -> None:
     state = new_state()
     load_checkpoint(path, state, progress_bar=False)
     dist.barrier()
-    object.__setattr__(dist.connect.get_control(), "timeout", timedelta(seconds=3))
+    object.__setattr__(dist.get_group(), "timeout", timedelta(seconds=3))
     if dist.get_global_rank() == 1 and stage == "compare":
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":

@@ -20,7 +20,7 @@ from composerlite.checkpoint.save.save import SaveTask, begin_save, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Callback, State
-from composerlite.dist import SingleProcess
+from composerlite.dist import Group
 
 
 class Remember(Callback):
@@ -106,7 +106,7 @@ def save_run_directory(path: Path, state: State, batch: int) -> None:
     """Save ``state`` to the directory ``path`` as a checkpoint of the run ``run``."""
     contents = {"state": state.state_dict(), "rng": [rng.capture()]}
     record = replace(record_of_directory(path.name, 1), run=SavedRun(name="run", timestamp={"batch": batch}))
-    group = SingleProcess()
+    group = Group()
     writer = ShardWriter(lambda: contents, ShardedDirectory.of(path), overwrite=False)
     votes = [group.vote(f"saving {path.name}")]
     SaveTask(manifest=record, path=path, writer=writer, votes=votes, group=group).run()

@@ -24,7 +24,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.save import LONGEST_WORK
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
-from composerlite.dist.rounds import Round
+from composerlite.dist.votes import Vote
 from composerlite.errors import RankError
 
 
@@ -174,7 +174,7 @@ def die_in(kind: type, method: str) -> None:
     real = getattr(kind, method)
 
     def die(*arguments: Any, **others: Any) -> Any:
-        if kind is Round and arguments[0]._timeout < LONGEST_WORK:
+        if kind is Vote and arguments[0]._timeout < LONGEST_WORK:
             return real(*arguments, **others)
         return os.kill(os.getpid(), signal.SIGKILL)
 
@@ -184,9 +184,9 @@ def die_in(kind: type, method: str) -> None:
 STAGES: dict[str, tuple[type, str]] = {
     "snapshot": (StagingMemory, "take"),
     "write": (ShardedDirectory, "write"),
-    "vote": (Round, "arrive"),
+    "vote": (Vote, "arrive"),
     "commit": (ShardedDirectory, "commit"),
-    "release": (Round, "release"),
+    "release": (Vote, "release"),
 }
 
 
@@ -199,9 +199,7 @@ def save_and_be_killed(folder: Path, rank: int, stage: str) -> str:
     saver.fit_end(state, logger)
     step(state)
     dist.barrier()
-    object.__setattr__(
-        dist.connect.get_control(), "timeout", timedelta(seconds=3)
-    )  # all has been imported: that takes longer
+    object.__setattr__(dist.get_group(), "timeout", timedelta(seconds=3))  # all has been imported: that takes longer
     if dist.get_global_rank() == rank:
         die_in(*STAGES[stage])
     try:

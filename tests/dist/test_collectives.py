@@ -212,7 +212,7 @@ def test_an_exception_that_cannot_be_rebuilt_comes_as_text() -> None:
 
 def _be_late_on_rank_1(act: Callable[[], object]) -> tuple[list[int], str, list[str]]:
     dist.barrier("the place before")
-    control = dist.connect.get_control()
+    control = dist.get_group()
     control.timeout, before = SHORT, control.timeout
     if dist.get_global_rank() == 1:
         time.sleep(2)
@@ -238,7 +238,7 @@ def test_a_late_rank_is_named_by_all() -> None:
 
 def _be_late_for_all_reduce() -> None:
     dist.barrier("the place before")
-    dist.connect.get_control().timeout = SHORT
+    dist.get_group().timeout = SHORT
     if dist.get_global_rank() == 1:
         time.sleep(2.2)
     else:
@@ -288,7 +288,7 @@ def test_a_killed_rank_is_named(act: Callable[[], object]) -> None:
 def _leave_on_rank_1() -> None:
     if dist.get_global_rank() == 1:
         error = ValueError("not a number")
-        dist.collectives.leave_with(error)
+        dist.get_group().leave(error)
         raise error
     dist.barrier("the next place", timedelta(seconds=50))
 
@@ -314,11 +314,11 @@ def test_a_rank_that_leaves_says_why(act: Callable[[], None], cause: str) -> Non
 def _go_on_after_a_failure() -> str:
     error = ValueError("not a number")
     if dist.get_global_rank() == 1:
-        dist.collectives.leave_with(error)
+        dist.get_group().leave(error)
     else:
         with pytest.raises(RankError, match="rank 1 failed: ValueError: not a number"):
             dist.barrier("the next place", timedelta(seconds=50))
-    dist.collectives.begin_run()
+    dist.get_group().begin_run()
     dist.connect.check_nobody_left("the second run")
     dist.barrier("the second run", timedelta(seconds=50))
     return "went on"
@@ -372,7 +372,7 @@ def _count_keys() -> int:
         dist.barrier()
         dist.all_gather_object(1)
         dist.all_reduce(torch.ones(1))
-        control = dist.connect.get_control()
+        control = dist.get_group()
         dist.get_group().vote("a save").run(int, sum)
         dist.barrier()
         return control.store.num_keys()

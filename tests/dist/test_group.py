@@ -131,7 +131,7 @@ def _stay_away() -> None:
     group = dist.get_group()
     if group.rank == 1:
         return
-    dist.connect.get_control().timeout = timedelta(seconds=1)
+    dist.get_group().timeout = timedelta(seconds=1)
     with group.all_or_none("meeting"):
         pass
 

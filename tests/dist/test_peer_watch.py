@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,9 +13,8 @@ from forked import run_forked
 from scarce import forbid_threads
 from torch.distributed import HashStore
 
-from composerlite.dist.control import Control
+from composerlite.dist import Group
 from composerlite.dist.peer_watch import PeerWatch
-from composerlite.dist.rounds import wait_until
 from composerlite.errors import LateRankError, RankError
 
 LONG = timedelta(seconds=60)
@@ -28,9 +25,10 @@ class Two:
 
     def __init__(self) -> None:
         self.store = HashStore()
-        self.controls = [Control(self.store, rank, 2, LONG) for rank in range(2)]
-        with ThreadPoolExecutor(2) as threads:
-            self.watches = list(threads.map(PeerWatch, self.controls))
+        self.groups = [Group(rank, 2, self.store, LONG) for rank in range(2)]
+        self.watches = [PeerWatch(group) for group in self.groups]
+        for rank, watch in enumerate(self.watches):
+            watch.connect(self.watches[1 - rank].address)
 
     def end_suddenly(self, rank: int) -> None:
         """Close what the kernel closes when the process of ``rank`` is killed: its end of the other one's watch."""
@@ -38,7 +36,7 @@ class Two:
 
     def wait_until_reported(self) -> None:
         """Wait until a rank is reported as lost."""
-        assert wait_until(lambda: self.store.check(["lost"]), LONG)
+        self.store.wait(["lost"], LONG)
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def test_a_rank_that_ends_suddenly_is_reported(two: Two) -> None:
     two.end_suddenly(1)
     two.wait_until_reported()
     with pytest.raises(LateRankError, match="rank 1 is gone: its process was killed, or its node is lost") as caught:
-        two.controls[0].meet("saving")
+        two.groups[0].meet("saving")
     assert caught.value.ranks == (1,)
 
 
@@ -63,7 +61,7 @@ def test_a_rank_that_ends_by_intention_is_not_reported(two: Two) -> None:
     """The other one can still do what needs no other rank."""
     two.watches[1].stop()
     two.watches[0]._thread.join(60)
-    two.controls[0].check_nobody_left("the end")
+    two.groups[0].check_nobody_left("the end")
     assert not two.store.check(["lost"])
 
 
@@ -109,32 +107,18 @@ def test_ranks_that_cannot_connect_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     """The error names both ranks, the address and the cause."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
-    def refuse(*_: object, **__: object) -> socket.socket:
-        raise ConnectionRefusedError(111, "Connection refused")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
+    watches = [PeerWatch(Group(rank, 2, HashStore(), LONG)) for rank in range(2)]
+    watches[1].close()
     with pytest.raises(RankError, match=r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1:\d+: .*Connection refused"):
-        Two()
+        watches[0].connect(watches[1].address)
 
 
 def a_rank_without_threads() -> None:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    store = HashStore()
-    controls = [Control(store, rank, 2, LONG) for rank in range(2)]
-    is_limited = threading.Event()
-
-    def watch(rank: int) -> PeerWatch:
-        is_limited.wait(60)
-        return PeerWatch(controls[rank])
-
-    with ThreadPoolExecutor(1) as threads:  # whose thread is not limited: it was there before
-        other = threads.submit(watch, 1)
-        forbid_threads()
-        is_limited.set()
-        with pytest.raises(RankError, match="rank 0 cannot start a thread"):
-            watch(0)
-    if other.exception(60) is None:  # the rank had connected before
-        other.result().stop()
+    watches = [PeerWatch(Group(rank, 2, HashStore(), LONG)) for rank in range(2)]
+    forbid_threads()
+    with pytest.raises(RankError, match="rank 0 cannot start a thread"):
+        watches[0].connect(watches[1].address)
 
 
 def test_a_rank_that_gets_no_more_threads_is_an_error(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trainer_parts import At, Points
 from composerlite import ComposerModel, DataSpec, Event, State, Trainer, dist
 from composerlite.algorithms import EMA, SWA, GradientClipping
 from composerlite.callbacks import OptimizerMonitor
-from composerlite.dist.control import Control
+from composerlite.dist import Group
 from composerlite.loggers import InMemoryLogger
 
 SAMPLES = 22  # the last global batch of 8 is of 6
@@ -305,8 +305,8 @@ def _words_per_batch(**arguments: Any) -> float:
         return call
 
     with (
-        mock.patch.object(Control, "run", counting(Control.run)),
-        mock.patch.object(Control, "meet", counting(Control.meet)),
+        mock.patch.object(Group, "run", counting(Group.run)),
+        mock.patch.object(Group, "meet", counting(Group.meet)),
         small(
             callbacks=[At(Event.BATCH_END, lambda _: numbers.append(calls))], max_duration="5ba", **arguments
         ) as trainer,

@@ -45,7 +45,7 @@ from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, 
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging
-from composerlite.dist import Group, SingleProcess, group_of, is_initialized
+from composerlite.dist import Group, group_of, is_initialized
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
 from composerlite.storage import number_of
 from composerlite.types import StateDict, Stateful
@@ -459,7 +459,7 @@ def load_keys(
         return [values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted]
 
     with RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
-        found = sharded.read_whole(reader, SingleProcess(), read)
+        found = sharded.read_whole(reader, Group(), read)
     return (value for value in found)
 
 

@@ -27,7 +27,7 @@ from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
-from composerlite.dist import Group, SingleProcess, empty_shard_like, exchange, group_of, is_dense
+from composerlite.dist import Group, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
 from composerlite.types import StateDict, items_of, with_items
 
@@ -281,7 +281,7 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
     """Return the tensors and values of ``keys`` of the index, whole, in host memory. Not collective."""
     state = unread(reader.read_metadata(), keys)
     if state:
-        load_leaves(reader, state, group=SingleProcess())
+        load_leaves(reader, state, group=Group())
     return state
 
 

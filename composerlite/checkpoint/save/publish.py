@@ -416,7 +416,7 @@ class Publishing:
             name: name of the checkpoint.
             overwrite: replace another checkpoint of the same name in the buckets.
         """
-        group = dist.SingleProcess() if self._where.disks is None else dist.get_group()
+        group = dist.Group() if self._where.disks is None else dist.get_group()
         what = f"publishing checkpoint {name!r}"
         votes = [group.vote(what, longest_work=_LONGEST_UPLOAD) for _ in self.buckets]
         return functools.partial(self._publish, name, votes, overwrite=overwrite)

@@ -20,7 +20,7 @@ from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.reading import weights_of
 from composerlite.devices import rng
-from composerlite.dist import SingleProcess
+from composerlite.dist import Group
 from composerlite.errors import CheckpointExistsError
 from composerlite.storage import make_folder
 from composerlite.types import StateDict
@@ -71,7 +71,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
 
 
 def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
-    group = SingleProcess()
+    group = Group()
     vote = group.vote(f"writing {str(path)!r}")
     SaveTask(manifest=record, path=path, writer=writer, votes=[vote], group=group).run()
 

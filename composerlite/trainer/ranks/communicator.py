@@ -55,7 +55,7 @@ class Communicator:
     """
 
     def __init__(self, group: dist.Group | None = None, *, counts: bool = True) -> None:
-        self._group = dist.SingleProcess() if group is None else group
+        self._group = dist.Group() if group is None else group
         self._is_single = self._group.size == 1
         self._counts = counts
         self._warned = False
@@ -167,11 +167,11 @@ def failing_together(what: str) -> Generator[None]:
     except BaseException as e:
         if dist.get_world_size() == 1:
             raise
-        cause: Any = dist.collectives.cause_elsewhere(what, e)
+        cause: Any = dist.get_group().cause_elsewhere(what, e)
         if cause is not None:
             raise cause from e
         if not (isinstance(e, RankError) and e.everywhere):
-            dist.collectives.leave_with(e)
+            dist.get_group().leave(e)
         raise
 
 
@@ -196,7 +196,7 @@ class Membership:
         if dist.initialize_dist(device, timeout, min_world_size=1 if alone else 2):
             Membership._members, Membership._connected_here = 0, True
         else:
-            dist.collectives.begin_run()
+            dist.get_group().begin_run()
         Membership._members += 1
         self._is_member = True
 

@@ -87,7 +87,7 @@ class ZeRO(Parallel):
         self._deepspeed = _deepspeed(state.device)
         # Its own copy would wait for half an hour for a rank that is late.
         groups: Any = importlib.import_module("deepspeed.utils.groups")
-        groups._WORLD_GROUP = torch.distributed.new_group(timeout=dist.connect.get_control().timeout)
+        groups._WORLD_GROUP = torch.distributed.new_group(timeout=dist.get_group().timeout)
         self._engine: Any = self._deepspeed.initialize(
             model=state.model, optimizer=state.optimizers[0], config=config, dist_init_required=False
         )[0]

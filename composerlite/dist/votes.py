@@ -1,7 +1,7 @@
-"""One exchange of all ranks through a store: every rank gives a value, rank 0 decides, every rank gets the answer.
+"""Votes of all ranks through a store: every rank gives a value, rank 0 decides, every rank gets the answer.
 
-A round needs no process group. So a round can run in any thread while the main thread runs collectives, and an absent
-rank blocks nothing after the round.
+A vote needs no process group. So a vote can run in any thread while the main thread runs collectives, and an absent
+rank blocks nothing after the vote.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from composerlite.errors import LateRankError, RankError
-
-if TYPE_CHECKING:
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,42 +47,34 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 @final
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception of a rank, in a form to be sent to every other rank.
 
     Attributes:
         rank: number of the rank.
         text: type and message of the exception.
         trace: traceback of the exception; empty if another traceback is shown.
-        pickled: the exception itself; empty if it cannot be pickled.
+        error: the exception, or a ``RankError`` with the same text if the exception cannot be pickled.
         names_ranks: true if the exception is a ``RankError``, with the ranks at fault.
     """
 
     rank: int
     text: str
     trace: str
-    pickled: bytes
+    error: BaseException
     names_ranks: bool
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Make the failure of ``rank`` that raised ``error``."""
-        try:
-            pickled = pickle.dumps(error)
-        except Exception:  # noqa: BLE001 - an exception may refer to any object; the text says what happened
-            pickled = b""
         text = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error)).rstrip()
-        return cls(rank, text, trace, pickled, isinstance(error, RankError))
-
-    def exception(self) -> BaseException:
-        """Return the exception as it was raised, or a ``RankError`` with the same text if it cannot be rebuilt."""
+        sent = error
         try:
-            error = pickle.loads(self.pickled) if self.pickled else None
-        except Exception:  # noqa: BLE001 - raised by the constructor of a user's class; the text says what happened
-            error = None
-        return error if isinstance(error, BaseException) else RankError(self.text, [self.rank])
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - an exception may refer to any object; the text says what happened
+            sent = RankError(text, [rank])
+        return cls(rank, text, trace, sent, isinstance(error, RankError))
 
 
 def rank_error(operation: str, failures: Sequence[Failure], own: BaseException | None = None) -> RankError:
@@ -101,37 +89,19 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
         An error whose cause is ``own``, or else the exception of the first rank that failed. If a rank failed because
         other ranks were lost or late, the error names the other ranks.
     """
-    causes = tuple(failure.exception() for failure in failures)
-    for cause, failure in zip(causes, failures, strict=True):
-        if isinstance(cause, RankError) and failure.names_ranks:
-            cause.everywhere = True
-            return cause
     ranks: dict[str, list[int]] = {}
     for failure in failures:
+        if failure.names_ranks and isinstance(failure.error, RankError):
+            failure.error.everywhere = True
+            return failure.error
         ranks.setdefault(failure.text, []).append(failure.rank)
     texts = [f"{format_ranks(failed)} failed: {text}" for text, failed in ranks.items()]
     error = RankError(f"{operation}: {'; '.join(texts)}", [failure.rank for failure in failures], everywhere=True)
-    error.causes = causes
+    error.causes = tuple(failure.error for failure in failures)
     if own is None:
         error.add_note(f"On rank {failures[0].rank}:\n{failures[0].trace}")
-    error.__cause__ = causes[0] if own is None else own
+    error.__cause__ = error.causes[0] if own is None else own
     return error
-
-
-def late_error(operation: str, timeout: timedelta, late: Sequence[int]) -> LateRankError:
-    """Return the error after a wait in which the ranks ``late`` did not come.
-
-    Args:
-        operation: name of the operation, for the message.
-        timeout: of the wait.
-        late: ranks; empty if all ranks came, but rank 0 has not answered.
-    """
-    seconds = f"{timeout.total_seconds():g} s"
-    if not late:
-        text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
-        return LateRankError(f"{operation}: {text}", [0])
-    verb = "has" if len(late) == 1 else "have"
-    return LateRankError(f"{operation}: {format_ranks(late)} {verb} not come in {seconds}.", late)
 
 
 def lost_error(rank: int) -> LateRankError:
@@ -151,45 +121,48 @@ def reaching_the_store(operation: str) -> Generator[None]:
         ) from e
 
 
-# ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def wait_until(
-    happened: Callable[[], bool],
-    timeout: timedelta,
-    world_size: int = 1,
-    check: Callable[[], object] = lambda: None,
-) -> bool:
-    """Call ``happened``, at growing intervals, until it returns true. The wait does not block inside the store.
+# ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Vote:
+    """A vote of all ranks, used once, in one thread. A vote of one process does not communicate.
+
+    :meth:`run` is the whole vote; other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`. Then
+    rank 0 calls :meth:`decide`, commits, and calls :meth:`release`. The other ranks call :meth:`wait`. Only rank 0 ends
+    a vote.
+
+    All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
+    requests for any number of ranks.
 
     Args:
-        happened: sends a request to the store.
-        timeout: of the wait.
-        world_size: number of ranks waiting at the same time: the more ranks, the fewer requests of each.
-        check: called now and then in a long wait; may raise.
-
-    Returns:
-        False after ``timeout``.
-    """
-    start = time.monotonic()
-    longest = max(_LONGEST_PAUSE_SECONDS, world_size / _CHECKS_PER_SECOND)
-    while not happened():
-        waited = time.monotonic() - start
-        if waited >= timeout.total_seconds():
-            return False
-        pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), longest)
-        if pause == longest:
-            check()
-        time.sleep(min(pause, timeout.total_seconds() - waited))
-    return True
-
-
-class Vote:
-    """A vote on a commit. Used once, in any thread. This is the vote of one process; see :class:`Round` for several.
+        store: a ``torch.distributed.Store`` with keys for this vote only; ``None`` for one process.
+        rank: of this process.
+        world_size: number of ranks.
+        operation: name of the operation, for errors.
+        timeout: of the wait for the votes of all ranks, and of the wait for rank 0 after that.
+        check: called now and then in a wait, with a function to get the awaited ranks. Raises a ``RankError`` if the
+            wait is in vain.
 
     Attributes:
         may_be_committed: true after a commit, and if the outcome is unknown. Then the files must not be deleted.
     """
 
-    may_be_committed: bool = False
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        operation: str,
+        timeout: timedelta,
+        check: Callable[[Callable[[], Sequence[int]]], object] = lambda _: None,
+    ) -> None:
+        self.may_be_committed = False
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._operation = operation
+        self._timeout = timeout
+        self._check = check
+        self._own_error: BaseException | None = None
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, then commit on rank 0. If a rank fails to write, rank 0 does not commit.
@@ -205,59 +178,10 @@ class Vote:
             RankError: a rank failed, was lost or is late. ``may_be_committed`` tells if files may be deleted.
             Exception: in one process: the exception of ``write`` or ``commit``.
         """
-        result = commit([write()])
-        self.may_be_committed = True
-        return result
-
-    def pass_by(self) -> None:
-        """Vote for the commit without waiting, in place of :meth:`run`, on a rank other than 0.
-
-        The rank does not get the result of the commit.
-
-        Raises:
-            RankError: the store does not answer.
-        """
-
-
-@final
-class Round(Vote):
-    """A round of all ranks, used once, in one thread.
-
-    :meth:`run` is the whole round; the other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`.
-    Then rank 0 calls :meth:`decide`, commits, and calls :meth:`release`. The other ranks call :meth:`wait`. Only rank 0
-    ends a round.
-
-    All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
-    requests for any number of ranks.
-
-    Args:
-        store: keys for this round only.
-        rank: of this process.
-        world_size: number of ranks.
-        operation: name of the operation, for errors.
-        timeout: of the wait for the votes of all ranks, and of the wait for rank 0 after that.
-        check: called now and then in a wait, with a function to get the awaited ranks. Raises a ``RankError`` if the
-            wait is in vain.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        operation: str,
-        timeout: timedelta,
-        check: Callable[[Callable[[], Sequence[int]]], object] = lambda _: None,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._operation = operation
-        self._timeout = timeout
-        self._check = check
-        self._own_error: BaseException | None = None
-
-    def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
+        if self._world_size == 1:
+            result = commit([write()])
+            self.may_be_committed = True
+            return result
         value: Any = None
         error: BaseException | None = None
         try:
@@ -277,9 +201,17 @@ class Round(Vote):
         return result
 
     def pass_by(self) -> None:
-        self.arrive()
-        with reaching_the_store(self._operation):
-            self._leave()
+        """Vote for the commit without waiting, in place of :meth:`run`, on a rank other than 0.
+
+        The rank does not get the result of the commit.
+
+        Raises:
+            RankError: the store does not answer.
+        """
+        if self._world_size > 1:
+            self.arrive()
+            with reaching_the_store(self._operation):
+                self._leave()
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Vote once: for the commit, with a ``value`` for rank 0, or against the commit because of ``error``."""
@@ -288,9 +220,8 @@ class Round(Vote):
         with reaching_the_store(self._operation):
             for at in range(0, len(vote), _MOST_BYTES):
                 piece = vote[at : at + _MOST_BYTES]
-                # torch declares append for some stores only, and with text
-                self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)  # pyright: ignore
-            self._store.append("voters", self._rank.to_bytes(4, sys.byteorder))  # pyright: ignore
+                self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)
+            self._store.append("voters", self._rank.to_bytes(4, sys.byteorder))
 
     def decide(self) -> list[Any]:
         """Wait for every vote, on rank 0. Returns the values in the order of ranks.
@@ -302,7 +233,7 @@ class Round(Vote):
         with reaching_the_store(self._operation):
             try:
                 if not self._wait(lambda: len(self._voters()) >= self._world_size, self._late):
-                    raise late_error(self._operation, self._timeout, self._late())
+                    raise self._late_error(self._late())
             except RankError as e:
                 failures = [Failure.of(e, self._rank)]
             else:
@@ -321,24 +252,24 @@ class Round(Vote):
             self._publish(value, [] if error is None else [Failure.of(error, self._rank)])
 
     def wait(self) -> Any:
-        """Wait for the end of the round, on a rank other than 0. Returns the value passed to :meth:`release`.
+        """Wait for the end of the vote, on a rank other than 0. Returns the value passed to :meth:`release`.
 
         Raises:
             RankError: a rank failed, or rank 0 failed to commit.
             LateRankError: a rank is late, or rank 0 was lost. See ``may_be_committed``.
         """
         self.may_be_committed = self._own_error is None  # as long as rank 0 has not said otherwise
+        late: Sequence[int] = ()
         with reaching_the_store(self._operation):
             try:
-                is_released = self._wait_for_rank_0() or (not self._late() and self._wait_for_rank_0())
+                is_released = self._wait_for_rank_0() or (not (late := self._late()) and self._wait_for_rank_0())
             except RankError:  # rank 0 was lost, perhaps before the vote of rank 0
                 self.may_be_committed = self.may_be_committed and 0 not in self._late()
                 raise
-            late = () if is_released else self._late()
             value, failures = pickle.loads(self._store.get("released")) if is_released else (None, ())
             self._leave()
         if not is_released:
-            raise late_error(self._operation, self._timeout, late)
+            raise self._late_error(late)
         self.may_be_committed = not failures
         if failures:
             raise rank_error(self._operation, failures, self._own_error)
@@ -348,8 +279,31 @@ class Round(Vote):
         return self._wait(lambda: self._store.check(["released"]), lambda: [0])
 
     def _wait(self, happened: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> bool:
-        many = self._world_size if self._rank else 1
-        return wait_until(happened, self._timeout, many, lambda: self._check(awaited))
+        """Call ``happened``, at growing intervals, until it returns true. Returns false after the timeout.
+
+        The wait does not block inside the store. The more ranks wait, the fewer requests each of them sends.
+        """
+        start, limit = time.monotonic(), self._timeout.total_seconds()
+        longest = max(_LONGEST_PAUSE_SECONDS, (self._world_size if self._rank else 1) / _CHECKS_PER_SECOND)
+        while not happened():
+            waited = time.monotonic() - start
+            if waited >= limit:
+                return False
+            pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), longest)
+            if pause == longest:
+                self._check(awaited)
+            time.sleep(min(pause, limit - waited))
+        return True
+
+    def _late_error(self, late: Sequence[int]) -> LateRankError:
+        """Return the error after a wait for the ranks ``late``; if every rank has voted, for the answer of rank 0."""
+        seconds = f"{self._timeout.total_seconds():g} s"
+        text = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not come in {seconds}."
+        if not late:
+            text = (
+                f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
+            )
+        return LateRankError(f"{self._operation}: {text}", late or [0])
 
     def _late(self) -> list[int]:
         """Return the ranks that have not voted."""
@@ -370,12 +324,12 @@ class Round(Vote):
 
     def _publish(self, value: object, failures: list[Failure]) -> None:
         """Answer all ranks. Every rank reads all failures, so only the first has its traceback."""
-        failures = [*failures[:1], *(replace(failure, trace="") for failure in failures[1:])]
-        self._store.set("released", pickle.dumps((value, failures)))  # pyright: ignore[reportArgumentType]
+        failures = [*failures[:1], *(failure._replace(trace="") for failure in failures[1:])]
+        self._store.set("released", pickle.dumps((value, failures)))
         self._leave()
 
     def _leave(self) -> None:
-        """Remove the keys of this round on the last rank to leave: no other rank reads them any more."""
+        """Remove the keys of this vote on the last rank to leave: no other rank reads them any more."""
         if self._store.add("gone", 1) == self._world_size:
             for key in ("votes", "voters", "released", "gone"):
                 self._store.delete_key(key)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from composerlite import dist
-from composerlite.dist.rounds import Round
+from composerlite.dist.votes import Vote
 from composerlite.errors import LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 
@@ -43,7 +43,7 @@ class Ranks:
     ) -> list[Future[Any]]:
         """Begin one round on every rank."""
 
-        def take_part(rank: int, one: Round) -> Any:
+        def take_part(rank: int, one: Vote) -> Any:
             try:
                 return one.run(lambda: write(rank), commit or self._commit)
             except RankError as e:
@@ -52,7 +52,7 @@ class Ranks:
 
         self._round += 1
         rounds = [
-            Round(
+            Vote(
                 PrefixStore(f"{self._round}", self.store),
                 rank,
                 self.size,
@@ -185,7 +185,7 @@ def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
 def test_a_rank_that_gives_up_before_rank_0_votes_keeps_its_files() -> None:
     """Rank 0 may come after all, and commit them."""
     store = HashStore()
-    zero, one = (Round(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
+    zero, one = (Vote(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     one.arrive()
     with pytest.raises(LateRankError, match="rank 0 has not come"):
         one.wait()
@@ -197,7 +197,7 @@ def test_a_rank_that_gives_up_before_rank_0_votes_keeps_its_files() -> None:
 def test_a_rank_that_gives_up_after_rank_0_has_voted_keeps_its_files() -> None:
     """Rank 0 may be committing them."""
     store = HashStore()
-    zero, one = (Round(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
+    zero, one = (Vote(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     zero.arrive()
     one.arrive()
     with pytest.raises(LateRankError, match="Whether rank 0 has committed is not known here"):
@@ -270,8 +270,8 @@ class _CountingStore(HashStore):
         self._count("set", *arguments)
 
 
-def _rounds(store: HashStore, world_size: int) -> list[Round]:
-    return [Round(store, rank, world_size, "saving ep1", timedelta()) for rank in range(world_size)]
+def _rounds(store: HashStore, world_size: int) -> list[Vote]:
+    return [Vote(store, rank, world_size, "saving ep1", timedelta()) for rank in range(world_size)]
 
 
 def _requests_of_a_vote(world_size: int, *, is_late: bool) -> int:
@@ -304,7 +304,7 @@ def test_a_vote_may_be_larger_than_a_request_to_a_store() -> None:
     """TCPStore closes the connection of a request above 8 MiB; a rank with many shards has more to tell."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    zero, one = (Round(store, rank, 2, "saving", LONG) for rank, store in enumerate((server, client)))
+    zero, one = (Vote(store, rank, 2, "saving", LONG) for rank, store in enumerate((server, client)))
     parts = [bytes([rank]) * (9 << 20) for rank in range(2)]
     one.arrive(parts[1])
     assert zero.run(lambda: parts[0], lambda values: values == parts)
@@ -388,7 +388,7 @@ def _lost(lost: int) -> Callable[[Callable[[], Sequence[int]]], None]:
 def test_a_rank_that_is_lost_after_its_vote_does_not_prevent_the_commit() -> None:
     """Its bytes are durable."""
     store = HashStore()
-    zero, one = (Round(store, rank, 2, "saving ep1", LONG, check=_lost(1)) for rank in range(2))
+    zero, one = (Vote(store, rank, 2, "saving ep1", LONG, check=_lost(1)) for rank in range(2))
     one.arrive("its part")
     assert zero.run(lambda: "mine", list) == ["mine", "its part"]
 
@@ -396,7 +396,7 @@ def test_a_rank_that_is_lost_after_its_vote_does_not_prevent_the_commit() -> Non
 def test_a_rank_whose_vote_is_open_knows_when_rank_0_is_lost() -> None:
     """It may have committed: that is not known."""
     store = HashStore()
-    zero, one = (Round(store, rank, 2, "saving ep1", LONG, check=_lost(0)) for rank in range(2))
+    zero, one = (Vote(store, rank, 2, "saving ep1", LONG, check=_lost(0)) for rank in range(2))
     zero.arrive()
     one.arrive()
     zero.decide()
