@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed
@@ -14,9 +14,6 @@ import xxhash
 from composerlite.dist.connect import get_group
 from composerlite.errors import RankError
 from composerlite.types import Piece
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to send at the same time."""
@@ -74,53 +71,43 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
 def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) -> None:
     """Make the transfers of one window at the same time."""
     group = get_group()
-    parcels = [_Parcel(transfer, group.rank) for transfer in window]
+    messages = [_message(transfer, group.rank) for transfer in window]
+    works: list[Any] = []
     with group.naming_lost_ranks(operation) as process_group:
-        for work in [work for parcel in parcels for work in parcel.start(process_group, tag)]:
+        for transfer, message in zip(window, messages, strict=True):
+            if transfer.source == group.rank:
+                targets = [rank for rank in transfer.ranks if rank != group.rank]
+                works += [torch.distributed.isend(message, rank, group=process_group, tag=tag) for rank in targets]
+            else:
+                works.append(torch.distributed.irecv(message, transfer.source, group=process_group, tag=tag))
+        for work in works:
             work.wait(group.timeout)
-    for parcel in parcels:
-        parcel.unpack()
+    for transfer, message in zip(window, messages, strict=True):
+        _unpack(transfer, message, group.rank)
 
 
-@final
-class _Parcel:
-    """The ``bytes`` of a transfer on one rank: the memory of a single tensor, or else a copy.
+def _message(transfer: TensorTransfer, rank: int) -> torch.Tensor:
+    """Return the bytes to send, or room for the bytes to receive: the memory of a single tensor, or else a copy.
 
     Several tensors are copied into one message. A tensor is also copied if gloo cannot use the memory of the tensor.
     """
+    first, *others = transfer.tensors
+    is_plain = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    if is_plain and not others:
+        return _bytes_of(first)
+    if rank == transfer.source:
+        plain = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in transfer.tensors]
+        return torch.cat([_bytes_of(tensor) for tensor in plain])
+    return torch.empty(sum(tensor.nbytes for tensor in transfer.tensors), dtype=torch.uint8)
 
-    def __init__(self, transfer: TensorTransfer, rank: int) -> None:
-        self._transfer = transfer
-        self._is_source = rank == transfer.source
-        first, *others = transfer.tensors
-        is_plain = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
-        self._is_copy = bool(others) or not is_plain
-        if not self._is_copy:
-            self.bytes = _bytes_of(first)
-        elif self._is_source:
-            plain = [tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in transfer.tensors]
-            self.bytes = torch.cat([_bytes_of(tensor) for tensor in plain])
-        else:
-            size_bytes = sum(tensor.nbytes for tensor in transfer.tensors)
-            self.bytes = torch.empty(size_bytes, dtype=torch.uint8)
 
-    def start(self, group: ProcessGroup, tag: int) -> Iterator[Work]:
-        """Begin to send, or to receive. Yields the work to wait for."""
-        source = self._transfer.source
-        if not self._is_source:
-            yield cast("Work", torch.distributed.irecv(self.bytes, source, group=group, tag=tag))
-            return
-        for rank in self._transfer.ranks:
-            if rank != source:
-                yield cast("Work", torch.distributed.isend(self.bytes, rank, group=group, tag=tag))
-
-    def unpack(self) -> None:
-        """Copy received bytes into the tensors, unless received there."""
-        if self._is_source or not self._is_copy:
-            return
-        parts = self.bytes.split([tensor.nbytes for tensor in self._transfer.tensors])
-        for tensor, part in zip(self._transfer.tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
+def _unpack(transfer: TensorTransfer, message: torch.Tensor, rank: int) -> None:
+    """Copy received bytes into the tensors, unless received there."""
+    if rank == transfer.source or message.data_ptr() == transfer.tensors[0].data_ptr():
+        return
+    parts = message.split([tensor.nbytes for tensor in transfer.tensors])
+    for tensor, part in zip(transfer.tensors, parts, strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,17 +225,19 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
             with group.all_or_none(operation):
                 if failure is not None:
                     raise failure
-        for parcel in _parcels_of(batch, group.rank):
-            group.run(operation, functools.partial(torch.distributed.broadcast, parcel.bytes, 0, async_op=True))
-            parcel.unpack()
+        for transfer in _transfers_of(batch):
+            message = _message(transfer, group.rank)
+            group.run(operation, functools.partial(torch.distributed.broadcast, message, 0, async_op=True))
+            _unpack(transfer, message, group.rank)
 
 
-def _parcels_of(batch: Sequence[Piece], rank: int) -> Iterator[_Parcel]:
-    """Yield a parcel of all small pieces together, and a parcel of each other piece."""
+def _transfers_of(batch: Sequence[Piece]) -> list[TensorTransfer]:
+    """Return a transfer of all small pieces together, and a transfer of each other piece."""
     small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
-    for pieces in [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]:
-        if pieces:
-            yield _Parcel(TensorTransfer(0, (), [_memory(address, size) for _, address, size in pieces]), rank)
+    together = [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]
+    return [
+        TensorTransfer(0, (), [_memory(address, size) for _, address, size in pieces]) for pieces in together if pieces
+    ]
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

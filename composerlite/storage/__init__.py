@@ -1,7 +1,11 @@
 """Object stores, transfers to and from them, and files of this machine. No module here imports torch.
 
 ``Transfer``, ``Uploader`` and the modules of the stores are imported at the first use: most runs need none of them.
+``__all__`` lists the names for users. Other packages of composerlite also use the other names.
 """
+
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 
 from __future__ import annotations
 
@@ -21,35 +25,19 @@ if TYPE_CHECKING:
     from composerlite.storage.transfer import Transfer, Uploader
 
 __all__ = [
-    "Background",
-    "FileDigest",
-    "HostMemory",
     "ObjectInfo",
     "ObjectRange",
     "ObjectStore",
-    "ParallelReader",
     "PartUpload",
     "Progress",
     "RetryPolicy",
-    "Seal",
-    "Sink",
-    "StagedFile",
-    "StreamWriter",
     "Transfer",
     "Uploader",
-    "WorkerPool",
-    "atomic_write",
     "check_name",
-    "chunk_bytes_for",
     "is_uri",
-    "leave_by",
-    "make_folder",
-    "number_of",
     "open_store",
     "parse_uri",
     "retry",
-    "verify_file",
-    "without_secrets",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -10,7 +10,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -161,15 +161,16 @@ class _Source:
         self._buffers = threading.local()
         self.size_bytes = os.fstat(self._file.fileno()).st_size if self._file else len(self._memory or b"")
 
-    def view(self, offset: int, size: int) -> memoryview:
-        """Return ``size`` bytes from ``offset`` on, valid until the next call in this thread.
+    def view(self, offset: int, end: int) -> memoryview:
+        """Return the bytes from ``offset`` to ``end``, valid until the next call in this thread.
 
         Raises:
             ObjectStoreError: the file has become shorter.
         """
         if self._memory is not None:
-            return self._memory[offset : offset + size]
+            return self._memory[offset:end]
         assert self._file is not None
+        size = end - offset
         buffer: bytearray = getattr(self._buffers, "buffer", bytearray())
         if len(buffer) < size:
             self._buffers.buffer = buffer = bytearray(size)
@@ -187,11 +188,6 @@ class _Source:
     def __del__(self) -> None:
         if self._file is not None:
             self._file.close()
-
-    def cut(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of each part of ``step`` bytes. The last part may be smaller."""
-        for offset in range(0, self.size_bytes, step):
-            yield offset, min(step, self.size_bytes - offset)
 
 
 def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
@@ -350,7 +346,8 @@ class Transfer:
                 return False
         except FileNotFoundError:
             return False
-        return all(memoryview(self.read(name, *part)) == source.view(*part) for part in source.cut(_LEAST_PART_BYTES))
+        parts = cut(0, source.size_bytes, _LEAST_PART_BYTES)
+        return all(memoryview(self.read(name, start, end - start)) == source.view(start, end) for start, end in parts)
 
     def _send_in_parts(self, name: str, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         """Send an object in parts. Resume the newest unfinished upload of the name and abort older ones."""
@@ -389,7 +386,8 @@ class Transfer:
 
     def _send_parts(self, upload: PartUpload, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         """Send the missing parts of ``upload`` and complete the object. Abort unless a later upload may resume."""
-        parts = list(source.cut(part_bytes_for(source.size_bytes, self.store, self._part_bytes)))
+        step = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
+        parts = list(cut(0, source.size_bytes, step))
         batch, what = _Batch(), f"upload of {upload.name!r}"
 
         def send(number: int, part: tuple[int, int], batch: _Batch) -> int:

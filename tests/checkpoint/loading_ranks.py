@@ -29,7 +29,6 @@ from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.core import State
 from composerlite.dist import transfers
-from composerlite.dist.transfers import _Parcel  # pyright: ignore[reportPrivateUsage] - to end in its place
 from composerlite.errors import RankError
 from composerlite.storage.object_store import ObjectRange
 
@@ -179,9 +178,9 @@ def load_and_die(path: Path, stage: str) -> None:
     if dist.get_global_rank() == 1 and stage == "compare":
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":
-        transfers._parcels_of = _die  # pyright: ignore[reportPrivateUsage]
+        transfers._transfers_of = _die  # pyright: ignore[reportPrivateUsage]
     if dist.get_global_rank() == 1 and stage == "exchange":
-        _Parcel.start = _die  # type: ignore[method-assign,assignment]
+        transfers._message = _die  # pyright: ignore[reportPrivateUsage]
     if dist.get_global_rank() == 1 and stage == "restore":
         state.load_state_dict = _die  # type: ignore[method-assign,assignment]
     load_checkpoint(path, state, progress_bar=False)
