@@ -277,12 +277,12 @@ class _Member(Group):
             since = time.thread_time()
             with uncollected():
                 results = first([pickle.loads(value) for value in told])
-                replies = [pickle.dumps(one) for one in (results if scatter else [results])]
+                replies = [pickle.dumps((one, None)) for one in (results if scatter else [results])]
                 del results
             seconds = time.thread_time() - since
             replies = replies if scatter else replies * self.size
             self._ranks.meetings.append(Sent(sum(map(len, told)), sum(map(len, replies)), seconds))
-        return pickle.loads(self._ranks.hear(self.rank, replies))
+        return pickle.loads(self._ranks.hear(self.rank, replies))[0]
 
 
 def _stand_in(message: bytes, rank: int) -> bytes:
