@@ -80,23 +80,26 @@ class _StoppedError(Exception):
     """Ends a job of a stopped batch."""
 
 
-Job = Callable[["_Batch"], int]
-"""Runs in a thread of the pool. Returns the number of bytes moved, except bytes counted by :meth:`_Batch.deliver`."""
-
-
 @final
 class _Batch:
-    """Jobs of one transfer that run at the same time. The first error stops the others.
+    """Jobs of one transfer that run at the same time, ``threads`` of them. The first error stops the others.
 
     Attributes:
         stopped: set when no job should continue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: WorkerPool, threads: int) -> None:
         self.stopped = threading.Event()
+        self._pool = pool
+        self._threads = threads
         self._lock = threading.Lock()
         self._moved = 0
-        self._pending: set[Future[int]] = set()
+        self._pending: set[Future[object]] = set()
+
+    def count(self, moved: int) -> None:
+        """Count bytes moved by a job."""
+        with self._lock:
+            self._moved += moved
 
     def deliver(self, put: Callable[[memoryview, int], object], piece: bytes, at: int) -> None:
         """Call ``put`` with received bytes and the offset ``at``, and count the bytes.
@@ -110,8 +113,8 @@ class _Batch:
             put(memoryview(piece), at)
             self._moved += len(piece)
 
-    def run(self, pool: WorkerPool, jobs: Iterable[Job], threads: int, progress: Callable[[int], object]) -> None:
-        """Run all jobs, ``threads`` at a time, and call ``progress`` here with each number of bytes moved.
+    def run(self, jobs: Iterable[Callable[[], object]], progress: Callable[[int], object]) -> None:
+        """Run all jobs in the pool, and call ``progress`` here with each number of bytes moved.
 
         Few jobs are queued in advance, so that concurrent transfers take turns.
 
@@ -122,14 +125,15 @@ class _Batch:
         jobs = iter(jobs)
         try:
             while True:
-                while len(self._pending) < 2 * threads and (job := next(jobs, None)) is not None:
-                    self._pending.add(pool.submit(partial(job, self)))
+                while len(self._pending) < 2 * self._threads and (job := next(jobs, None)) is not None:
+                    self._pending.add(self._pool.submit(job))
                 if not self._pending:
                     break
                 done, self._pending = wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
-                moved = sum(future.result() for future in done)
+                for future in done:
+                    future.result()
                 with self._lock:
-                    moved, self._moved = moved + self._moved, 0
+                    moved, self._moved = self._moved, 0
                 if moved:
                     progress(moved)
         except BaseException:
@@ -388,16 +392,16 @@ class Transfer:
         """Send the missing parts of ``upload`` and complete the object. Abort unless a later upload may resume."""
         step = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
         parts = list(cut(0, source.size_bytes, step))
-        batch, what = _Batch(), f"upload of {upload.name!r}"
+        batch, what = self._batch(), f"upload of {upload.name!r}"
 
-        def send(number: int, part: tuple[int, int], batch: _Batch) -> int:
+        def send(number: int, part: tuple[int, int]) -> None:
             view = source.view(*part)
             self._retry.run(partial(upload.send, number, view), f"{what}, part {number} of {len(parts)}", batch.stopped)
-            return len(view)
+            batch.count(len(view))
 
         try:
             jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
-            batch.run(self._pool, jobs, self._threads, _summed(callback, source.size_bytes))
+            batch.run(jobs, _summed(callback, source.size_bytes))
             complete = partial(upload.complete, count=len(parts), create_only=create_only)
             self._put_once(f"{what}, completion", complete, upload.name, source)
         except BaseException as e:
@@ -501,36 +505,26 @@ class Transfer:
         windows: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for number in range(self._threads):
             windows.put(memory.view(number * step, step))
-        same, save = SameVersion(name, size), partial(self._save_range, staged.temporary, name, windows)
-        jobs = (partial(save, start, end, same) for start, end in list(cut(0, size, step)) or [(0, 0)])
-        _Batch().run(self._pool, jobs, self._threads, _summed(callback, size))
+        batch, same = self._batch(), SameVersion(name, size)
+
+        def save(start: int, end: int) -> None:
+            window = windows.get_nowait()  # there is a window for each thread
+
+            def put(piece: memoryview, at: int) -> None:
+                window[at - start : at - start + len(piece)] = piece
+
+            try:
+                self._stream(batch, name, start, end, put, same)
+                write_file(staged.temporary, window, start, end - start)
+            finally:
+                windows.put(window)
+
+        ranges = list(cut(0, size, step)) or [(0, 0)]
+        batch.run((partial(save, start, end) for start, end in ranges), _summed(callback, size))
         give_memory_back(memory)  # not after an error: jobs may still fill the windows
         os.ftruncate(staged.file.fileno(), size)  # the last block was written whole
         if callback is not None and not size:
             callback(0, 0)
-
-    def _save_range(
-        self,
-        path: Path,
-        name: str,
-        windows: queue.SimpleQueue[memoryview],
-        start: int,
-        end: int,
-        same: SameVersion,
-        batch: _Batch,
-    ) -> int:
-        """Read a range into a free window, and write the window to the file."""
-        window = windows.get_nowait()  # there is a window for each thread
-
-        def put(piece: memoryview, at: int) -> None:
-            window[at - start : at - start + len(piece)] = piece
-
-        try:
-            self._stream(name, start, end, put, same, batch)
-            write_file(path, window, start, end - start)
-        finally:
-            windows.put(window)
-        return 0
 
     def read_into(
         self,
@@ -557,9 +551,9 @@ class Transfer:
                 raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
             units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
+            stream = partial(self._stream, batch := self._batch(), name)
             copy = partial(_copy_to_targets, ReadTargets(layer))
-            jobs = (partial(self._stream, name, start, end, copy, same) for start, end in units)
-            _Batch().run(self._pool, jobs, self._threads, progress)
+            batch.run((partial(stream, start, end, copy, same) for start, end in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return the bytes of the object ``name`` from ``offset`` to ``offset + size``.
@@ -619,15 +613,18 @@ class Transfer:
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
+    def _batch(self) -> _Batch:
+        return _Batch(self._pool, self._threads)
+
     def _stream(
         self,
+        batch: _Batch,
         name: str,
         start: int,
         end: int,
         put: Callable[[memoryview, int], object],
         same: SameVersion | None,
-        batch: _Batch,
-    ) -> int:
+    ) -> None:
         """Deliver the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte."""
         at = start
 
@@ -648,7 +645,6 @@ class Transfer:
                 raise ObjectStoreTransientError(f"read of {name!r}: the answer ended at {at}, and not at {end}.")
 
         self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
-        return 0
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
     def size(self, name: str) -> int:
