@@ -214,7 +214,12 @@ class Vote:
                 self._leave()
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
-        """Vote once: for the commit, with a ``value`` for rank 0, or against the commit because of ``error``."""
+        """Vote once: for the commit, or against the commit because of ``error``.
+
+        Args:
+            value: for rank 0, if this rank votes for the commit.
+            error: exception of this rank; ``None``: this rank votes for the commit.
+        """
         self._own_error = error
         vote = pickle.dumps((value, None if error is None else Failure.of(error, self._rank)))
         with reaching_the_store(self._operation):
@@ -246,7 +251,12 @@ class Vote:
         raise rank_error(self._operation, failures, self._own_error)
 
     def release(self, value: object = None, *, error: BaseException | None = None) -> None:
-        """Tell all ranks, after :meth:`decide` on rank 0, the result of the commit or the ``error`` of the commit."""
+        """Send the result of the commit to all ranks. Called on rank 0 after :meth:`decide`.
+
+        Args:
+            value: result of the commit.
+            error: exception of the commit; ``None``: the commit has succeeded.
+        """
         self.may_be_committed = error is None
         with reaching_the_store(self._operation):
             self._publish(value, [] if error is None else [Failure.of(error, self._rank)])

@@ -106,7 +106,7 @@ def opened(
         UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
         ConfigError: the function cannot be imported.
     """
-    group = dist.get_group() if together else dist.SingleProcess()
+    group = dist.get_group() if together else dist.Group()
     with contextlib.ExitStack() as stack:
         raw: RawFile | None = None
         progress: OnBytes = int
