@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.format.sharded_index import leaves
 from composerlite.testing import run_ranks
 
 KINDS = {
@@ -30,7 +30,7 @@ KINDS = {
 def as_torch_reads_it(path: Path, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The tensors of ``expected``, read by torch."""
     if path.is_file():
-        return sharded.flat(torch.load(path, weights_only=True))
+        return leaves(torch.load(path, weights_only=True), as_dcp=True).values
     tensors = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
     load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
     return tensors

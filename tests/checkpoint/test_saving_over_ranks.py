@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from composerlite.checkpoint import Catalog, rng
-from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.format.sharded_index import leaves
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.testing import run_ranks, run_ranks_to_the_end
 
@@ -92,7 +92,7 @@ def test_what_is_spread_over_ranks_is_gathered_in_one_file(tmp_path: Path) -> No
     told, others = run_ranks(saving_ranks.full_saves, 2, tmp_path)
     for number, expected in enumerate(told):
         contents = torch.load(tmp_path / str(number) / "ba1.pt", weights_only=True)
-        tensors = sharded.flat(contents)
+        tensors = leaves(contents, as_dcp=True).values
         assert len(contents["rng"]) == 2
         for key, value in expected.items():
             assert torch.equal(tensors[key], torch.from_numpy(value)), (number, key)

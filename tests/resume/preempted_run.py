@@ -68,8 +68,8 @@ class Asked(Callback):
         self.times = 0
         self.timer = threading.Timer(order.after, send, [order])
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if self.order.after:
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if self.order.after and self.timer.ident is None:  # every callback has begun: the handler listens
             self.timer.start()
 
     def fit_end(self, state: State, logger: Logger) -> None:
