@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import zipfile
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composerlite.checkpoint.format.zip_file import ZipRecord, entries, laid_out, trailer
+from composerlite.errors import CorruptCheckpointError
 
 GiB = 1 << 30
 
@@ -113,3 +117,27 @@ def test_headers_of_our_own_files_are_not_looked_for(tmp_path: Path) -> None:
     again, asked = looked_up(path)
     assert again == found
     assert set(asked) == set(headers_in(path))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_disk_that_cannot_read_is_not_a_damaged_file(failing: int, tmp_path: Path) -> None:
+    """The error of the disk is raised, wherever in the search for the directory the read fails."""
+    path = tmp_path / "a.pt"
+    build(path, [("data/0", bytes(70_000))])
+    data, calls = path.read_bytes(), itertools.count(1)
+
+    def read(offset: int, size: int) -> bytes:
+        if next(calls) >= failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return data[offset : offset + size]
+
+    with pytest.raises(OSError, match="Input/output error"):
+        entries(len(data), read, read, is_whole=True)
+
+
+def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Readers would differ about the record that counts."""
+    path = tmp_path / "a.pt"
+    build(path, [("data/0", bytes(10)), ("data/0", bytes(10))])
+    with pytest.raises(CorruptCheckpointError, match="twice"):
+        looked_up(path)

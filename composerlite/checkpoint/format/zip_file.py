@@ -8,6 +8,7 @@ read after a check of the places in the directory.
 from __future__ import annotations
 
 import functools
+import io
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,10 +133,14 @@ def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[
     Raises:
         CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
             file, or have the same name.
+        OSError: ``read`` or ``peek`` failed.
     """
     try:
         archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)), metadata_encoding="utf-8")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
+        failed = e.__context__  # zipfile says of a failed read that the file is no archive
+        if isinstance(failed, OSError) and not isinstance(failed, io.UnsupportedOperation):
+            raise failed from None
         raise CorruptCheckpointError(f"it does not end as a zip archive does: {e}") from e
     tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
     comment = tail[tail.rfind(b"PK\x05\x06") + _END.size :]
@@ -176,7 +181,8 @@ def _own_entries(ordered: Sequence[zipfile.ZipInfo], start: int, read: Read) -> 
     The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are
     compared when the data are read.
     """
-    if not all(entry.orig_filename.startswith(f"{ROOT}/") for entry in ordered):
+    names = {entry.orig_filename for entry in ordered}
+    if len(names) < len(ordered) or not all(name.startswith(f"{ROOT}/") for name in names):
         return None
     sizes = ((entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size) for entry in ordered)
     own: list[ZipRecord] = []
