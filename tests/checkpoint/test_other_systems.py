@@ -486,6 +486,24 @@ def test_a_save_of_deepspeed_is_read_by_the_name_of_its_own_folder(tmp_path: Pat
         check_weights(run.state.model, saved=of_deepspeed())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "layer_00-model_00-model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_01_model_states.pt",
+    ],
+)
+def test_a_save_of_deepspeed_with_experts_or_split_layers_is_refused(name: str, tmp_path: Path) -> None:
+    """Without those files its weights would not be whole."""
+    folder = tmp_path / "global_step6"
+    shutil.copytree(DATA / "deepspeed/zero2/global_step6", folder)
+    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / name)
+    with pytest.raises(IncompatibleCheckpointError, match="split over ranks cannot be read"):
+        trainer(folder)
+
+
 @pytest.mark.parametrize("name", ["bf16-2", "frozen-2", "frozen-3"])
 def test_a_save_of_deepspeed_in_bf16_or_with_frozen_layers_continues(name: str) -> None:
     """Weights in bf16 come with the fp32 that the optimizer has; what is frozen is whole, and in no group."""
