@@ -134,22 +134,25 @@ class Replication:
     def __init__(self, folder: Path, disks: Disks, gigabytes_per_second: float) -> None:
         self._own, self._replicas = Catalog(folder), Catalog(replica_folder(folder))
         self._leaders = sorted(set(disks.leaders))
-        self._rank, self._is_leader = dist.get_global_rank(), disks.is_folder_leader
+        self._rank = dist.get_global_rank()
         self._bytes_per_second = gigabytes_per_second * _GIGABYTE
         self.held: set[str] = set()
         self._hurry = threading.Event()
         self._threads: list[threading.Thread] = []
         self._begun = self._done = self._failed = self._failures_before = 0
         self._name: str | None = None
-        self._ranks_done = dist.PiggybackCounter(lambda: self._done)
-        self._ranks_failed = dist.PiggybackCounter(lambda: self._failed)
-        self.counters = [self._ranks_done, self._ranks_failed]
+        self.counters = [dist.PiggybackCounter(lambda: self._done), dist.PiggybackCounter(lambda: self._failed)]
         if self._is_leader:
             self._replicas.place.sweep(timedelta())
             records, faults = self._replicas.manifests_and_faults()
             if all(isinstance(fault, CorruptCheckpointError) for fault in faults.values()):
                 known = {file.path for record in records for file in record.files}
                 self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
+
+    @property
+    def _is_leader(self) -> bool:
+        """True if this rank sends and receives for its node."""
+        return self._rank in self._leaders
 
     # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -169,8 +172,9 @@ class Replication:
             Name of a checkpoint if its last replica was completed since the last call; otherwise ``None``.
         """
         arrived: str | None = None
-        if self._name is not None and self._ranks_done.total == self._begun * dist.get_world_size():
-            failures, self._failures_before = self._ranks_failed.total - self._failures_before, self._ranks_failed.total
+        ranks_done, ranks_failed = (counter.total for counter in self.counters)
+        if self._name is not None and ranks_done == self._begun * dist.get_world_size():
+            failures, self._failures_before = ranks_failed - self._failures_before, ranks_failed
             if failures == 0:
                 arrived = self._name
                 self.held = {arrived}
@@ -186,6 +190,7 @@ class Replication:
                 own = self._own.manifest_of(newest) if self._is_leader else None
             except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
                 log.warning("checkpoint %s in memory of this node cannot be replicated: %s", newest, e)
+                self._failed += 1
             run = functools.partial(self._run, newest, dist.get_group().gather(own))
             self._threads = start_threads(run, 1, name="memory-replication") if self._is_leader else []
             if not self._threads:
