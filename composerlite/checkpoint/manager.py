@@ -608,7 +608,9 @@ class CheckpointManager:
             return
         outcomes = self._publishing.take_news()
         outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
-        self._forget(*(event.name for one in outcomes for event in one.events if event.where == str(self.where.root)))
+        # Besides the upload itself these are deletions from the folder. Rank 0 may name the folder otherwise.
+        uploads = [one for one in outcomes if one.work == "published"]
+        self._forget(*(event.name for one in uploads for event in one.events if event.what == "deleted"))
         for outcome in outcomes:
             self.outcomes.published(outcome)
 

@@ -255,7 +255,7 @@ class Group:
             self.meet_once(f"meetings/{self._ticket}", operation, timeout or self.timeout, error)
         except RankError as e:
             if not e.causes:
-                raise
+                raise e from e.__cause__ or error
             named = self._named(e.causes[0], e.ranks[0], error)
             raise named from (named.__cause__ if named is error else error)
 

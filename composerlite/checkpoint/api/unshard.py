@@ -190,9 +190,10 @@ def _write_parts(
             size_bytes += sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
             if is_one_file and suffix == ".pt":
                 write_torch(folder / file, nested(reader.read_metadata(), prefix[:-1], keys, values))
-                continue
-            write = write_safetensors if suffix == ".safetensors" else write_torch
-            write(folder / file, {key.removeprefix(prefix): value for key, value in values.items()})
+            else:
+                write = write_safetensors if suffix == ".safetensors" else write_torch
+                write(folder / file, {key.removeprefix(prefix): value for key, value in values.items()})
+            del values  # before the next file is read
         if not is_one_file:
             places = {key.removeprefix(prefix): file for file, of_file in files.items() for key in of_file}
             with atomic_write(_index_of(folder, suffix)) as out:

@@ -36,6 +36,7 @@ _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
 _MOST_RANKS = 1 << 17
+_MOST_DIMS = 64  # of a tensor, as in torch, and of a mesh
 _Positive = Annotated[int, Meta(ge=1, le=2**62 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**62 - 1)]
 """A whole number in a file."""
@@ -84,9 +85,9 @@ class SplitTensor(NamedTuple):
     """
 
     path: Annotated[tuple[str | int, ...], Meta(min_length=1)]
-    shape: tuple[_Positive, ...]
+    shape: Annotated[tuple[_Positive, ...], Meta(max_length=_MOST_DIMS)]
     dtype: torch.dtype
-    mesh: tuple[_Positive, ...]
+    mesh: Annotated[tuple[_Positive, ...], Meta(max_length=_MOST_DIMS)]
     dims: tuple[tuple[Count, ...], ...]
 
     @property

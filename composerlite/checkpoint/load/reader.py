@@ -199,11 +199,10 @@ def readable(path: Path) -> Generator[None]:
     except RefusedError as e:
         raise _untrusted(str(path), e) from e
     except CorruptCheckpointError as e:
-        named = e
-        if str(path) not in str(e):
-            named = CorruptCheckpointError(f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}")
-        named.add_note("If another process replaced the file while it was read, load it again.")
-        raise named from e.__cause__ if named is e else e
+        if str(path) not in str(e):  # in the same error: every rank may have raised it already
+            e.args = (f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}",)
+        e.add_note("If another process replaced the file while it was read, load it again.")
+        raise
 
 
 def _untrusted(name: str, refused: RefusedError) -> UntrustedCheckpointError:

@@ -58,6 +58,10 @@ class _NotFiniteError(CheckpointError):
     """The checkpoint was saved while a loss, gradient norm or weight was not finite."""
 
 
+class _IncompleteError(FileNotFoundError):
+    """A rank does not see the checkpoint, or no rank has some of its files. No tensor was changed."""
+
+
 def choose(
     places: Sequence[RunPlace],
     run_name: str,
@@ -248,7 +252,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
         if not blind_ranks:
             numbers = sorted(node or 0 for node in lost_nodes)
             text = f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}."
-        raise FileNotFoundError(errno.ENOENT, f"{text} {ON_ALL_NODES}", str(catalog.folder))
+        raise _IncompleteError(errno.ENOENT, f"{text} {ON_ALL_NODES}", str(catalog.folder))
     neighbours = [rank for rank, node in enumerate(nodes) if node == nodes[group.rank]]
     return seen.here[neighbours.index(group.rank) :: len(neighbours)]
 
@@ -290,7 +294,7 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
             found: list[tuple[str, CheckpointError | OSError]] = []
             found += [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
             for one, error in rejected:
-                if not (isinstance(error, FileNotFoundError) and places[one.place_number].in_memory):
+                if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
                     found.append((one.source, error))
             for _, error in found:
                 if isinstance(error, OSError):

@@ -59,7 +59,8 @@ class Publication(NamedTuple):
         upload: event of the upload: name and place, time of the end, and the seconds from the first request to the
             link. An event of a failure has the same name and place.
         error: reason for a failure; ``None``: success.
-        events: events for loggers, apart from a failure. An upload may delete the copy of the checkpoint in the folder.
+        events: events for loggers, apart from a failure. With an upload come the deletions from the folder: the manager
+            forgets these checkpoints.
     """
 
     work: str

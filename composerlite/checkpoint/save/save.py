@@ -224,7 +224,7 @@ class SaveTask:
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def stage(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> None:
-        """Copy the state. If no memory is ready for a copy, write the state itself while training waits.
+        """Copy the state. If no memory is ready for a copy, write the state itself, durably, while training waits.
 
         A single rank raises an error at once. With several ranks, this rank stores the error in ``failure`` until the
         vote, because the other ranks wait for the vote. Ctrl-C is raised at once.
@@ -253,7 +253,10 @@ class SaveTask:
     def _write(self, writer: RankWriter) -> Any:
         if self.snapshot is None:
             finish_device_work(writer.storages())
-        return writer.write(dataclasses.replace(self.manifest, timings=self._own_seconds()))
+        timings = self._own_seconds()
+        if not self.stall_seconds:  # in stage(): training still waits
+            del timings["stall"]
+        return writer.write(dataclasses.replace(self.manifest, timings=timings))
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
