@@ -24,6 +24,7 @@ from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
 from composerlite.dist.votes import Vote
 from composerlite.storage.disk import files
+from composerlite.storage.disk.writer import StreamWriter
 
 Stage = tuple[str, int, Any, str]
 """Its name, the rank that fails there, and the function in which it does."""
@@ -33,7 +34,7 @@ STAGES: dict[str, list[Stage]] = {
         ("name", 0, Catalog, "check_free"),
         ("snapshot", 0, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
-        ("flush", 0, FileWriter, "finish"),
+        ("flush", 0, StreamWriter, "finish"),
         ("commit", 0, form, "commit_file"),
         ("latest", 0, files, "_move_link"),
         ("retention", 0, save, "delete_checkpoint"),

@@ -2,6 +2,8 @@
 compression.
 """
 
+__all__ = ["INDEX", "INDEXES", "MARKER", "MODEL", "MOST_TAIL_BYTES", "SUFFIX", "TAIL_START", "TRAIN", "WEIGHTS_INDEX"]
+
 INDEX = ".metadata"
 """The index of a sharded directory: names, shapes and places of all items."""
 SUFFIX = ".distcp"
