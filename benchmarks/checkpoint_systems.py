@@ -207,7 +207,7 @@ class Composerlite(System):
     def prepare(self, way: str) -> None:
         from composerlite.checkpoint.save.form import Form
 
-        size_bytes = Form(self.state).expected_bytes(self._request(Path("checkpoint"), way))
+        size_bytes = Form(self.state).expected_bytes(self._request(Path("checkpoint"), way).gathered())
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
         assert self.staging.wait_until_prepared(TIMEOUT)
