@@ -260,8 +260,12 @@ def test_an_older_kernel_tells_what_is_cached(file: Path, monkeypatch: pytest.Mo
         except OSError as e:
             pytest.skip(f"the file system does not tell: {e}")
         assert reader_module.cached_share(descriptor, 0, SIZE) == 1.0
-        forget(file)
-        assert reader_module.cached_share(descriptor, 0, SIZE) == 0.0
+        for _ in range(20):  # the question starts a read, which a fast disk may finish before the kernel answers
+            forget(file)
+            share = reader_module.cached_share(descriptor, 0, SIZE)
+            if share == 0.0:
+                break
+        assert share == 0.0
     finally:
         os.close(descriptor)
 
