@@ -182,8 +182,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
     """Put so many small checkpoints into the bucket, and point the link to the newest."""
     from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.place.commit import commit_sent
-    from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
-    from composerlite.checkpoint.record.tail import seal
+    from composerlite.checkpoint.record.record import FileRecord, Manifest, SavedRun, seal
     from composerlite.storage import Transfer, chunk_bytes_for, open_store
     from composerlite.storage.disk.writer import Digester
 

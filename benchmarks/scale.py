@@ -58,8 +58,7 @@ from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.load.sharded_reader import requests_of
 from composerlite.checkpoint.load.sharing import shared_requests
 from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle
-from composerlite.checkpoint.record.manifest import FileRecord
-from composerlite.checkpoint.record.tail import seal_index
+from composerlite.checkpoint.record.record import FileRecord, seal_index
 from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
 from composerlite.checkpoint.save.sharded_writer import WrittenFile, files_of, index_bytes, record_of_directory

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from composerlite.checkpoint import Catalog, Manifest
-from composerlite.checkpoint.record.tail import seal
+from composerlite.checkpoint.record.record import seal
 from composerlite.storage import FileDigest
 
 __all__ = ["DAMAGES", "add_record", "damage", "record_in", "remove_record", "rewrite_record"]

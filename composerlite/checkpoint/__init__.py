@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.manager import CheckpointManager
     from composerlite.checkpoint.place.catalog import Catalog
-    from composerlite.checkpoint.record.manifest import FileRecord, Manifest
+    from composerlite.checkpoint.record.record import FileRecord, Manifest
     from composerlite.checkpoint.save.save import SaveReport, SaveTask, save_checkpoint
     from composerlite.checkpoint.save.sharded_writer import RemoteFileSystemWriter
     from composerlite.devices import rng

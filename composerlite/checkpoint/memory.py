@@ -26,7 +26,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks, disks_of, read_part, write_part
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.manifest import RESUMABLE, FileRecord, Manifest, new_id
+from composerlite.checkpoint.record.record import RESUMABLE, FileRecord, Manifest, new_id
 from composerlite.errors import ConfigError, CorruptCheckpointError, RankError, bytes_text
 from composerlite.storage import verify_file
 from composerlite.threads import start_threads

@@ -15,7 +15,7 @@ import click
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.record.retention import deletions, retention_policy
 from composerlite.checkpoint.tools.pointing import place_at
 from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, survey

@@ -23,8 +23,7 @@ from forked import run_forked
 from hypothesis.stateful import precondition, rule
 
 from composerlite.checkpoint import FileRecord, Manifest, read_checkpoint
-from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import seal
+from composerlite.checkpoint.record.record import SavedRun, seal
 from composerlite.errors import CheckpointNotFoundError, RunInUseError
 from composerlite.storage import FileDigest
 

@@ -14,7 +14,7 @@ from composerlite.checkpoint import Catalog, Manifest, rng
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import SavedRun
+from composerlite.checkpoint.record.record import SavedRun
 from composerlite.checkpoint.save.form import FileWriter, Form, SaveRequest
 from composerlite.checkpoint.save.save import SaveTask, begin_save, save
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory

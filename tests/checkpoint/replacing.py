@@ -43,8 +43,8 @@ from composerlite.checkpoint.place import directory
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile, Place, local_copy
-from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import data_file_id
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save as save_of_run
 from composerlite.checkpoint.save.sharded_writer import record_of_directory

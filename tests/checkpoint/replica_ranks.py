@@ -20,8 +20,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.memory import Replication, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, SavedRun
-from composerlite.checkpoint.record.tail import seal, seal_index
+from composerlite.checkpoint.record.record import FileRecord, Manifest, SavedRun, seal, seal_index
 from composerlite.storage import FileDigest
 
 SIZE_BYTES = 9 << 20

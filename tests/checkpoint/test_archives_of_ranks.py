@@ -17,8 +17,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import seal
+from composerlite.checkpoint.record.record import SavedRun, seal
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import Pointed
 from composerlite.checkpoint.tools.surveying import survey

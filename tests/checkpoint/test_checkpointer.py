@@ -41,7 +41,7 @@ from composerlite.checkpoint import (
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import StepFolder
-from composerlite.checkpoint.record.tail import index_of
+from composerlite.checkpoint.record.record import index_of
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,

@@ -28,8 +28,7 @@ from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, last_frame
 from composerlite.checkpoint.format.packing import format_of, unpacked
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import seal, tail_room, unseal
+from composerlite.checkpoint.record.record import SavedRun, seal, tail_room, unseal
 from composerlite.storage import FileDigest, StagedFile
 
 PACKED_ARCHIVES = ARCHIVES[1:]
@@ -48,7 +47,7 @@ def record_of(name: str) -> Manifest:
 
 
 def tail_of(size_bytes: int = 300) -> bytes:
-    """A tail of ``size_bytes``, in the layout of record/tail.py."""
+    """A tail of ``size_bytes``, in the layout of record/record.py."""
     text = b"\n" + json.dumps({"composerlite": 1, "pad": ""}).encode()
     text = text[:-2] + b"x" * (size_bytes - 50 - len(text)) + text[-2:]
     return text + f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()

@@ -17,8 +17,8 @@ from parts import save_batch
 
 from composerlite.checkpoint import Catalog, FileRecord, Manifest
 from composerlite.checkpoint.api.step_files import CheckpointMetadata
-from composerlite.checkpoint.record.manifest import SavedRun, relative_path
-from composerlite.checkpoint.record.tail import seal, unseal
+from composerlite.checkpoint.record.naming import relative_path
+from composerlite.checkpoint.record.record import SavedRun, seal, unseal
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import FileDigest
 

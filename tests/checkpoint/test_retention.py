@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.checkpoint import Manifest
-from composerlite.checkpoint.record.manifest import SavedRun
+from composerlite.checkpoint.record.record import SavedRun
 from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError

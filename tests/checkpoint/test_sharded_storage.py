@@ -46,7 +46,7 @@ from composerlite.checkpoint import (
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.checkpoint.record.tail import index_of
+from composerlite.checkpoint.record.record import index_of
 from composerlite.checkpoint.save import sharded_plan, sharded_writer
 from composerlite.errors import (
     CheckpointExistsError,

@@ -25,8 +25,7 @@ from composerlite.checkpoint.format import MOST_TAIL_BYTES
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.record.manifest import SavedRun
-from composerlite.checkpoint.record.tail import seal, tail_room, unseal
+from composerlite.checkpoint.record.record import SavedRun, seal, tail_room, unseal
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
 from composerlite.storage.disk.writer import Digester

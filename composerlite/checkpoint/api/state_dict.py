@@ -39,7 +39,7 @@ from composerlite.checkpoint.load.optimizers import (
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.checkpoint.place.directory import Directory, PathOrUri, ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
 from composerlite.checkpoint.save.save import SaveTask

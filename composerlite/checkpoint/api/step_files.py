@@ -18,7 +18,7 @@ from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
 from composerlite.checkpoint.place.place import NewFile, local_copy
-from composerlite.checkpoint.record.manifest import Count, FileRecord, Manifest, json_object, recorded
+from composerlite.checkpoint.record.record import Count, FileRecord, Manifest, json_object, recorded
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectStoreError

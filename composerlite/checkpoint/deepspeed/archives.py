@@ -28,8 +28,8 @@ from composerlite.checkpoint.load.deepspeed_folder import read_states
 from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
 from composerlite.checkpoint.load.resolve import engine_folder, fetched, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
-from composerlite.checkpoint.record.manifest import Manifest
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,

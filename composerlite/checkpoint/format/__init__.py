@@ -17,6 +17,6 @@ MODEL, TRAIN = "model_and_optim", "train"
 MARKER = ".metadata.json"
 """The file with the record of the checkpoint in the directory of a step."""
 TAIL_START = b'\n{"composerlite": '
-"""The first bytes of the tail, the record at the end of a file: see :mod:`composerlite.checkpoint.record.tail`."""
+"""The first bytes of the tail, the record at the end of a file: see :mod:`composerlite.checkpoint.record.record`."""
 MOST_TAIL_BYTES = 64 << 10
 """Bytes to read at the end of a file for the tail. Only a directory with thousands of files has a longer tail."""

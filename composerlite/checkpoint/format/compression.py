@@ -40,7 +40,7 @@ _MOST_FRAME_DATA_BYTES = 0xFFFF  # more does not fit into a stored block of gzip
 _BLOCK_BYTES = 4 << 20
 _DECODER_MEMORY_BYTES = 128 << 20  # `xz -9` needs 65 MiB
 _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
-"""Beginning and size of the last line of a record: see :mod:`composerlite.checkpoint.record.tail`."""
+"""Beginning and size of the last line of a record: see :mod:`composerlite.checkpoint.record.record`."""
 
 
 @final

@@ -14,8 +14,9 @@ from composerlite.checkpoint.memory import Replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import quarantine_checkpoint, quarantine_file
 from composerlite.checkpoint.place.place import set_link
-from composerlite.checkpoint.record.manifest import RESUMABLE, Manifest, NewerManifestError, living_line
+from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.naming import name_pattern
+from composerlite.checkpoint.record.record import RESUMABLE, Manifest, NewerManifestError
 from composerlite.errors import CheckpointError, CorruptCheckpointError
 
 log = logging.getLogger(__name__)

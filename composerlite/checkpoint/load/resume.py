@@ -28,7 +28,8 @@ from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.attempts import continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.storage import ObjectStore, verify_file, without_secrets
 from composerlite.types import Lineage

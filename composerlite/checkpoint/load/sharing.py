@@ -19,7 +19,7 @@ from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, batches, requests_of
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.node_disks import read_part, write_part
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
 
 log = logging.getLogger(__name__)

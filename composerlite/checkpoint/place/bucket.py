@@ -18,7 +18,7 @@ import xxhash
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
 from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Transfer, check_name, make_folder, verify_file
 from composerlite.storage.object_store import is_name

@@ -17,9 +17,16 @@ from typing import TypeAlias, final
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, MOST_TAIL_BYTES, SUFFIX, WEIGHTS_INDEX
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.tail import tail_bytes, unseal, unseal_index, unseal_weights_index
+from composerlite.checkpoint.record.record import (
+    FileRecord,
+    Manifest,
+    NewerManifestError,
+    tail_bytes,
+    unseal,
+    unseal_index,
+    unseal_weights_index,
+)
 from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
 
 log = logging.getLogger(__name__)

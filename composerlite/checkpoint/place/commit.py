@@ -5,7 +5,7 @@ download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quaranti
 :func:`garbage` lists the files of killed saves.
 
 A checkpoint exists if the deciding file exists. The deciding file contains the record of the checkpoint
-(:mod:`composerlite.checkpoint.record.tail`). The deciding file of a checkpoint in one file is that file, the deciding
+(:mod:`composerlite.checkpoint.record.record`). The deciding file of a checkpoint in one file is that file, the deciding
 file of a directory is its index. The commit is a single atomic put of the deciding file, after all other files are
 durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so there is
 nothing to recover.
@@ -26,9 +26,8 @@ from pathlib import Path, PurePosixPath
 from composerlite.checkpoint.format import INDEXES, MOST_TAIL_BYTES
 from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
-from composerlite.checkpoint.record.manifest import Manifest, NewerManifestError
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.tail import unseal
+from composerlite.checkpoint.record.record import Manifest, NewerManifestError, unseal
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
 from composerlite.storage import StagedFile
 

@@ -32,9 +32,8 @@ from composerlite.checkpoint.place.catalog import record_in, record_of_index
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage, put_decider
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import NewFile, Place, check_name
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, new_id
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.tail import index_of, seal_index, seal_weights_index
+from composerlite.checkpoint.record.record import FileRecord, Manifest, index_of, new_id, seal_index, seal_weights_index
 from composerlite.errors import (
     CheckpointError,
     CheckpointExistsError,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
 from composerlite.checkpoint.place.place import NewFile, OnBytes, Place, StoredFile
-from composerlite.checkpoint.record.manifest import FileRecord
+from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, ParallelReader, StagedFile, StreamWriter, make_folder, verify_file
 from composerlite.storage.disk.files import abandoned_temporaries, fsync_folder, is_temporary, staged_symlink

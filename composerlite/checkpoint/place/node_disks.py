@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from composerlite import dist
-from composerlite.checkpoint.record.manifest import new_id
+from composerlite.checkpoint.record.record import new_id
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, make_folder
 

@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from composerlite.checkpoint.place.lease import Lease
-from composerlite.checkpoint.record.manifest import FileRecord, new_name, relative_path
+from composerlite.checkpoint.record.naming import new_name, relative_path
+from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import ConfigError
 from composerlite.storage import WorkerPool, verify_file
 

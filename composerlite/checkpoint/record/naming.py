@@ -5,6 +5,7 @@ Only this module formats or parses names.
 
 from __future__ import annotations
 
+import os
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,6 @@ from typing import Any, Protocol, SupportsInt, final
 
 from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.packing import format_of
-from composerlite.checkpoint.record.manifest import relative_path
 from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
 
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
@@ -327,3 +327,53 @@ def data_file_id(path: str) -> str | None:
     """Return the id of the save that wrote the data file ``path`` of a directory; ``None`` for other files."""
     match = _DATA_FILE.fullmatch(path)
     return None if match is None else match[1]
+
+
+# ── paths in records ─────────────────────────────────────────────────────────────────────────────────────────────────
+_LONGEST_PATH, _LONGEST_PART = 4096, 255
+_TEMPORARY_BYTES = len("..tmp-") + 16
+"""Bytes that a temporary name has more than the final name."""
+
+
+def relative_path(value: str) -> str:
+    """Return ``value`` if it is the path of a file inside a folder, with slashes between the parts.
+
+    Raises:
+        ValueError: the value is no such path, or no file system takes it. The message states the rule.
+    """
+    parts = [part for part in value.split("/") if part not in ("", ".")]
+    shown = repr(value if len(value) <= 80 else f"{value[:80]}…")
+    try:
+        lengths = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{shown} is no path: it has characters that no file name can have") from e
+    is_inside = ".." not in value.replace("\\", "/").split("/") and not value.startswith(("/", "\\"))
+    if not parts or not is_inside or not value.endswith(parts[-1]):
+        rule = "expected the path of a file inside the folder, relative to it, without '..'"
+    elif any(ord(character) < 32 or ord(character) == 127 for character in value):
+        rule = "it has control characters"
+    elif sum(lengths) + len(parts) > _LONGEST_PATH or max(lengths) > _LONGEST_PART:
+        rule = f"file systems take {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in all"
+    else:
+        return value
+    raise ValueError(f"path {shown}: {rule}")
+
+
+def new_name(value: str, *, on_disk: bool = True) -> str:
+    """Return ``value`` if a new checkpoint, or a new file in a checkpoint, can have this name.
+
+    Args:
+        value: the name, below its place.
+        on_disk: the place is a folder, with temporary names, which are longer.
+
+    Raises:
+        ValueError: as :func:`relative_path`, or the name is too long for a temporary name.
+    """
+    name = relative_path(value)
+    length, most = len(os.fsencode(name.rpartition("/")[2])), _LONGEST_PART - _TEMPORARY_BYTES
+    if on_disk and length > most:
+        raise ValueError(
+            f"the name has {length} bytes, of at most {most}: file systems take {_LONGEST_PART}, of which temporary "
+            f"names need {_TEMPORARY_BYTES}"
+        )
+    return name

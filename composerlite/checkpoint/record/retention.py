@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
-from composerlite.checkpoint.record.manifest import Manifest, Position
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.errors import ConfigError, did_you_mean
+from composerlite.types import Lineage
 
 _FIELDS = {"iter": "iteration", "ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "sec": "total_wct"}
 _MODES = ("max", "min")
@@ -135,6 +136,37 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     good = [manifest for manifest in ordered if not manifest.not_finite]
     stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:], *good[-1:])}
     return [manifest for manifest in ordered if id(manifest) not in stay]
+
+
+@final
+class Position(NamedTuple):
+    """Position of a run in training.
+
+    Attributes:
+        run_name: name of the run.
+        moment: as in :attr:`Manifest.moment`.
+        lineage: the attempt.
+    """
+
+    run_name: str
+    moment: tuple[int, int]
+    lineage: Lineage
+
+    def own(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
+        """Select the checkpoints of this run with names of ``template``, also from before a resume, oldest first.
+
+        Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
+        must not take old checkpoints for newer checkpoints.
+        """
+        own = [
+            manifest
+            for manifest in manifests
+            if manifest.run_name == self.run_name
+            and manifest.template == template
+            and manifest.is_in_line(self.lineage)
+            and manifest.moment <= self.moment
+        ]
+        return sorted(own, key=lambda manifest: manifest.order)
 
 
 @final

@@ -31,15 +31,14 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import commit_file, delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, disks_of
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest
 from composerlite.checkpoint.record.naming import (
     NamedState,
     archive_template,
     directory_template,
     format_name_with_dist_and_time,
 )
+from composerlite.checkpoint.record.record import FileRecord, Manifest, seal, tail_room
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.record.tail import seal, tail_room
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, StagedFile, make_folder

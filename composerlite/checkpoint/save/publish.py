@@ -24,7 +24,6 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.checkpoint.place.lease import HeartbeatLease
-from composerlite.checkpoint.record.manifest import Manifest, Position
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     NamedState,
@@ -32,8 +31,8 @@ from composerlite.checkpoint.record.naming import (
     name_pattern,
     root_and_template,
 )
-from composerlite.checkpoint.record.retention import Retention, retention_policy
-from composerlite.checkpoint.record.tail import index_of, seal_index
+from composerlite.checkpoint.record.record import Manifest, index_of, seal_index
+from composerlite.checkpoint.record.retention import Position, Retention, retention_policy
 from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder

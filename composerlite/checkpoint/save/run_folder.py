@@ -22,15 +22,7 @@ from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.lease import FileLease, HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import set_link
-from composerlite.checkpoint.record.manifest import (
-    Manifest,
-    Position,
-    highest_attempt,
-    may_be_replaced,
-    new_attempt,
-    new_id,
-    new_name,
-)
+from composerlite.checkpoint.record.attempts import highest_attempt, may_be_replaced, new_attempt
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     check_template,
@@ -38,8 +30,11 @@ from composerlite.checkpoint.record.naming import (
     ensure_no_conflict,
     format_name_with_dist,
     name_pattern,
+    new_name,
     varies,
 )
+from composerlite.checkpoint.record.record import Manifest, new_id
+from composerlite.checkpoint.record.retention import Position
 from composerlite.checkpoint.save.form import Form, first_name, names_of_ranks
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.errors import ConfigError, CorruptCheckpointError, RunInUseError, SaveError

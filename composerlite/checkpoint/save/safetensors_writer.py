@@ -25,7 +25,7 @@ from composerlite.checkpoint.format.sharded_layout import StatePiece
 from composerlite.checkpoint.format.torch_file import StorageCopy
 from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.sharded_plan import RankState, merge_pieces
 from composerlite.errors import ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, Sink, chunk_bytes_for

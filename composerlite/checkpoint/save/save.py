@@ -30,8 +30,8 @@ from composerlite import dist
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.record.manifest import Manifest, SavedRun, new_id
 from composerlite.checkpoint.record.naming import check_template
+from composerlite.checkpoint.record.record import Manifest, SavedRun, new_id
 from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text

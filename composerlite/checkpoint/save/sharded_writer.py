@@ -39,7 +39,7 @@ from composerlite.checkpoint.place.directory import (
 )
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
-from composerlite.checkpoint.record.manifest import Manifest, SavedRun
+from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict

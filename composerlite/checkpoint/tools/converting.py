@@ -13,7 +13,7 @@ from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.record.manifest import Manifest, SavedRun
+from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.save.form import FileWriter, RankWriter
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.checkpoint.save.save import SaveTask

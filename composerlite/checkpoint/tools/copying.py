@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from composerlite.checkpoint.place.commit import check_own, delete_checkpoint, fetch_checkpoint, own_files
 from composerlite.checkpoint.place.place import OnBytes, Place
-from composerlite.checkpoint.record.manifest import Manifest
+from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.tools.surveying import Found, checkpoint_at
 from composerlite.errors import (
     CheckpointExistsError,

@@ -14,7 +14,8 @@ from composerlite.checkpoint.format.weight_files import holds_model_states, hold
 from composerlite.checkpoint.place.catalog import may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
-from composerlite.checkpoint.record.manifest import FileRecord, Manifest, living_line
+from composerlite.checkpoint.record.attempts import living_line
+from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"

@@ -1,0 +1,630 @@
+r"""The record of a checkpoint (class :class:`Manifest`), and the tail of a file, which has the record.
+
+A checkpoint exists if its deciding file exists. The record is the tail of this file, after the data.
+
+A tail is a line of ASCII JSON and a footer with the length and the digest of the line::
+
+    \n{"composerlite": 1, "record": {...}, ...}\nCLREC1 <length: 8 hex digits> <xxh3_128: 32 hex digits>\n
+
+============================== ========================================================================================
+deciding file                  place of the tail
+============================== ========================================================================================
+``.pt``                        the comment of the zip archive, at its end
+``.tar``                       after the end-of-archive blocks
+``.pt.gz``, ``.tar.gz``, …     the last frame, which decompresses to the tail of the file inside
+``.metadata`` of a directory   after the index and the digests of the chunks of the data files
+``model.safetensors.index…``   in the JSON, under ``metadata``
+============================== ========================================================================================
+
+Every program that reads these formats ignores the tail. A file and its record are one object: renamed, copied and
+deleted together.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, final
+
+import msgspec
+import xxhash
+
+from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TAIL_START, WEIGHTS_INDEX
+from composerlite.checkpoint.format.compression import last_frame
+from composerlite.checkpoint.record.naming import relative_path
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, SaveError
+from composerlite.storage import FileDigest, chunk_bytes_for
+from composerlite.types import Lineage, StateDict
+
+log = logging.getLogger(__name__)
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A whole number in a record, from 0 to 2**63 - 1."""
+RESUMABLE = ("monolithic", "sharded", "deepspeed")
+"""Kinds of checkpoints from which a run can resume."""
+_DECIDERS = {"sharded": INDEX, "weights": WEIGHTS_INDEX, "step": f"{MODEL}/{INDEX}"}
+"""Name of the deciding file of a directory, by form."""
+_NUMBER = re.compile(r"\d+")
+T = TypeVar("T")
+VERSION = 1
+"""Version of the record's layout. A reader refuses any other version."""
+_MOST_COMMENT_BYTES = 0xFFFF - 256
+_FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) ([0-9a-f]{32})\n\Z")
+_FOOTER_BYTES = 50
+_VARIABLE_BYTES = 1024
+"""Room for values that are unknown before the tail is written: timings, and a name in ``not_finite``."""
+_MARK_CHARACTERS = 80
+"""Characters of a name in ``not_finite`` if the record is too long. JSON has up to 12 bytes for a character."""
+_CHUNK_DIGEST_BYTES = 8
+
+
+@final
+class NewerManifestError(IncompatibleCheckpointError):
+    """A record was written by a newer version of composerlite."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Path of a file of a checkpoint, and the size and hashes of its content.
+
+    Args:
+        path: relative to the folder of checkpoints.
+        size_bytes, xxh3_128, chunk_bytes, chunks, tail_bytes, tail_xxh3_128: as in
+            :class:`composerlite.storage.FileDigest`.
+        node: number of the node with the file on its own disk; ``None``: the file is in every folder with the record.
+    """
+
+    path: str
+    size_bytes: Count
+    xxh3_128: str
+    chunk_bytes: Count = 0
+    chunks: str = ""
+    node: Count | None = None
+    tail_bytes: Count = 0
+    tail_xxh3_128: str = ""
+
+    @classmethod
+    def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
+        """Make the record of a file.
+
+        Args:
+            path: path of the file, relative to the folder of checkpoints.
+            digest: size and hashes of the content.
+            node: as in the class.
+
+        Returns:
+            The record.
+        """
+        return cls(path, **dataclasses.asdict(digest), node=node)
+
+    @property
+    def digest(self) -> FileDigest:
+        """Size and hashes of the content."""
+        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing does not read chunks
+        return FileDigest(self.size_bytes, self.xxh3_128, *chunks, self.tail_bytes, self.tail_xxh3_128)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun:
+    """A training run at the moment of a save.
+
+    Attributes:
+        name: name of the run; empty for a checkpoint without a run.
+        timestamp: the fourteen fields of the timestamp; clocks in seconds.
+        fit_calls: number of calls of ``fit`` so far. Only with this number are batch counts of a run in order:
+            ``reset_time`` sets the timestamp back.
+        world_size: number of ranks.
+        lineage: the attempt of the run.
+        metrics: metric values, by name.
+        not_finite: names of losses and gradient norms of the last batch, or of a weight, with NaN or infinity. A
+            resume skips a checkpoint with such names, and such a checkpoint is never among the best.
+    """
+
+    name: str
+    timestamp: Mapping[str, int | float]
+    fit_calls: Count = 0
+    world_size: Count = 1
+    lineage: Lineage = field(default_factory=Lineage)
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    not_finite: tuple[str, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The record of a checkpoint: the files, and the run at the moment of the save.
+
+    Attributes:
+        name: path of the checkpoint below the folder of checkpoints.
+        id: 16 hexadecimal digits, new for each save.
+        also: further names of the same bytes in a bucket, and the template of each name.
+        kind: ``'monolithic'``: all parts of the state, in a file; ``'sharded'``: in a directory; ``'deepspeed'``: in
+            archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``: saved
+            by ``Checkpointer``.
+        form: ``'file'``; ``'archives'``: a file of each rank; ``'sharded'``, ``'weights'`` (safetensors), ``'step'``:
+            a directory.
+        template: template of the file name. Savers of one folder have different templates.
+        run: the run at the moment of the save.
+        files: the data files, on all disks; the deciding file first.
+        left_out: globs of parts of the state that were not saved; ``['<function>']`` for a choice by a function.
+        unpacked_bytes: size of the decompressed file or of the file in the archive; 0: unknown.
+        ephemeral: retention deletes the checkpoint after the next commit.
+        timings: seconds of the phases of the save, by name: see ``SaveReport``.
+        saved_at: time of the save, ISO 8601 in UTC.
+        node: number of the node with the files beside this record, if nodes have disks of their own; ``None``: all
+            files are in the same folder.
+    """
+
+    name: str
+    kind: str
+    template: str
+    run: SavedRun
+    files: tuple[FileRecord, ...]
+    left_out: tuple[str, ...] = ()
+    unpacked_bytes: Count = 0
+    ephemeral: bool = False
+    timings: Mapping[str, float] = field(default_factory=dict[str, float])
+    saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    node: Count | None = None
+    form: str = "file"
+    id: str = field(default_factory=lambda: new_id())
+    also: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def run_name(self) -> str:
+        """Name of the run."""
+        return self.run.name
+
+    @property
+    def timestamp(self) -> Mapping[str, int | float]:
+        """Fields of the timestamp at the save."""
+        return self.run.timestamp
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metric values at the save, by name."""
+        return self.run.metrics
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Names of values with NaN or infinity at the save, as in :class:`SavedRun`."""
+        return self.run.not_finite
+
+    @property
+    def batch(self) -> int:
+        """Number of optimizer steps before the save."""
+        return int(self.timestamp["batch"])
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Calls of ``fit`` and optimizer steps before the save: the progress of the attempt."""
+        return self.run.fit_calls, self.batch
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """Sort key of checkpoints of one run, oldest first: attempt, the two numbers of the moment, ``saved_at``."""
+        return self.run.lineage.attempt, *self.moment, self.saved_at
+
+    def marked(self, weights: Iterable[str | None]) -> Manifest:
+        """Return the record with the first name in ``weights`` as ``not_finite``, unless ``not_finite`` has names.
+
+        ``weights`` has an item for each rank: the name of a weight with NaN or infinity, or ``None``.
+        """
+        found = next((name for name in weights if name is not None), None)
+        if found is None or self.not_finite:
+            return self
+        return dataclasses.replace(self, run=dataclasses.replace(self.run, not_finite=(found,)))
+
+    def is_in_line(self, lineage: Lineage) -> bool:
+        """Return true if the attempt of ``lineage``, or an ancestor, saved the checkpoint.
+
+        Of an ancestor, only checkpoints up to the checkpoint from which the next attempt started count.
+        """
+        own = self.run.lineage
+        if (own.attempt, own.id) == (lineage.attempt, lineage.id):
+            return True
+        return any(
+            (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and self.moment <= ancestor.until
+            for ancestor in lineage.ancestors
+        )
+
+    # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def is_directory(self) -> bool:
+        """True if the checkpoint is a directory."""
+        return self.form in _DECIDERS
+
+    @property
+    def home(self) -> str:
+        """Folder with the files of the checkpoint, with a slash at the end; empty: the place itself."""
+        if self.is_directory:
+            return f"{self.name}/" if self.name else ""
+        return "".join(self.name.rpartition("/")[:2])
+
+    @property
+    def deciders(self) -> tuple[str, ...]:
+        """Deciding files, in the order of the writes: the checkpoint exists if all exist."""
+        marker = (f"{self.home}{MARKER}",) if self.form == "step" else ()
+        return f"{self.home}{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
+
+    @property
+    def here(self) -> tuple[FileRecord, ...]:
+        """The files in the folder of this record. If nodes have disks of their own, other disks have the others."""
+        return tuple(file for file in self.files if file.node in (None, self.node))
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files in bytes."""
+        return sum(file.size_bytes for file in self.files)
+
+    def path_of(self, decider: str) -> str:
+        """Return the path of the checkpoint with the deciding file ``decider``.
+
+        Raises:
+            ValueError: a checkpoint of this form has no deciding file of that name.
+        """
+        last = _DECIDERS.get(self.form)
+        if last is None and decider.rpartition("/")[2] not in INDEXES:
+            return decider
+        if last is not None and f"/{decider}".endswith(f"/{last}"):
+            return decider.removesuffix(last).rstrip("/")
+        raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
+
+    def lying_at(self, path: str) -> Manifest | None:
+        """Return the record with the name ``path``, if ``path`` is ``name`` or in ``also``.
+
+        ``None``: the checkpoint at ``path`` is a copy made by hand.
+        """
+        if path == self.name:
+            return self
+        return dataclasses.replace(self, name=path, template=self.also[path]) if path in self.also else None
+
+    def check(self) -> None:
+        """Check the fields of a record from a file.
+
+        The timestamp needs a batch count. All files of a directory must be in the directory. The names of archives must
+        differ in numbers only.
+
+        Archives are deleted only if their own records agree: :func:`composerlite.checkpoint.place.commit.own_files`.
+
+        Raises:
+            ValueError: a rule is broken.
+        """
+        if type(self.timestamp.get("batch")) is not int or self.batch < 0:
+            raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
+        if strange := [name for name, value in self.timestamp.items() if not -(2**63) < value < 2**63]:
+            raise ValueError(f"its timestamp has no number of the usual size for {strange[0]!r}")
+        paths = [file.path for file in self.files]
+        if len(set(paths)) != len(paths):
+            raise ValueError("it names a file twice")
+        if self.form == "file" and len(paths) > 1:
+            raise ValueError(f"it is one file, and names {paths[1]!r}, too")
+        if self.form == "archives":
+            strange = [path for path in paths[1:] if _NUMBER.sub("0", path) != _NUMBER.sub("0", self.name)]
+        else:
+            strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
+        if strange:
+            raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
+
+
+def new_id() -> str:
+    """Return a new id of a save: 16 hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
+# ── fields from files ─────────────────────────────────────────────────────────────────────────────────────────────────
+def json_object(data: bytes | str) -> dict[str, Any]:
+    """Return the JSON object in ``data``.
+
+    Raises:
+        ValueError: the data are no JSON, no object, or nested too deeply.
+    """
+    try:
+        found: object = json.loads(data)
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {type(found).__name__} and no object")
+    return cast("dict[str, Any]", found)
+
+
+_converting = threading.Lock()
+"""msgspec 0.22 may crash the process if several threads convert to one dataclass for the first time."""
+
+
+def recorded(kind: type[T], fields: object) -> T:
+    """Return the dataclass ``kind`` with the JSON ``fields``, each checked against its annotation.
+
+    Raises:
+        ValueError: a field is missing or has another type; the message names the field.
+    """
+    with _converting:
+        return msgspec.convert(fields, kind)
+
+
+def manifest_from(fields: object, decider: FileRecord) -> Manifest:
+    """Return the record with the JSON ``fields``, with ``decider`` as the first file.
+
+    The paths of the other files are made relative to the place of ``decider``: a copied directory names its own files.
+    ``Manifest.name`` is the name at the save, also for a copy.
+
+    Raises:
+        ValueError: a field is missing or has another type, or :meth:`Manifest.check` finds a fault.
+    """
+    saved = recorded(Manifest, fields)
+    for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
+        relative_path(path)
+    moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
+    home = moved.home
+    if saved.form == "archives":
+        dataclasses.replace(saved, files=(decider, *saved.files)).check()
+        if f"/{decider.path}".endswith(f"/{saved.name}"):
+            home = decider.path.removesuffix(saved.name)
+    others = tuple(dataclasses.replace(file, path=home + file.path) for file in saved.files)
+    manifest = dataclasses.replace(moved, files=(decider, *others))
+    if saved.form != "archives":
+        manifest.check()
+    return dataclasses.replace(manifest, name=saved.name)
+
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
+_EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
+"""A digest whose fields have the largest number of characters, except ``chunks``."""
+
+
+# ── writing a tail ────────────────────────────────────────────────────────────────────────────────────────────────────
+def tail_room(manifest: Manifest, body_bytes: int) -> int:
+    """Return the size of the tail to reserve, in bytes, before the body (the bytes before the tail) is written.
+
+    A zip archive states the size of its comment before the comment, so the size must not depend on the digests.
+
+    Args:
+        manifest: the record.
+        body_bytes: size of the body before compression, in bytes.
+
+    Raises:
+        SaveError: the record does not fit into a zip comment even without metrics.
+    """
+    most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
+    chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
+    longest = dataclasses.replace(_EMPTY, chunks=chunks)
+    room = 0
+    for kept in (manifest, _shortened(manifest)):
+        room = len(_tail(_fields(kept, longest, longest))) + _VARIABLE_BYTES
+        if room <= _MOST_COMMENT_BYTES:
+            return room
+    raise SaveError(
+        f"checkpoint {manifest.name!r}: its record has {room} bytes, of at most {_MOST_COMMENT_BYTES}. "
+        "Shorten save_ignore_keys."
+    )
+
+
+def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None, *, room: int | None = None) -> bytes:
+    """Return the tail of a file.
+
+    Args:
+        manifest: the record. ``manifest.files`` excludes the deciding file.
+        stored: digest of the bytes before the tail, as in the file.
+        plain: digest of the decompressed bytes, for a compressed file.
+        room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
+            not fit. ``None``: no fixed size.
+    """
+    tail = _tail(_fields(manifest, stored, plain), room)
+    if room is not None and len(tail) > room:
+        log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
+        tail = _tail(_fields(dataclasses.replace(_shortened(manifest), timings={}), stored, plain), room)
+    assert room is None or len(tail) == room, f"a tail of {len(tail)} bytes for {room}"
+    return tail
+
+
+def _shortened(manifest: Manifest) -> Manifest:
+    """Return the record without metrics, and with one short name in ``not_finite``."""
+    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.not_finite[:1])
+    return dataclasses.replace(manifest, run=dataclasses.replace(manifest.run, metrics={}, not_finite=marks))
+
+
+def seal_index(manifest: Manifest, index: bytes) -> bytes:
+    """Return the content of ``.metadata``: the index, the digests of the chunks of all files, and the tail."""
+    body = index + b"".join(base64.b64decode(file.chunks) for file in manifest.files)
+    stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
+    return body + _tail({**_fields(manifest, stored, None), "index_bytes": len(index)})
+
+
+def seal_weights_index(manifest: Manifest, index: Mapping[str, Any]) -> bytes:
+    """Return the content of ``model.safetensors.index.json``, with the record under ``metadata``."""
+    text = _index_text(index)
+    stored = FileDigest(len(text), xxhash.xxh3_128_hexdigest(text))
+    tail = _tail({**_fields(manifest, stored, None), "chunks": [file.chunks for file in manifest.files]})
+    return _index_text({**index, "metadata": {**index["metadata"], "composerlite": tail.decode()}})
+
+
+def _index_text(index: Mapping[str, Any]) -> bytes:
+    return json.dumps(index, indent=1, sort_keys=True).encode()
+
+
+def _fields(manifest: Manifest, stored: FileDigest, plain: FileDigest | None) -> dict[str, Any]:
+    """Return the JSON of a tail. Paths are relative to the folder of the checkpoint, and defaults are left out."""
+    record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
+    del record["node"]  # the disks of all nodes have the same bytes
+    home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
+    files = [dataclasses.replace(file, path=file.path.removeprefix(home), chunks="") for file in manifest.files]
+    record["files"] = [_without_defaults(file) for file in files]
+    fields = {"composerlite": VERSION, "record": record, "stored": _without_defaults(stored)}
+    if plain is not None:
+        fields["plain"] = _without_defaults(dataclasses.replace(plain, chunk_bytes=0, chunks=""))
+    return fields
+
+
+def _without_defaults(value: FileRecord | FileDigest) -> dict[str, Any]:
+    return {key: field for key, field in dataclasses.asdict(value).items() if field != _DEFAULTS[key]}
+
+
+def _tail(fields: Mapping[str, Any], size: int | None = None) -> bytes:
+    text = b"\n" + json.dumps(fields).encode("ascii")
+    if size is not None:
+        text = text.ljust(size - _FOOTER_BYTES)
+    return text + f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
+
+
+# ── reading a tail ────────────────────────────────────────────────────────────────────────────────────────────────────
+def tail_bytes(end: bytes) -> int:
+    """Return the size of the tail at the end of ``end``, as the footer states; 0 if there is no footer."""
+    footer = _FOOTER.search(end)
+    return 0 if footer is None else int(footer[1], 16) + _FOOTER_BYTES
+
+
+def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | None:
+    """Return the record in the file ``path``. ``None``: the file has no tail.
+
+    The paths of the record's files are relative to the place of ``path``. ``Manifest.name`` is the name at the save, so
+    the name of a copy differs from its path. The digests of data files have no chunks.
+
+    Args:
+        path: path of the file, below the place.
+        size_bytes: size of the file.
+        end: the end of the file, with the whole tail: see :func:`tail_bytes`.
+        source: path or URI of the file, for messages.
+
+    Raises:
+        CorruptCheckpointError: the tail is damaged, or belongs to a file of another size.
+        NewerManifestError: a newer version of composerlite wrote the record.
+    """
+    with _reading(source):
+        text = _text_of(end)
+        before = len(end) - len(text or b"") - _FOOTER_BYTES
+        if text is None and (frame := last_frame(end)) is not None:
+            before, text = frame[0], _text_of(frame[1])
+        if text is None:
+            if TAIL_START in end:
+                raise ValueError("its footer is damaged")
+            return None
+        fields = _checked(text, source)
+        # ``plain`` is the digest of the file after another program has decompressed the file.
+        digests = [recorded(FileDigest, fields[key]) for key in ("stored", "plain") if key in fields]
+        body_bytes = size_bytes - len(end) + before
+        digest = next((one for one in digests if one.size_bytes == body_bytes and not one.tail_bytes), None)
+        if digest is None:
+            saved = " or ".join(str(one.size_bytes) for one in digests)
+            raise ValueError(
+                f"{body_bytes} bytes are before it, but {saved or 'an unknown number of'} bytes were saved"
+            )
+        digest = digest.with_tail(end[before:])
+        digest.chunk_digests()
+        return manifest_from(fields["record"], FileRecord.of(path, digest))
+
+
+def index_of(data: bytes, source: str) -> bytes:
+    """Return the index in ``.metadata`` with the content ``data``: the whole content if there is no tail.
+
+    Raises:
+        CorruptCheckpointError: the tail is damaged.
+    """
+    with _reading(source):
+        text = _text_of(data)
+        return data if text is None else data[: cast("int", json_object(text)["index_bytes"])]
+
+
+def unseal_index(path: str, data: bytes, source: str) -> Manifest | None:
+    """Return the record of ``.metadata`` with the whole content ``data``, and with the digests of chunks.
+
+    The index is compared with its digest, too. Arguments and errors are those of :func:`unseal`.
+    """
+    manifest = unseal(path, len(data), data, source)
+    if manifest is None:
+        return None
+    decider = manifest.files[0].digest
+    if xxhash.xxh3_128_hexdigest(data[: decider.body_bytes]) != decider.xxh3_128:
+        raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
+    return _with_chunks(manifest, data[len(index_of(data, source)) : decider.body_bytes], source)
+
+
+def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None:
+    """Return the record in ``model.safetensors.index.json`` with the content ``data``.
+
+    ``None``: another program wrote the index. Errors are those of :func:`unseal`.
+    """
+    try:
+        index = json_object(data)
+    except ValueError as e:
+        raise CorruptCheckpointError(f"{source!r} is no index of weights: {e}") from e
+    with _reading(source):
+        about = index.get("metadata")
+        tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
+        if not isinstance(tail, str):
+            if b"CLREC1 " in data:
+                raise ValueError("its place in the JSON is damaged")
+            return None
+        text = _text_of(tail.encode())
+        if text is None:
+            raise ValueError("its footer is damaged")
+        fields = _checked(text, source)
+        plain = _index_text(index)
+        index["metadata"]["composerlite"] = tail
+        saved = recorded(FileDigest, fields["stored"])
+        if xxhash.xxh3_128_hexdigest(plain) != saved.xxh3_128 or _index_text(index) != data:
+            raise ValueError("its bytes are not those that were saved")
+        manifest = manifest_from(fields["record"], FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
+        return _with_chunks(manifest, b"".join(base64.b64decode(chunks) for chunks in fields["chunks"]), source)
+
+
+@contextlib.contextmanager
+def _reading(source: str) -> Generator[None]:
+    """Raise errors about wrong fields within the block as CorruptCheckpointError with the name ``source``."""
+    try:
+        yield
+    except (KeyError, TypeError) as e:
+        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: field {e} is missing") from e
+    except (ValueError, RecursionError) as e:
+        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
+
+
+def _checked(text: bytes, source: str) -> dict[str, Any]:
+    fields = json_object(text)
+    if type(version := fields.get("composerlite")) is not int:
+        raise ValueError("its version is no whole number")
+    if version != VERSION:
+        raise NewerManifestError(
+            f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite."
+        )
+    return fields
+
+
+def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:
+    """Return the record with the digests of chunks in ``block``, file by file."""
+    files: list[FileRecord] = [manifest.files[0]]
+    at = 0
+    for file in manifest.files[1:]:
+        count = -(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0
+        chunks = block[at : at + _CHUNK_DIGEST_BYTES * count]
+        at += _CHUNK_DIGEST_BYTES * count
+        files.append(dataclasses.replace(file, chunks=base64.b64encode(chunks).decode()))
+    if at != len(block):
+        raise CorruptCheckpointError(f"{source!r} has {len(block)} bytes of digests of chunks, and not {at}.")
+    return dataclasses.replace(manifest, files=tuple(files))
+
+
+def _text_of(end: bytes) -> bytes | None:
+    """Return the JSON line of the tail at the end of ``end``; ``None`` if there is no footer.
+
+    Raises:
+        ValueError: the digest in the footer does not match.
+    """
+    footer = _FOOTER.search(end)
+    if footer is None:
+        return None
+    start = footer.start() - int(footer[1], 16)
+    text = end[max(0, start) : footer.start()]
+    if start < 0 or xxhash.xxh3_128_hexdigest(text).encode() != footer[2]:
+        raise ValueError("its digest does not match")
+    return text
