@@ -59,8 +59,7 @@ def load_into(path: Path, live: dict[str, torch.Tensor], device: SimulatedDevice
     """Read ``path`` into ``live``, as a resume does; what holds it afterwards."""
     ring = DeviceRing(device)
     with path.open("rb") as file:
-        source = UnverifiedFile(file)
-        read = TorchFile(source, path.stat().st_size, peek=source.read, check_sums=True)
+        read = TorchFile(UnverifiedFile(file), path.stat().st_size, check_sums=True)
         read.ring = ring
         read.contents, addresses, sieves = placed(read.contents, live, read.unread(), ring)
         read.read(places=addresses, sieves=sieves)

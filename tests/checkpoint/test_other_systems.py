@@ -542,8 +542,7 @@ def test_a_save_of_deepspeed_is_read_from_a_bucket(s3_server: Any, monkeypatch: 
 def plain_contents(path: Path) -> Any:
     """What a file of torch holds, without the classes of DeepSpeed in it."""
     data = path.read_bytes()
-    source = UnverifiedFile(io.BytesIO(data))
-    file = TorchFile(source, len(data), peek=source.read, types=stand_ins())
+    file = TorchFile(UnverifiedFile(io.BytesIO(data)), len(data), types=stand_ins())
     file.read()
     if (state := file.contents.get("optimizer_state_dict")) is not None:
         state["zero_stage"] = state["zero_stage"].arguments[0]

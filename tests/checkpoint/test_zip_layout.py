@@ -82,11 +82,12 @@ def looked_up(path: Path) -> tuple[dict[str, ZipRecord], list[int]]:
     data = path.read_bytes()
     asked: list[int] = []
 
-    def peek(offset: int, size: int) -> bytes:
-        asked.append(offset)
+    def read(offset: int, size: int) -> bytes:
+        if data[offset : offset + 4] == b"PK\3\4":
+            asked.append(offset)
         return data[offset : offset + size]
 
-    return entries(len(data), lambda offset, size: data[offset : offset + size], peek, is_whole=True), asked
+    return entries(len(data), read, is_whole=True), asked
 
 
 def headers_in(path: Path) -> list[int]:
@@ -132,7 +133,7 @@ def test_a_disk_that_cannot_read_is_not_a_damaged_file(failing: int, tmp_path: P
         return data[offset : offset + size]
 
     with pytest.raises(OSError, match="Input/output error"):
-        entries(len(data), read, read, is_whole=True)
+        entries(len(data), read, is_whole=True)
 
 
 def test_two_records_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ class _Load:
             if self.group.is_first:
                 assert archive is not None
                 member = archive.member(name)
-                raw = RawFile(member, member.size_bytes, member.read, archive.check_sums)
+                raw = RawFile(member, member.size_bytes, archive.check_sums)
         file = shared_file(raw, f"{name} of {self.source}", trust=self.trust)
         file.read()
         return file.contents

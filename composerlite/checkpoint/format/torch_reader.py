@@ -11,8 +11,8 @@ import itertools
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from isal import isal_zlib
@@ -25,6 +25,7 @@ from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
+T = TypeVar("T")
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
 """Devices of tensors, in the forms of ``torch.load``."""
 
@@ -39,7 +40,7 @@ class Sieve(Protocol):
     """Takes the bytes of a record in parts, from front to back, and keeps the wanted bytes."""
 
     step_bytes: int
-    """Parts are multiples of this size."""
+    """Parts are multiples of this size, at least 1."""
     device: torch.device | None
     """Target of copies that run while this thread continues; ``None``: no device."""
 
@@ -65,7 +66,6 @@ class TorchFile:
     Args:
         source: bytes of the file.
         size_bytes: size of the file.
-        peek: reads bytes without verification. The bytes are verified when the tensors are read. Default: ``source``.
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
         check_sums: compare the CRC-32 of each record with the directory; for files without other digests. The comment
@@ -82,19 +82,17 @@ class TorchFile:
         source: ByteSource,
         size_bytes: int,
         *,
-        peek: Callable[[int, int], bytes] | None = None,
         map_location: MapLocation = "cpu",
         trust: bool = False,
         check_sums: bool = False,
         types: Mapping[str, type] | None = None,
     ) -> None:
         self._source = source
-        peek = peek or source.read
         self.ring = shared_ring
         try:
-            listed = entries(size_bytes, source.read, peek, is_whole=check_sums)
+            listed = entries(size_bytes, source.read, is_whole=check_sums)
         except CorruptCheckpointError as e:
-            if size_bytes < len(_LEGACY) or peek(0, len(_LEGACY)) != _LEGACY:
+            if size_bytes < len(_LEGACY) or source.read(0, len(_LEGACY)) != _LEGACY:
                 raise
             raise CorruptCheckpointError(
                 "it has the format of torch before 1.6. Convert it, only if the file is yours, since whatever code the "
@@ -196,17 +194,17 @@ class TorchFile:
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
         on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
         device, count = (on_devices[0], _SLOTS) if on_devices else (torch.device("cpu"), 1)
+        parts: list[tuple[ZipRecord, int, int]] = []
+        for record, sieve in sorted(sieves.items(), key=lambda one: one[0].offset):
+            part = max(sieve.step_bytes, _SIEVED_BYTES // sieve.step_bytes * sieve.step_bytes)
+            parts += [(record, start, min(part, record.size - start)) for start in range(0, record.size, part)]
         with self.ring.slots(slot_bytes, device, count) as slots:
-            for batch in _batches(sieves, slot_bytes):
-                scratch = slots.next()
-                places = list(itertools.accumulate((size for _, _, size in batch), initial=0))[:-1]
-                parts = [
-                    (record, start, scratch.data_ptr() + place, size)
-                    for (record, start, size), place in zip(batch, places, strict=True)
-                ]
-                self._read_parts(parts, progress)
-                for (record, start, size), place in zip(batch, places, strict=True):
-                    sieves[record].take(start, scratch[place : place + size], slots)
+            for batch in in_slots(slots, parts, slot_bytes):
+                self._read_parts(
+                    [(record, start, one.data_ptr(), one.nbytes) for record, start, one in batch], progress
+                )
+                for record, start, one in batch:
+                    sieves[record].take(start, one, slots)
 
     def _read_parts(
         self, parts: Sequence[tuple[ZipRecord, int, int, int]], progress: Callable[[int], object] = int
@@ -255,19 +253,29 @@ class TorchFile:
         return data
 
 
-def _batches(sieves: Mapping[ZipRecord, Sieve], most_bytes: int) -> Iterator[list[tuple[ZipRecord, int, int]]]:
-    """Yield batches of parts of records, in the order of the file: record, first byte in the record, and size."""
-    batch: list[tuple[ZipRecord, int, int]] = []
-    for record, sieve in sorted(sieves.items(), key=lambda one: one[0].offset):
-        step = max(1, sieve.step_bytes)
-        part = max(step, _SIEVED_BYTES // step * step)
-        for start in range(0, record.size, part):
-            size = min(part, record.size - start)
-            if batch and sum(size for _, _, size in batch) + size > most_bytes:
-                yield batch
-                batch = []
-            batch.append((record, start, size))
-    yield batch
+def batches(items: Iterable[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield ``items`` in batches of at most ``most_bytes``, or of a single larger item."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and total + size > most_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
+
+
+def in_slots(
+    slots: RingSlots, parts: Iterable[tuple[T, int, int]], slot_bytes: int
+) -> Iterator[list[tuple[T, int, torch.Tensor]]]:
+    """Yield ``parts`` (owner, start, size in bytes) in batches, each part with memory in a slot instead of a size."""
+    for batch in batches(parts, slot_bytes, lambda part: part[2]):
+        slot = slots.next()
+        ends = itertools.accumulate(size for *_, size in batch)
+        yield [(owner, start, slot[end - size : end]) for (owner, start, size), end in zip(batch, ends, strict=True)]
 
 
 def _compare_sum(record: ZipRecord, crc: int) -> None:

@@ -118,22 +118,20 @@ def trailer(records: Sequence[ZipRecord], comment_bytes: int = 0) -> bytes:
 # ── archives of any origin ───────────────────────────────────────────────────────────────────────────────────────────
 _TAIL_BYTES = 22 + 0xFFFF  # the end of an archive with the longest comment
 _USUAL_HEADER_BYTES = 4096 + 64  # ours, filled up to the next page, and torch's are shorter
-Read = Callable[[int, int], bytes]  # offset, size
 
 
-def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[str, ZipRecord]:
+def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: bool) -> dict[str, ZipRecord]:
     """Return the records of a zip archive, by name.
 
     Args:
         size_bytes: size of the archive.
-        read: returns bytes of the directory.
-        peek: returns bytes of local headers, possibly unverified. Then the caller compares ``header`` later.
+        read: returns bytes at an offset, of a size.
         is_whole: the comment may not be missing.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
             file, or have the same name.
-        OSError: ``read`` or ``peek`` failed.
+        OSError: ``read`` failed.
     """
     try:
         archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)), metadata_encoding="utf-8")
@@ -161,21 +159,23 @@ def entries(size_bytes: int, read: Read, peek: Read, *, is_whole: bool) -> dict[
             raise CorruptCheckpointError(f"its directory holds {name!r} twice")
         if header < end or header + _LOCAL.size > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
-        header_bytes = peek(header, min(_USUAL_HEADER_BYTES, start - header))
+        header_bytes = read(header, min(_USUAL_HEADER_BYTES, start - header))
         fixed = _LOCAL.unpack_from(header_bytes)
         offset = header + _LOCAL.size + fixed[9] + fixed[10]
         end = offset + entry.file_size
         if fixed[0] != b"PK\x03\x04" or fixed[3] != 0 or end > start:
             raise CorruptCheckpointError(f"its record {name!r} at {header} is not where the directory says")
         longer = offset - header > len(header_bytes)
-        header_bytes = peek(header, offset - header) if longer else header_bytes[: offset - header]
+        header_bytes = read(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
         found[name] = ZipRecord(name, entry.file_size, header_bytes, header, entry.CRC)
     return found
 
 
-def _own_entries(ordered: Sequence[zipfile.ZipInfo], start: int, read: Read) -> dict[str, ZipRecord] | None:
+def _own_entries(
+    ordered: Sequence[zipfile.ZipInfo], start: int, read: Callable[[int, int], bytes]
+) -> dict[str, ZipRecord] | None:
     """Return the records if the directory equals the directory of our own layout; ``None`` for other archives.
 
     The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are

@@ -38,14 +38,12 @@ class RawFile(NamedTuple):
     Attributes:
         source: reads bytes, verified if the checkpoint has a record.
         size_bytes: size of the torch file.
-        peek: reads bytes that are verified later, or not at all.
         check_sums: compare the bytes with the checksums in the file, since no record verifies the bytes.
         verified: numbers of the chunks of the file that were read and verified so far.
     """
 
     source: ByteSource
     size_bytes: int
-    peek: Callable[[int, int], bytes]
     check_sums: bool
     verified: Collection[int] = ()
 
@@ -54,7 +52,6 @@ class RawFile(NamedTuple):
         return TorchFile(
             self.source,
             self.size_bytes,
-            peek=self.peek,
             map_location=map_location,
             trust=trust,
             check_sums=self.check_sums,
@@ -145,11 +142,10 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
                 verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            yield RawFile(inner, inner.size_bytes, inner.read, manifest is None, verified), progress
+            yield RawFile(inner, inner.size_bytes, manifest is None, verified), progress
         else:
-            beside = UnverifiedFile(stack.enter_context(path.open("rb", buffering=0)))
             source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-            yield RawFile(source, source.size_bytes, beside.read, manifest is None, source.verified), progress
+            yield RawFile(source, source.size_bytes, manifest is None, source.verified), progress
 
 
 def checkpoints_near(path: Path) -> str:
@@ -184,9 +180,10 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint {str(path)!r}.")
     with readable(path), path.open("rb", buffering=0) as file:
-        source = UnverifiedFile(file)
-        raw = RawFile(source, file.seek(0, os.SEEK_END), source.read, check_sums=True)
-        torch_file = raw.torch_file(map_location=map_location, trust=trust_checkpoint)
+        size_bytes = file.seek(0, os.SEEK_END)
+        torch_file = TorchFile(
+            UnverifiedFile(file), size_bytes, map_location=map_location, trust=trust_checkpoint, check_sums=True
+        )
         torch_file.read()
         return torch_file.contents
 
@@ -239,16 +236,16 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
             fields = raw.size_bytes, raw.check_sums
             try:
                 if trust:  # the code in the file would run here, and again on every rank
-                    entries(raw.size_bytes, source.read, source.peek, is_whole=raw.check_sums)
+                    entries(raw.size_bytes, source.read, is_whole=raw.check_sums)
                 else:
-                    raw._replace(source=source, peek=source.peek).torch_file(map_location="meta")
+                    raw._replace(source=source).torch_file(map_location="meta")
             except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
                 raise _untrusted(what, e) from e
     fields, source.headers = group.from_first(f"reading {what}", lambda: (fields, source.headers))
     source.is_shared = True
     assert fields is not None
     # The other ranks get bytes that rank 0 has compared with the sums.
-    return RawFile(source, fields[0], source.read, fields[1] and group.is_first).torch_file(trust=trust)
+    return RawFile(source, fields[0], fields[1] and group.is_first).torch_file(trust=trust)
 
 
 @final
@@ -272,11 +269,6 @@ class _SharedBytes:
         self._what = what
         self.headers: dict[tuple[int, int], bytes] = {}
         self.is_shared = False
-
-    def peek(self, offset: int, size: int) -> bytes:
-        """Read a header on rank 0; the bytes are verified later."""
-        assert self._raw is not None
-        return self.headers.setdefault((offset, size), self._raw.peek(offset, size))
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""

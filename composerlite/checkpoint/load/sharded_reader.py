@@ -18,9 +18,9 @@ import operator
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 import torch
 import xxhash
@@ -35,7 +35,7 @@ from composerlite.checkpoint.format.byte_sources import ByteSource
 from composerlite.checkpoint.format.folder_index import index_of, is_folder_index
 from composerlite.checkpoint.format.sharded_index import untrusted
 from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
-from composerlite.checkpoint.format.torch_reader import item_contents
+from composerlite.checkpoint.format.torch_reader import batches, in_slots, item_contents
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
@@ -48,7 +48,6 @@ from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_f
 from composerlite.types import Piece
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _FETCH_SECONDS = 7200
 """Longest wait for the lock of a folder of copies, while another rank of this machine downloads."""
 
@@ -575,42 +574,20 @@ def _read_to_devices(
     """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
     if not targets:
         return
-    cuts: list[tuple[_Target, int, int, int]] = []  # target, offset in the file, offset in the target, bytes
+    cuts: list[tuple[tuple[_Target, int], int, int]] = []  # target and offset in its storage, offset in the file, bytes
     for target in targets:
-        done = 0
+        begin = int(target.tensor.storage_offset()) * target.tensor.itemsize
         for offset, size in target.runs:
             for start in range(0, size, _SLOT_BYTES):
                 cut = min(_SLOT_BYTES, size - start)
-                cuts.append((target, offset + start, done, cut))
-                done += cut
+                cuts.append(((target, begin), offset + start, cut))
+                begin += cut
     with ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
-        for group in batches(cuts, _SLOT_BYTES, lambda cut: cut[3]):
-            slot = slots.next()
-            ends = list(itertools.accumulate((size for *_, size in group), initial=0))
-            pieces = [
-                (offset, slot.data_ptr() + at, size) for (_, offset, _, size), at in zip(group, ends, strict=False)
-            ]
-            source.read_into(pieces, progress)
-            for (target, _, start, size), at in zip(group, ends, strict=False):
-                tensor, copier = target.tensor, target.copier
-                assert copier is not None
-                begin = int(tensor.storage_offset()) * tensor.itemsize + start
-                slots.is_copied(copier, copier.load(slot[at : at + size], tensor.untyped_storage(), begin))
-
-
-def batches(items: Sequence[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield ``items`` in batches of at most ``most_bytes``, or of a single larger item."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        size = size_of(item)
-        if batch and total + size > most_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size
-    if batch:
-        yield batch
+        for batch in in_slots(slots, cuts, _SLOT_BYTES):
+            source.read_into([(offset, one.data_ptr(), one.nbytes) for _, offset, one in batch], progress)
+            for (target, begin), _, one in batch:
+                assert target.copier is not None
+                slots.is_copied(target.copier, target.copier.load(one, target.tensor.untyped_storage(), begin))
 
 
 def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:

@@ -14,9 +14,10 @@ from composerlite.checkpoint.foreign.keys import flat_weights
 from composerlite.checkpoint.foreign.systems import model_in, recognised, what_is_recognised
 from composerlite.checkpoint.format import MODEL
 from composerlite.checkpoint.format.packing import is_packed_beginning
+from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX, holds_model_states
 from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
-from composerlite.checkpoint.load.reader import RawFile, opened, readable
+from composerlite.checkpoint.load.reader import opened, readable
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
@@ -109,9 +110,8 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
         with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
             if not is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
                 body = size if verifiable is None else verifiable.body_bytes
-                raw = RawFile(source, body, unverified.read, digest is None)
                 with readable(Path(place.uri(path))):
-                    return raw.torch_file(map_location="meta").contents
+                    return TorchFile(source, body, map_location="meta", check_sums=digest is None).contents
     with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as (file, *_):
         return file.contents
 
