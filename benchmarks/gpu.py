@@ -351,7 +351,7 @@ def load(gb: float, device: str, folder: Path) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(2):
         started = time.perf_counter()
-        with opened(folder / "state.pt") as (file, _, _):
+        with opened(folder / "state.pt") as file:
             file.contents, addresses, sieves = placed(file.contents, live, file.unread())
             file.read(places=addresses, sieves=sieves)
         synchronize(device)

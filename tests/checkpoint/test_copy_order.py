@@ -156,7 +156,7 @@ def wrong_pieces(choose: Choose, without: str = "") -> int:
     image.ring = DeviceRing(run.device, slot_bytes=SIZE)
     file = FileInMemory()
     image.write(file)
-    saved = torch.load(io.BytesIO(file.file.getvalue()), weights_only=True)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     run.close()
     return sum(bool((saved[name] != value).any()) for name, value in zip(run.tensors, run.values(), strict=True))
 

@@ -72,7 +72,7 @@ def pt_file(record: Manifest = RECORD, contents: Any = CONTENTS) -> bytes:
     image, sink = TorchImage(contents), FileInMemory()
     image.comment_bytes = tail_room(record, image.size_bytes)
     image.write(sink)
-    body = sink.file.getvalue()
+    body = sink.getvalue()
     return body + seal(record, digest_of(body), room=image.comment_bytes)
 
 
@@ -97,7 +97,7 @@ def read(data: bytes, name: str = "a.pt") -> Manifest | None:
 
 def loaded(path: Path) -> Any:
     """What a reader of the package gets from a file."""
-    with opened(path) as (file, _, _):
+    with opened(path) as file:
         file.read()
         return file.contents
 

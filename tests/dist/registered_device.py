@@ -125,7 +125,7 @@ def main(path: str) -> None:
     tensor = torch._C._acc.create_empty_tensor((0, 4), torch.float32)
     file = FileInMemory()
     TorchImage({"weight": tensor}).write(file)
-    Path(path).write_bytes(file.file.getvalue())
+    Path(path).write_bytes(file.getvalue())
     found["saved from"] = str(tensor.device)
     sys.stdout.write(json.dumps(found))
 

@@ -166,7 +166,7 @@ class _Load:
                 with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
                     is_of_deepspeed = True
             if not is_of_deepspeed:
-                with opened(path, trust=self.trust) as (file, *_):
+                with opened(path, trust=self.trust) as file:
                     check_kind(file.contents, f"checkpoint {first!r}")
                     file.contents = {"model": file.contents["state"].get("model", {})}
                     file.read()

@@ -9,7 +9,7 @@ from typing import Any, cast, final
 
 from composerlite.checkpoint.format.byte_sources import ByteSource, SourceFile, Window
 from composerlite.checkpoint.format.compression import PackedSink
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter
 
 STATES = "composer_states.pt"
@@ -137,22 +137,3 @@ def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
     except (tarfile.TarError, ValueError, IndexError, OverflowError) as e:
         raise CorruptCheckpointError(f"it is an archive that is damaged or cut off: {e}") from e
     return found
-
-
-def states_in(archive: Window) -> Window:
-    """Return ``composer_states.pt`` in an archive of Composer or of composerlite.
-
-    Raises:
-        CorruptCheckpointError: the archive is damaged, or contains something else.
-        IncompatibleCheckpointError: the archive contains the files of DeepSpeed.
-    """
-    found = members_of(archive, archive.size_bytes)
-    if any(name.startswith(f"{DEEPSPEED}/") for name in found):
-        raise IncompatibleCheckpointError(
-            "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of its weights "
-            "with composerlite.checkpoint.unshard_zero"
-        )
-    if list(found) != [STATES]:
-        names = ", ".join(map(repr, list(found)[:8])) or "nothing"
-        raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
-    return found[STATES]

@@ -11,6 +11,8 @@ from typing import IO, NamedTuple, Protocol, final
 from composerlite.errors import CorruptCheckpointError
 from composerlite.types import Piece
 
+_STEP_BYTES = 1 << 20
+
 
 class ByteSource(Protocol):
     """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""
@@ -47,14 +49,10 @@ class UnverifiedFile:
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory piece by piece."""
         for offset, address, size in targets:
-            self._file.seek(offset)
-            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-            while view:
-                count = self._file.readinto(view)  # type: ignore[attr-defined]
-                if not count:
-                    raise CorruptCheckpointError(f"it ends before {offset + size}")
-                progress(count)
-                view = view[count:]
+            for start in range(0, size, _STEP_BYTES):
+                data = self.read(offset + start, min(_STEP_BYTES, size - start))
+                ctypes.memmove(address + start, data, len(data))
+                progress(len(data))
 
 
 @final

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from composerlite.checkpoint.format.archive import STATES, TarSink, is_tar_header, states_in, tar_bytes
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, TarSink, is_tar_header, members_of, tar_bytes
 from composerlite.checkpoint.format.byte_sources import UnverifiedFile, Window
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
@@ -191,8 +191,17 @@ def unpacked(
                     most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
                     file = stack.enter_context(codec.decompress(path, most_bytes=most))
                     found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
-                is_archive = is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes)))
-                found = states_in(found) if is_archive and not keep_archive else found
+                if not keep_archive and is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes))):
+                    members = members_of(found, found.size_bytes)
+                    if any(name.startswith(f"{DEEPSPEED}/") for name in members):
+                        raise IncompatibleCheckpointError(
+                            "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file "
+                            "of its weights with composerlite.checkpoint.unshard_zero"
+                        )
+                    if list(members) != [STATES]:
+                        names = ", ".join(map(repr, list(members)[:8])) or "nothing"
+                        raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
+                    found = members[STATES]
                 if size_bytes not in (None, found.size_bytes):
                     raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
             except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint import metadata as dcp
 from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info_class
 from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.format.torch_reader import untrusted
 from composerlite.checkpoint.trust.trusted import RefusedError
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
-from composerlite.errors import CorruptCheckpointError, SaveError, UntrustedCheckpointError
+from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.types import StateDict, items_of
 
 StorageInfo = dcp_storage_info_class()
@@ -54,7 +55,7 @@ def read_index(data: bytes, uri: str) -> dcp.Metadata:
         found = RestrictedUnpickler(data, None, _INDEX_TYPES).load()
         _check_index(found)
     except RefusedError as e:
-        raise untrusted(uri, INDEX, e) from e
+        raise untrusted(f"checkpoint {uri!r}: {INDEX!r}", e) from e
     except (ValueError, TypeError, AttributeError, KeyError) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: its {INDEX!r} is damaged or no index: {e}") from e
     return found
@@ -98,17 +99,6 @@ def _check_index(found: Any) -> None:
         hash(path)  # else a TypeError
         if not is_path or not (key.startswith(KEYS) or all(type(step) in (str, int) for step in path)):
             raise ValueError(f"the path {path!r} of the key {key!r}")
-
-
-def untrusted(uri: str, key: str, refused: RefusedError) -> UntrustedCheckpointError:
-    """Return the error for an unknown type at ``key`` of the checkpoint at ``uri``."""
-    kind = refused.name.rsplit(".", 1)[-1]
-    hint = (
-        f" If it is yours, allow it with torch.serialization.add_safe_globals([{kind}])." if refused.allowable else ""
-    )
-    return UntrustedCheckpointError(
-        f"checkpoint {uri!r}: {key!r} holds {refused.name}, which is not known to be safe to load.{hint}"
-    )
 
 
 # ── a nested state in leaves ─────────────────────────────────────────────────────────────────────────────────────────
@@ -159,7 +149,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     def visit(value: Any, path: Path, place: tuple[Any, ...]) -> None:
         if isinstance(value, Mapping):
             items = cast("Mapping[Any, Any]", value)
-            if as_dcp or not path or (_has_tensor(items) and all(type(key) is str for key in items)):
+            if as_dcp or not path or (_is_split(items, as_dcp=False) and all(type(key) is str for key in items)):
                 other = [key for key in items if type(key) is not str]
                 if other and len(set(map(str, items))) < len(items):
                     twice = Counter(map(str, items)).most_common(1)[0][0]
@@ -172,7 +162,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
                 for key, inner in items.items():
                     visit(inner, (*path, str(key)), (*place, key))
                 return
-        if type(value) is list and (_is_split_by_dcp(value) if as_dcp else _has_tensor(value)):
+        if type(value) is list and _is_split(value, as_dcp=as_dcp):
             for number, inner in enumerate(cast("list[Any]", value)):
                 visit(inner, (*path, number), (*place, number))
             return
@@ -194,20 +184,13 @@ def _is_plain_key(key: Any) -> bool:
     return type(key) in (str, int, bool, float, type(None), bytes)
 
 
-def _has_tensor(value: Any) -> bool:
-    """Return true if ``value`` is a tensor, or has a tensor in dicts and lists."""
-    if isinstance(value, Mapping):
-        return any(map(_has_tensor, cast("Mapping[Any, Any]", value).values()))
+def _is_split(value: Any, *, as_dcp: bool) -> bool:
+    """Return true if ``value`` is a tensor, or has a tensor in lists and dicts; with ``as_dcp`` a dict is enough."""
     if type(value) is list:
-        return any(map(_has_tensor, cast("list[Any]", value)))
-    return isinstance(value, Tensor)
-
-
-def _is_split_by_dcp(value: Any) -> bool:
-    """Return true if DCP takes the list apart."""
-    if type(value) is not list:
-        return isinstance(value, Tensor | Mapping)
-    return any(map(_is_split_by_dcp, cast("list[Any]", value)))
+        return any(_is_split(inner, as_dcp=as_dcp) for inner in cast("list[Any]", value))
+    if isinstance(value, Mapping) and not as_dcp:
+        return any(_is_split(inner, as_dcp=False) for inner in cast("Mapping[Any, Any]", value).values())
+    return isinstance(value, Tensor | Mapping)
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -277,17 +277,14 @@ class ShardLayout:
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
+        listed = {(sizes, dtype): size for sizes, dtype, size in self.items}
         for number, parts in enumerate(self.pieces(rank)):
             name, at = file_name(rank, number, suffix), 0
             for part in parts:
-                size = self._item_bytes[part.sizes, part.dtype] if self.items else item_place(part.sizes, part.dtype)[1]
+                size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
                 found[part.metadata_index] = StorageInfo(name, at, size)
                 at += size
         return found
-
-    @functools.cached_property
-    def _item_bytes(self) -> dict[tuple[tuple[int, ...], torch.dtype | None], int]:
-        return {(sizes, dtype): size for sizes, dtype, size in self.items}
 
     def pack(self, listed: dcp.Metadata, suffix: str) -> bytes:
         """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""

@@ -162,14 +162,10 @@ class TorchImage:
 
 
 @final
-class FileInMemory:
+class FileInMemory(io.BytesIO):
     """A file in memory, for :meth:`TorchImage.write`."""
 
     piece_bytes = 1 << 20
-
-    def __init__(self) -> None:
-        self.file = io.BytesIO()
-        self.write = self.file.write
 
     def copy(self, address: int, size: int, crc: int = 0) -> int:
         """Append ``size`` bytes of memory at ``address``, and return the CRC-32, continued from ``crc``."""

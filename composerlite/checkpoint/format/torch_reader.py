@@ -11,7 +11,7 @@ import itertools
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, final
 
 import torch
@@ -19,10 +19,10 @@ from isal import isal_zlib
 
 from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import ZipRecord, entries
-from composerlite.checkpoint.trust.trusted import storage_dtype
+from composerlite.checkpoint.trust.trusted import RefusedError, storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
-from composerlite.errors import CorruptCheckpointError
+from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.types import Piece
 
 T = TypeVar("T")
@@ -62,6 +62,8 @@ class TorchFile:
     Attributes:
         contents: the contents of the file.
         ring: buffers for reading to devices.
+        progress: called with each number of bytes read by :meth:`read`.
+        verified: numbers of the chunks of the file that were read and verified so far.
 
     Args:
         source: bytes of the file.
@@ -89,6 +91,8 @@ class TorchFile:
     ) -> None:
         self._source = source
         self.ring = shared_ring
+        self.progress: Callable[[int], object] = int
+        self.verified: Collection[int] = ()
         try:
             listed = entries(size_bytes, source.read, is_whole=check_sums)
         except CorruptCheckpointError as e:
@@ -165,14 +169,12 @@ class TorchFile:
         *,
         places: Mapping[str, int] | None = None,
         sieves: Mapping[str, Sieve] | None = None,
-        progress: Callable[[int], object] = int,
     ) -> None:
         """Read the bytes of all living tensors, each storage once.
 
         Args:
             places: addresses of further memory to fill with a record, by record name.
             sieves: take records as well, by record name.
-            progress: called with each number of bytes read.
 
         Raises:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
@@ -184,11 +186,11 @@ class TorchFile:
                 wanted.append((record, storage.data_ptr()))
         self._unread = []
         wanted.sort(key=lambda one: one[0].offset)
-        self._read_parts([(record, 0, address, record.size) for record, address in wanted], progress)
+        self._read_parts([(record, 0, address, record.size) for record, address in wanted])
         if sieves:
-            self._sift({names[name]: sieve for name, sieve in sieves.items()}, progress)
+            self._sift({names[name]: sieve for name, sieve in sieves.items()})
 
-    def _sift(self, sieves: Mapping[ZipRecord, Sieve], progress: Callable[[int], object]) -> None:
+    def _sift(self, sieves: Mapping[ZipRecord, Sieve]) -> None:
         """Read records in parts. Small records are read together."""
         slot_bytes = min(_SIEVED_BYTES, sum(record.size for record in sieves))
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
@@ -200,22 +202,17 @@ class TorchFile:
             parts += [(record, start, min(part, record.size - start)) for start in range(0, record.size, part)]
         with self.ring.slots(slot_bytes, device, count) as slots:
             for batch in in_slots(slots, parts, slot_bytes):
-                self._read_parts(
-                    [(record, start, one.data_ptr(), one.nbytes) for record, start, one in batch], progress
-                )
+                self._read_parts([(record, start, one.data_ptr(), one.nbytes) for record, start, one in batch])
                 for record, start, one in batch:
                     sieves[record].take(start, one, slots)
 
-    def _read_parts(
-        self, parts: Sequence[tuple[ZipRecord, int, int, int]], progress: Callable[[int], object] = int
-    ) -> None:
+    def _read_parts(self, parts: Sequence[tuple[ZipRecord, int, int, int]]) -> None:
         """Read parts of records, in the order of the file, and compare the CRC-32 of a record after its last part.
 
         The places of data depend on headers, so headers are verified with the first parts.
 
         Args:
             parts: record, first byte in the record, address in memory, and size of each part.
-            progress: called with each number of bytes read.
         """
         begun = [record for record, start, _, _ in parts if start == 0]
         headers = bytearray(sum(len(record.header) for record in begun) + 1)
@@ -225,7 +222,7 @@ class TorchFile:
             wanted.append((record.start, address, len(record.header)))
             address += len(record.header)
         if wanted:
-            self._source.read_into(sorted(wanted), progress)
+            self._source.read_into(sorted(wanted), self.progress)
         if bytes(headers[:-1]) != b"".join(record.header for record in begun):
             raise CorruptCheckpointError("it changed while it was read")
         for record, start, place, size in parts if self._check_sums else ():
@@ -297,6 +294,16 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
         return Unpickler(io.BytesIO(data), encoding="utf-8").load()
     except (EOFError, IndexError, KeyError, UnicodeDecodeError) as e:
         raise pickle.UnpicklingError(f"its pickle is malformed: {e!r}") from e
+
+
+def untrusted(what: str, refused: RefusedError, *, may_trust: bool = False) -> UntrustedCheckpointError:
+    """Return the error for an unknown type in ``what``. With ``may_trust`` there is an argument to trust all types."""
+    kind = refused.name.rsplit(".", 1)[-1]
+    ways = [f"allow the type with torch.serialization.add_safe_globals([{kind}])"] if refused.allowable else []
+    if may_trust:
+        ways.append("load with trust_checkpoint=True, which runs whatever code the file holds")
+    hint = f" Only if it is yours, {', or '.join(ways)}." if ways else ""
+    return UntrustedCheckpointError(f"{what} holds {refused.name}, which is not known to be safe to load.{hint}")
 
 
 def item_contents(data: bytes | bytearray) -> Any:

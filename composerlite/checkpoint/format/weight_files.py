@@ -31,11 +31,6 @@ def holds_model_states(names: Collection[str]) -> bool:
     return any(map(MODEL_STATES.fullmatch, names))
 
 
-def is_safetensors(beginning: bytes) -> bool:
-    """Return true for the first bytes of a file of safetensors."""
-    return beginning[8:9] == b"{" and int.from_bytes(beginning[:8], "little") <= MOST_HEADER_BYTES
-
-
 def holds_weights(names: Collection[str]) -> bool:
     """Return true for the names of a folder with weights in safetensors, or in ``pytorch_model.bin`` and the like."""
     return are_safetensors(names) or any(map(_OF_TORCH.fullmatch, names))

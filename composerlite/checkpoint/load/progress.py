@@ -18,9 +18,6 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]
 
     Yields a callback for one thread, to be called with the number of bytes since the last call.
     """
-    if not _is_shown(wanted):
-        yield int
-        return
     done = 0
     with download_bar(wanted, what) as update:
 
@@ -38,7 +35,7 @@ def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Genera
 
     Yields a callback for one thread, to be called with (bytes received so far, total bytes).
     """
-    if not _is_shown(wanted):
+    if not (wanted and sys.stderr.isatty()):
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -51,7 +48,3 @@ def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Genera
             bar.update(task, completed=done, total=total, visible=total >= _LARGE_BYTES)
 
         yield update
-
-
-def _is_shown(wanted: bool) -> bool:
-    return wanted and sys.stderr.isatty()

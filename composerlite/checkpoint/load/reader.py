@@ -8,12 +8,12 @@ import os
 import pkgutil
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, cast, final
 
 from composerlite import dist
 from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.packing import is_packed, unpacked
-from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile
+from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.load.progress import progress_of
 from composerlite.checkpoint.place.catalog import Catalog, record_in
@@ -40,37 +40,14 @@ class RawFile(NamedTuple):
         size_bytes: size of the torch file.
         check_sums: compare the bytes with the checksums in the file, since no record verifies the bytes.
         verified: numbers of the chunks of the file that were read and verified so far.
+        progress: shows the bytes read in the progress bar.
     """
 
     source: ByteSource
     size_bytes: int
     check_sums: bool
     verified: Collection[int] = ()
-
-    def torch_file(self, *, map_location: MapLocation = "cpu", trust: bool = False) -> TorchFile:
-        """Open the file and read everything except the numbers of tensors, which ``TorchFile.read`` reads."""
-        return TorchFile(
-            self.source,
-            self.size_bytes,
-            map_location=map_location,
-            trust=trust,
-            check_sums=self.check_sums,
-        )
-
-
-@final
-class OpenCheckpoint(NamedTuple):
-    """A checkpoint file that is open.
-
-    Attributes:
-        file: the contents. ``file.read`` reads the numbers of tensors.
-        progress: callback for ``file.read``, which shows the bytes read in the progress bar.
-        verified: numbers of the chunks of this rank's file that were read and verified so far.
-    """
-
-    file: TorchFile
-    progress: OnBytes
-    verified: Collection[int]
+    progress: OnBytes = int
 
 
 @contextlib.contextmanager
@@ -81,7 +58,7 @@ def opened(
     trust: bool = False,
     progress_bar: bool = False,
     together: str = "",
-) -> Generator[OpenCheckpoint]:
+) -> Generator[TorchFile]:
     """Open the checkpoint file ``path``.
 
     A file with a record is verified: by chunks during reads, or first as a whole if compressed. A file without a record
@@ -106,22 +83,25 @@ def opened(
     group = dist.get_group() if together else dist.Group()
     with contextlib.ExitStack() as stack:
         raw: RawFile | None = None
-        progress: OnBytes = int
         with group.all_or_none(f"opening {together}"):
             if group.is_first:
                 assert path is not None
-                raw, progress = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
+                raw = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
         if raw is not None and group.size == 1:
-            file = raw.torch_file(map_location=map_location, trust=trust)
+            file = TorchFile(
+                raw.source, raw.size_bytes, map_location=map_location, trust=trust, check_sums=raw.check_sums
+            )
         else:
             file = shared_file(raw, together, trust=trust)
+        if raw is not None:
+            file.progress, file.verified = raw.progress, raw.verified
         with group.all_or_none(f"reading {together}"):
-            yield OpenCheckpoint(file, progress, () if raw is None else raw.verified)
+            yield file
 
 
 @contextlib.contextmanager
-def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile, OnBytes]]:
-    """Open ``path`` without reading contents. Yield the file, and the callback of the progress bar."""
+def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
+    """Open ``path`` without reading contents."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
@@ -142,10 +122,10 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[tuple[RawFile,
                 verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            yield RawFile(inner, inner.size_bytes, manifest is None, verified), progress
+            yield RawFile(inner, inner.size_bytes, manifest is None, verified, progress)
         else:
             source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-            yield RawFile(source, source.size_bytes, manifest is None, source.verified), progress
+            yield RawFile(source, source.size_bytes, manifest is None, source.verified, progress)
 
 
 def checkpoints_near(path: Path) -> str:
@@ -194,26 +174,12 @@ def readable(path: Path) -> Generator[None]:
     try:
         yield
     except RefusedError as e:
-        raise _untrusted(str(path), e) from e
+        raise untrusted(f"checkpoint {str(path)!r}", e, may_trust=True) from e
     except CorruptCheckpointError as e:
         if str(path) not in str(e):  # in the same error: every rank may have raised it already
             e.args = (f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}",)
         e.add_note("If another process replaced the file while it was read, load it again.")
         raise
-
-
-def _untrusted(name: str, refused: RefusedError) -> UntrustedCheckpointError:
-    way_out = "which is not known to be safe to load in that form. Only if the file is yours "
-    if refused.allowable:
-        kind = refused.name.rsplit(".", 1)[-1]
-        way_out = (
-            "which is not known to be safe to load. If it is yours, allow the type with "
-            f"torch.serialization.add_safe_globals([{kind}]), or "
-        )
-    return UntrustedCheckpointError(
-        f"checkpoint {name!r} holds {refused.name}, {way_out}load with trust_checkpoint=True, which runs whatever code "
-        "the file holds."
-    )
 
 
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────
@@ -229,7 +195,7 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
         CheckpointError: the file cannot be read; on every rank.
     """
     group = dist.get_group()
-    source = _SharedBytes(raw, f"reading {what}")
+    source = _SharedBytes(None if raw is None else raw.source, f"reading {what}")
     fields: tuple[int, bool] | None = None
     with group.all_or_none(f"opening {what}"):
         if raw is not None:
@@ -238,14 +204,14 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
                 if trust:  # the code in the file would run here, and again on every rank
                     entries(raw.size_bytes, source.read, is_whole=raw.check_sums)
                 else:
-                    raw._replace(source=source).torch_file(map_location="meta")
+                    TorchFile(source, raw.size_bytes, map_location="meta", check_sums=raw.check_sums)
             except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
-                raise _untrusted(what, e) from e
+                raise untrusted(f"checkpoint {what!r}", e, may_trust=True) from e
     fields, source.headers = group.from_first(f"reading {what}", lambda: (fields, source.headers))
     source.is_shared = True
     assert fields is not None
     # The other ranks get bytes that rank 0 has compared with the sums.
-    return RawFile(source, fields[0], fields[1] and group.is_first).torch_file(trust=trust)
+    return TorchFile(source, fields[0], trust=trust, check_sums=fields[1] and group.is_first)
 
 
 @final
@@ -260,12 +226,12 @@ class _SharedBytes:
         is_shared: every rank has the headers. From now on reads are collective.
 
     Args:
-        raw: the file, on rank 0; ``None`` on the other ranks.
+        source: the bytes of the file, on rank 0; ``None`` on the other ranks.
         what: the operation, for errors of ranks.
     """
 
-    def __init__(self, raw: RawFile | None, what: str) -> None:
-        self._raw = raw
+    def __init__(self, source: ByteSource | None, what: str) -> None:
+        self._source = cast("ByteSource", source)  # used on rank 0 alone
         self._what = what
         self.headers: dict[tuple[int, int], bytes] = {}
         self.is_shared = False
@@ -281,11 +247,6 @@ class _SharedBytes:
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. ``progress`` is called on rank 0, with each number of bytes."""
         dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
-
-    @property
-    def _source(self) -> ByteSource:
-        assert self._raw is not None
-        return self._raw.source
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

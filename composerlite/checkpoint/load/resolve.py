@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple, final
 from composerlite.checkpoint.format import INDEX, MODEL
 from composerlite.checkpoint.format.packing import is_packed, is_tar, unpacked
 from composerlite.checkpoint.format.weight_files import (
+    MOST_HEADER_BYTES,
     WEIGHTS_SUFFIX,
     holds_model_states,
     holds_weights,
-    is_safetensors,
 )
 from composerlite.checkpoint.load.progress import download_bar, progress_of
 from composerlite.checkpoint.place.bucket import Bucket
@@ -218,7 +218,8 @@ def is_read_in_place(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         beginning = file.read(9)
-    return path.suffix == WEIGHTS_SUFFIX or (not beginning.startswith(b"PK") and is_safetensors(beginning))
+    has_header = beginning[8:] == b"{" and int.from_bytes(beginning[:8], "little") <= MOST_HEADER_BYTES
+    return path.suffix == WEIGHTS_SUFFIX or (has_header and not beginning.startswith(b"PK"))
 
 
 _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"

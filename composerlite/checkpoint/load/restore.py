@@ -65,10 +65,10 @@ def read_checkpoint(
     path = Path(path)
     ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
     opening = opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar)
-    with opening as (file, progress, _):
+    with opening as file:
         check_kind(file.contents, str(path))
         file.contents = without(file.contents, ignore_keys)
-        file.read(progress=progress)
+        file.read()
         return file.contents
 
 
@@ -166,7 +166,7 @@ def read_in_place(
             folder, step = place.opened(object_store)
             return load_directory(folder, plan, step)
         opening = opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name)
-        with opening as (file, progress, verified):
+        with opening as file:
             with dist.get_group().all_or_none("comparing the checkpoint with the run"):
                 wanted = plan.wanted(file.contents)
                 live = plan.places(wanted)
@@ -174,8 +174,8 @@ def read_in_place(
             del wanted  # what nothing refers to is not read
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
             with naming, half_loaded(bool(addresses or sieves)):
-                file.read(places=addresses, sieves=sieves, progress=progress)
-            return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: verified})
+                file.read(places=addresses, sieves=sieves)
+            return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: file.verified})
 
 
 # ── tensors that are read in place ───────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +206,11 @@ def placed(
     groups: dict[int, list[_Pair]] = {}
     for pair in _pairs(contents, live):
         groups.setdefault(id(pair[0].untyped_storage()), []).append(pair)
-    shared = _shared_storages(groups)
+    owners: dict[int, set[int]] = {}  # the saved storages of each storage of live tensors, by address
+    for storage, pairs in groups.items():
+        for _, live_one in pairs:
+            if live_one is not None and type(live_one) in (Tensor, nn.Parameter) and live_one.layout is torch.strided:
+                owners.setdefault(live_one.untyped_storage().data_ptr(), set()).add(storage)
     addresses: dict[str, int] = {}
     sieves: dict[str, Sieve] = {}
     replaced: dict[int, Tensor] = {}
@@ -218,7 +222,9 @@ def placed(
         if (targets := _distributed_targets(pairs, record, taken)) is not None:
             sieves[record.name] = _Rows(pairs[0][0], targets)
             replaced |= {id(saved): filled for (saved, _), filled in zip(pairs, targets, strict=True)}
-        elif all(_fits(pair, pairs[0], record) for pair in pairs) and target.untyped_storage().data_ptr() not in shared:
+        elif all(_fits(pair, pairs[0], record) for pair in pairs) and owners[target.untyped_storage().data_ptr()] == {
+            storage
+        }:
             if (copier := ring.copier_of(target.untyped_storage())) is None:
                 addresses[record.name] = target.data_ptr()
             else:
@@ -325,16 +331,6 @@ def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
         and extent == saved.numel()
         and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())
     )
-
-
-def _shared_storages(groups: Mapping[int, list[_Pair]]) -> set[int]:
-    """Return the addresses of the storages of live tensors that belong to several saved storages."""
-    owners: dict[int, set[int]] = {}
-    for storage, pairs in groups.items():
-        for _, live in pairs:
-            if live is not None and type(live) in (Tensor, nn.Parameter) and live.layout is torch.strided:
-                owners.setdefault(live.untyped_storage().data_ptr(), set()).add(storage)
-    return {address for address, storages in owners.items() if len(storages) > 1}
 
 
 def _with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:

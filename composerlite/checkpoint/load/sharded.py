@@ -52,30 +52,25 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-    group = dist.get_group()
-
-    def train_states() -> dict[str, bytes]:
-        assert step is not None
-        return {path: step.place.read(path) for _, path in sorted(step.rank_files().items())}
-
-    def read(reader: RemoteFileSystemReader) -> Any:
-        beside: StateDict = {}
-        if step is not None:
-            files = group.from_first(f"reading the train states of {step.uri}", train_states)
-            beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
-        return _read_state(reader, plan, beside)
-
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
-        wanted = read_whole(reader, group, read)
+        wanted = read_whole(reader, dist.get_group(), lambda reader: _read_state(reader, plan, step))
         return Loaded(plan, wanted, reader.verified)
 
 
-def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, beside: StateDict) -> Any:
-    """Return the state to restore, with the top-level entries ``beside`` added. Collective.
+def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, step: StepFolder | None) -> Any:
+    """Return the state to restore, with the train states of ``step``. Collective.
 
     Tensors are read into live tensors where possible.
     """
     group = dist.get_group()
+    beside: StateDict = {}
+    if step is not None:
+        place, paths = step.place, step.rank_files
+        files = group.from_first(
+            f"reading the train states of {step.uri}",
+            lambda: {path: place.read(path) for _, path in sorted(paths().items())},
+        )
+        beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     tensors = {

@@ -33,9 +33,8 @@ from torch.futures import Future
 
 from composerlite.checkpoint.format.byte_sources import ByteSource
 from composerlite.checkpoint.format.folder_index import index_of, is_folder_index
-from composerlite.checkpoint.format.sharded_index import untrusted
 from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
-from composerlite.checkpoint.format.torch_reader import batches, in_slots, item_contents
+from composerlite.checkpoint.format.torch_reader import batches, in_slots, item_contents, untrusted
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
@@ -64,7 +63,7 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
             return json.loads(data)
         return item_contents(data)
     except RefusedError as e:
-        raise untrusted(uri, key, e) from e
+        raise untrusted(f"checkpoint {uri!r}: {key!r}", e) from e
     except (CorruptCheckpointError, ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: {key!r} cannot be read: {e}") from e
 
@@ -370,7 +369,7 @@ class RemoteFileSystemReader(StorageReader):
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its file {name!r} is gone.") from e
         except RefusedError as e:
-            raise untrusted(self.uri, name, e) from e
+            raise untrusted(f"checkpoint {self.uri!r}: {name!r}", e) from e
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}, file {name!r}: {e}") from e
 

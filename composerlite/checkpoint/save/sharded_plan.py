@@ -106,7 +106,7 @@ class RankState:
                 piece = StatePiece(key)
                 bytes_of_value = FileInMemory()
                 image_of(value, key, must_load=not of_run).write(bytes_of_value)
-                self.data[piece.metadata_index] = bytes_of_value.file.getvalue()
+                self.data[piece.metadata_index] = bytes_of_value.getvalue()
             self.pieces.append(piece)
 
     @functools.cached_property

@@ -112,7 +112,7 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
                 body = size if verifiable is None else verifiable.body_bytes
                 with readable(Path(place.uri(path))):
                     return TorchFile(source, body, map_location="meta", check_sums=digest is None).contents
-    with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as (file, *_):
+    with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as file:
         return file.contents
 
 
@@ -209,9 +209,9 @@ def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
 def _read_file(path: Path, part: Callable[[Any], Any]) -> Any:
     if is_read_in_place(path):
         return _read_directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
-    with opened(path) as (file, progress, _):
+    with opened(path) as file:
         file.contents = part(file.contents)
-        file.read(progress=progress)
+        file.read()
         return file.contents
 
 
