@@ -315,23 +315,6 @@ def test_the_error_names_a_library_that_is_not_installed(tmp_path: Path, small: 
     assert ".pt.gz" in lines[1]
 
 
-# ── beside training ──────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("suffix", [".pt.gz", ".pt.zst"])
-def test_training_goes_before_compression(tmp_path: Path, suffix: str) -> None:
-    """Threads that compress have a low priority. The thread that writes keeps its own."""
-    path = tmp_path / f"ep1{suffix}"
-    path.touch()
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    before = {task.name for task in Path("/proc/self/task").iterdir()}
-    with format_of(path).open_sink(path, 9 << 20) as sink:
-        sink.write(bytes(9 << 20))
-        tasks = [int(task.name) for task in Path("/proc/self/task").iterdir() if task.name not in before]
-        assert len(tasks) >= 1
-        assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {min(own + 5, 19)}
-        sink.finish()
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
-
-
 # ── a disk that is full ───────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("suffix", "size"), [*((suffix, 600_000) for suffix in SUFFIXES), (".pt.gz", 18 << 20), (".tar.gz", 18 << 20)]

@@ -25,7 +25,7 @@ from packing import torch_bytes as make_torch_bytes
 
 from composerlite.checkpoint import Manifest
 from composerlite.checkpoint.format import MOST_TAIL_BYTES
-from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, get_compressor, last_frame
+from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, get_compressor, last_frame
 from composerlite.checkpoint.format.packing import format_of, unpacked
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.record.record import SavedRun, seal, tail_room, unseal
@@ -59,6 +59,13 @@ TAIL = tail_of()
 def constant_seal(stored: FileDigest, plain: FileDigest | None, tail: bytes = TAIL) -> bytes:
     """Return the same tail for every file."""
     return tail
+
+
+def encoded(compressor: Compressor, data: bytes) -> bytes:
+    """``data`` as a frame of the library."""
+    encoder = compressor.library().encoder()
+    begin = encoder.begin() if hasattr(encoder, "begin") else b""
+    return begin + encoder.compress(data) + encoder.flush()
 
 
 def end_of(path: Path) -> bytes:
@@ -136,7 +143,7 @@ def test_seal_gets_the_digests_of_the_stored_and_of_the_plain_bytes(tmp_path: Pa
 def test_files_of_every_size_around_a_block(tmp_path: Path, suffix: str, size: int | str, *, is_sealed: bool) -> None:
     """No byte is lost or written twice, with and without a record."""
     if isinstance(size, str):
-        size = get_compressor(f"a{suffix}").block_bytes + int(size.partition(" + ")[2] or 0)
+        size = (4 << 20) + int(size.partition(" + ")[2] or 0)
     data = array("I", range(size // 4 + 1)).tobytes()[:size]
     path = tmp_path / f"a{suffix}"
     path.touch()
@@ -223,7 +230,7 @@ def test_every_flipped_bit_of_a_last_frame_is_noticed(compressor: object, size_b
     """Also the bits that no checksum of the format covers, as the time and the flags in the header of gzip."""
     (known,) = [one for one in KNOWN_COMPRESSORS if one is compressor]
     data = tail_of(size_bytes)
-    before = known.library().encode(memoryview(os.urandom(500)))
+    before = encoded(known, os.urandom(500))
     frame = known.frame(data)
     assert last_frame(before + frame) == (len(before), data)
     for bit in range(8 * len(frame)):
@@ -242,7 +249,7 @@ def test_a_frame_that_is_cut_off_extended_or_of_another_encoder_is_none(compress
         assert last_frame(frame[size:]) == ((0, TAIL) if size == 0 else None)
     assert last_frame(frame + b"\0") is None
     if known.extension not in ("bz2", "xz"):
-        assert last_frame(known.library().encode(memoryview(TAIL))) is None
+        assert last_frame(encoded(known, TAIL)) is None
     assert last_frame(known.frame(b"no record in these bytes\n")) is None
     with pytest.raises(ValueError, match="70000 bytes for a last frame"):
         known.frame(bytes(70_000))

@@ -1,8 +1,8 @@
-"""Compressed files: the codecs, a sink with several threads, and the last frame with the record of the checkpoint.
+"""Compressed files: the codecs, a sink, and the last frame with the record of the checkpoint.
 
 A compressed file is a sequence of frames. Each frame is a complete stream of its codec: a member of gzip, a stream of
-bzip2 or xz, a frame of lz4 or Zstandard. The sink writes a frame for every block of 4 MB and, if the checkpoint has a
-record, a last frame with only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
+bzip2 or xz, a frame of lz4 or Zstandard. The sink writes one frame and, if the checkpoint has a record, a last frame
+with only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
 read these files and return the file inside with the record. Files of these programs are read, too.
 """
 
@@ -18,9 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,13 +29,12 @@ import xxhash
 from isal import igzip_lib, isal_zlib
 
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import FileDigest, Seal, StreamWriter, WorkerPool, chunk_bytes_for
+from composerlite.storage import FileDigest, Seal, StreamWriter, chunk_bytes_for
 from composerlite.storage.disk.files import write_all
 
-_PIECE_BYTES = 64 << 10
+_READ_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
 _MOST_FRAME_DATA_BYTES = 0xFFFF  # more does not fit into a stored block of gzip
-_BLOCK_BYTES = 4 << 20
 _DECODER_MEMORY_BYTES = 128 << 20  # `xz -9` needs 65 MiB
 _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
 """Beginning and size of the last line of a record: see :mod:`composerlite.checkpoint.record.record`."""
@@ -48,33 +45,35 @@ class Library(NamedTuple):
     """Functions of a Python library for compression.
 
     Attributes:
-        encode: compresses a block of data into a frame. Called in several threads at once.
+        encoder: returns a new encoder for a frame, with the interface of ``bz2.BZ2Compressor``.
         decoder: returns a new decoder for a frame, with the interface of ``bz2.BZ2Decompressor``.
         errors: exceptions of the decoder for damaged data.
     """
 
-    encode: Callable[[memoryview], bytes]
+    encoder: Callable[[], Any]
     decoder: Callable[[], Any]
     errors: tuple[type[Exception], ...]
 
 
 def _gzip_library() -> Library:
-    encode = partial(igzip_lib.compress, level=1, flag=igzip_lib.COMP_GZIP)  # ten times as fast as zlib
+    encoder = partial(isal_zlib.compressobj, 1, isal_zlib.DEFLATED, 31)  # ten times as fast as zlib; 31: gzip
     decoder = partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
-    return Library(encode, decoder, (cast(type[Exception], igzip_lib.error), ValueError))
+    return Library(encoder, decoder, (cast(type[Exception], igzip_lib.error), ValueError))
 
 
 def _xz_library() -> Library:
-    encode = partial(lzma.compress, preset=0)  # higher presets take three times as long for numbers of the same size
+    encoder = partial(
+        lzma.LZMACompressor, preset=0
+    )  # higher presets take three times as long for numbers of the same size
     decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_DECODER_MEMORY_BYTES)
-    return Library(encode, decoder, (lzma.LZMAError,))
+    return Library(encoder, decoder, (lzma.LZMAError,))
 
 
 def _lz4_library() -> Library:
     from lz4 import frame
 
-    encode = partial(frame.compress, block_size=frame.BLOCKSIZE_MAX4MB, content_checksum=True)
-    return Library(encode, frame.LZ4FrameDecompressor, (RuntimeError,))
+    encoder = partial(frame.LZ4FrameCompressor, block_size=frame.BLOCKSIZE_MAX4MB, content_checksum=True)
+    return Library(encoder, frame.LZ4FrameDecompressor, (RuntimeError,))
 
 
 def _zstandard_library() -> Library:
@@ -85,7 +84,7 @@ def _zstandard_library() -> Library:
 
     option = zstd.CompressionParameter
     options: dict[int, int] = {option.compression_level: 1, option.checksum_flag: 1}
-    return Library(partial(zstd.compress, options=options), zstd.ZstdDecompressor, (zstd.ZstdError,))
+    return Library(partial(zstd.ZstdCompressor, options=options), zstd.ZstdDecompressor, (zstd.ZstdError,))
 
 
 # ── last frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +124,6 @@ class Compressor:
         library: imports the Python library.
         encode_last: returns data as a last frame, without the library.
         package: name of the library's package; empty if composerlite requires the package.
-        block_bytes: size of a block before compression.
     """
 
     extension: str
@@ -133,16 +131,14 @@ class Compressor:
     library: Callable[[], Library]
     encode_last: Callable[[bytes], bytes]
     package: str = ""
-    block_bytes: int = _BLOCK_BYTES
 
     @property
     def exists(self) -> bool:
         """True if the library is installed."""
-        try:
+        with suppress(ImportError):
             self.library()
-        except ImportError:
-            return False
-        return True
+            return True
+        return False
 
     def imported(self) -> Library:
         """Return the library.
@@ -178,7 +174,7 @@ class Compressor:
         """
         library = self.imported()
         decoder, within = library.decoder(), True  # within a frame. Between frames, zeros may fill the block of a tape
-        while data := file.read(_PIECE_BYTES):
+        while data := file.read(_READ_BYTES):
             while data or (within and not decoder.needs_input):
                 if not within:
                     if not (data := data.lstrip(b"\0")):
@@ -241,9 +237,9 @@ class Compressor:
             yield target
 
 
-_BZIP2 = Library(bz2.compress, bz2.BZ2Decompressor, (OSError, ValueError))
+_BZIP2 = Library(bz2.BZ2Compressor, bz2.BZ2Decompressor, (OSError, ValueError))
 KNOWN_COMPRESSORS = (
-    Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress, block_bytes=4 * 900_000),  # bzip2 has blocks of 900 kB
+    Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress),
     Compressor("gz", b"\x1f\x8b", _gzip_library, _gzip_frame),
     Compressor("lz4", b"\x04\x22\x4d\x18", _lz4_library, _lz4_frame, "lz4"),
     Compressor("xz", b"\xfd7zXZ\0", _xz_library, lzma.compress),
@@ -308,17 +304,14 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
     return next(((len(end) - len(frame), data) for frame in frames if end.endswith(frame)), None)
 
 
-_HASHED_BYTES = 1 << 20  # small enough for the processor's cache
-_MOST_THREADS = 8  # a thread needs memory for a block and a frame
-_NICENESS = 5  # if training wants the processor, the threads get a third of its time
+_PIECE_BYTES = 1 << 20  # small enough for the processor's cache
 
 
 @final
 class PackedSink:
-    """Writes a compressed file.
+    """Writes a compressed file: a frame with all bytes, and a last frame if there is a record.
 
-    Threads of low priority compress, so training gets the processors first. Memory holds at most two blocks more than
-    there are threads. Used as a context manager: leaving the block before :meth:`finish` stops the threads.
+    Used as a context manager: leaving the block before :meth:`finish` leaves an incomplete file.
 
     Args:
         path: an existing file, empty.
@@ -328,36 +321,31 @@ class PackedSink:
     Attributes:
         size_bytes: number of bytes appended, before compression.
         piece_bytes: best number of bytes to append at once.
-        seconds: time by activity. ``hash``: checksums and digests. ``compress``: waiting for the threads. ``write``.
-            ``flush``: until the file is durable.
+        seconds: time by activity. ``hash``: checksums and digests. ``compress``. ``write``. ``flush``: until the file
+            is durable.
     """
 
     def __init__(self, path: Path, compressor: Compressor, *, most_bytes: int) -> None:
-        self._encode = compressor.imported().encode
         self._compressor = compressor
+        self._encoder = compressor.imported().encoder()
         # Only the size of chunks follows from the expected size: a compressed file needs less space.
         self._file = StreamWriter(path, 0, chunk_bytes=chunk_bytes_for(most_bytes))
         self.size_bytes = 0
-        self.piece_bytes = _HASHED_BYTES
+        self.piece_bytes = _PIECE_BYTES
         self.seconds = self._file.seconds
         self.seconds["compress"] = 0.0
         self._plain = xxhash.xxh3_128()
-        self._block = bytearray()
-        self._pending: deque[Future[bytes]] = deque()
-        self._threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-        self._pool = WorkerPool(self._threads, name="checkpoint-compressor", first=partial(os.nice, _NICENESS))
+        if hasattr(self._encoder, "begin"):  # the encoder of lz4 returns the header first
+            self._file.write(self._encoder.begin())
 
     def write(self, data: bytes) -> None:
         """Append ``data``."""
         self.size_bytes += len(data)
         self._plain.update(data)
-        left = memoryview(data)
-        while left:
-            room = self._compressor.block_bytes - len(self._block)
-            self._block += left[:room]
-            left = left[room:]
-            if len(self._block) == self._compressor.block_bytes:
-                self._compress_block()
+        started = time.perf_counter()
+        packed = self._encoder.compress(data)
+        self.seconds["compress"] += time.perf_counter() - started
+        self._file.write(packed)
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``, and return their CRC-32, continued from ``crc``."""
@@ -366,42 +354,22 @@ class PackedSink:
         return isal_zlib.crc32(data, crc or 0)
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Write the rest, wait until the file is durable, stop the threads, and return the digest of the file.
+        """Write the rest, wait until the file is durable, and return the digest of the file.
 
         Args:
-            seal: makes the tail, the record for the last frame, from the digest of the other frames and the digest of
+            seal: makes the tail, the record for the last frame, from the digest of the frame before and the digest of
                 the uncompressed bytes. ``None``: no tail.
 
         Raises:
             OSError: the file could not be written.
         """
-        if self._block or not (self.size_bytes or seal):  # an empty file is a frame without data
-            self._compress_block()
-        while self._pending:
-            self._write_oldest()
+        self._file.write(self._encoder.flush())
         plain = FileDigest(self.size_bytes, self._plain.hexdigest())
         tail = None if seal is None else lambda stored, _: self._compressor.frame(seal(stored, plain))
-        with self:
-            return self._file.finish(tail)
+        return self._file.finish(tail)
 
     def __enter__(self) -> PackedSink:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for future in self._pending:
-            future.cancel()
-        self._pool.close()
         self._file.__exit__()
-
-    def _compress_block(self) -> None:
-        """Compress the block in a thread. If all threads have work, first write the oldest frame."""
-        self._pending.append(self._pool.submit(partial(self._encode, memoryview(self._block))))
-        self._block = bytearray()
-        if len(self._pending) > self._threads:
-            self._write_oldest()
-
-    def _write_oldest(self) -> None:
-        started = time.perf_counter()
-        frame = self._pending.popleft().result()
-        self.seconds["compress"] += time.perf_counter() - started
-        self._file.write(frame)
