@@ -343,7 +343,7 @@ def _planned(ranks: Ranks, states: Mapping[int, Any]) -> tuple[dict[int, Plan], 
             return states[member.rank]
 
         handle = SaveHandle.new(overwrite=False)
-        made, _, held = plan_save(member, contents, cast("Any", _Directory()), handle, of_run=True, files=THREADS)
+        made, _, held = plan_save(member, contents, cast("Any", _Directory()), handle, of_run=True)
         return made, held
 
     found = group.run(plan)

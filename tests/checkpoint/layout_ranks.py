@@ -62,14 +62,6 @@ def save(folder: Path) -> None:
             save_state_dict(folder / layout, _state(layout, dist.get_world_size()))
 
 
-def save_with_threads(folder: Path) -> None:
-    """Save the same state twice, with one file for each rank and with several."""
-    with _a_rule_for_few_parts(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_plan, "LEAST_FILE_BYTES", 1)
-        for threads in (1, 3):
-            save_state_dict(folder / f"threads{threads}", _state("rows", dist.get_world_size()), thread_count=threads)
-
-
 def save_and_load_many(folder: Path, count: int) -> None:
     """Save ``count`` small tensors, each split over all ranks; load them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

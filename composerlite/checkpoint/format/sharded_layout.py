@@ -31,7 +31,7 @@ from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, read
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.errors import CorruptCheckpointError
 
-_MAGIC = b"composerlite sharded layout 4: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
+_MAGIC = b"composerlite sharded layout 5: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
@@ -202,8 +202,6 @@ class ShardLayout:
     Attributes:
         ranks: number of ranks.
         tensors: all distributed tensors, in the order of their keys.
-        files: most files of a rank.
-        least_bytes: of a file, if a rank has several.
         items: sizes and dtype of a part, and bytes of the part in a file; empty: the bytes of this version.
 
     Raises:
@@ -212,8 +210,6 @@ class ShardLayout:
 
     ranks: Annotated[int, Meta(ge=1, le=_MOST_RANKS)]
     tensors: tuple[SplitTensor, ...]
-    files: _Positive
-    least_bytes: _Positive
     items: tuple[tuple[tuple[_Positive, ...], torch.dtype, _Positive], ...] = ()
 
     def __post_init__(self) -> None:
@@ -254,36 +250,26 @@ class ShardLayout:
     @property
     def most_chunks(self) -> int:
         """Most chunks of a file with a digest: a single record contains the digests of all files."""
-        return max(1, _MOST_CHUNKS // (self.ranks * self.files))
+        return max(1, _MOST_CHUNKS // self.ranks)
 
-    def pieces(self, rank: int) -> list[list[StatePiece]]:
-        """Return the parts in each file of ``rank``, in order. Listed pieces come at the end of the last file."""
-        if rank not in self._pieces:
-            parts: list[StatePiece] = []
-            for key, tensor in self.by_key.items():
-                (offsets, sizes), lowest = tensor.box(rank)
-                if lowest + self.writers[key] == rank and math.prod(sizes):
-                    parts.append(StatePiece(key, tensor.shape, tensor.dtype, offsets, sizes))
-            bytes_of_parts = [part.size_bytes for part in parts]
-            count = max(1, min(self.files, len(parts), -(-sum(bytes_of_parts) // self.least_bytes)))
-            groups = balanced(bytes_of_parts, count)
-            self._pieces[rank] = [[parts[number] for number in group] for group in groups]
-        return self._pieces[rank]
-
-    @functools.cached_property
-    def _pieces(self) -> dict[int, list[list[StatePiece]]]:
-        return {}
+    def pieces(self, rank: int) -> list[StatePiece]:
+        """Return the parts in the file of ``rank``, in order. Listed pieces come at the end of the file."""
+        parts: list[StatePiece] = []
+        for key, tensor in self.by_key.items():
+            (offsets, sizes), lowest = tensor.box(rank)
+            if lowest + self.writers[key] == rank and math.prod(sizes):
+                parts.append(StatePiece(key, tensor.shape, tensor.dtype, offsets, sizes))
+        return parts
 
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
         listed = {(sizes, dtype): size for sizes, dtype, size in self.items}
-        for number, parts in enumerate(self.pieces(rank)):
-            name, at = file_name(rank, number, suffix), 0
-            for part in parts:
-                size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
-                found[part.metadata_index] = StorageInfo(name, at, size)
-                at += size
+        name, at = file_name(rank, 0, suffix), 0
+        for part in self.pieces(rank):
+            size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
+            found[part.metadata_index] = StorageInfo(name, at, size)
+            at += size
         return found
 
     def pack(self, listed: dcp.Metadata, suffix: str) -> bytes:

@@ -35,8 +35,6 @@ MOST_PLANS = 4
 """Number of plans kept for later saves."""
 MOST_LISTED = 50_000
 """Most pieces of tensors in an index of DCP: about 9 MB. With more pieces the index is a rule."""
-_MOST_FILES = 4096
-"""Most data files of a checkpoint with a rule, unless there are more ranks."""
 LEAST_FILE_BYTES = 64 << 20
 """Least bytes of a data file if a rank writes several."""
 
@@ -66,7 +64,6 @@ class RankState:
         of_run: the state of a training run. Values and plain tensors are taken from rank 0, since ranks may differ;
             each rank writes its own random generators; a value without tensors is one entry of the index. If false,
             any rank may write a piece of all ranks, and all dicts are taken apart, as DCP does.
-        files: most data files of a rank.
 
     Attributes:
         pieces: of this rank, in the order of the state.
@@ -78,7 +75,7 @@ class RankState:
         SaveError: a value cannot be pickled; names the key.
     """
 
-    def __init__(self, state: StateDict, group: Group, *, of_run: bool = False, files: int = 1) -> None:
+    def __init__(self, state: StateDict, group: Group, *, of_run: bool = False) -> None:
         found = leaves(state, as_dcp=not of_run)
         self.paths = found.paths
         self.pieces: list[StatePiece] = []
@@ -86,7 +83,6 @@ class RankState:
         self.tensors: dict[str, DTensor] = {}
         self._group = group
         self._of_run = of_run
-        self._files = files
         for key, value in found.values.items():
             is_own = group.is_first or not of_run or isinstance(value, DTensor) or found.paths[key][0] == "rng"
             if not is_own or (isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None):
@@ -131,8 +127,7 @@ class RankState:
                 log.debug("no rule covers the splits of the tensor %s: listing all pieces", key)
                 return None
             tensors.append(found)
-        files = max(1, min(self._files, _MOST_FILES // self._group.size))
-        return ShardLayout(self._group.size, tuple(tensors), files=files, least_bytes=LEAST_FILE_BYTES)
+        return ShardLayout(self._group.size, tuple(tensors))
 
     def propose(self, *, by_rule: bool) -> Proposal:
         """Return the proposal of this rank. With ``by_rule`` the pieces that follow from the rule are left out."""
@@ -227,7 +222,6 @@ class Plan(NamedTuple):
     Attributes:
         name: random, and the same on every rank. Ranks compare names to find a common plan.
         ranks: number of ranks.
-        files: most data files of a rank.
         pieces: of this rank.
         paths: of the keys in the nested state.
         own: the pieces to write on this rank.
@@ -237,7 +231,6 @@ class Plan(NamedTuple):
 
     name: str
     ranks: int
-    files: int
     pieces: list[StatePiece]
     paths: dict[str, Path]
     own: list[dcp.MetadataIndex]
@@ -256,7 +249,6 @@ def plan_save(
     handle: SaveHandle,
     *,
     of_run: bool = False,
-    files: int = 1,
 ) -> tuple[Plan, SaveHandle, RankState]:
     """Plan a save, and begin the save of ``folder`` on rank 0. Collective, in the main thread.
 
@@ -266,7 +258,6 @@ def plan_save(
         folder: the directory.
         handle: of the save; rank 0 decides.
         of_run: see :class:`RankState`.
-        files: most data files of a rank.
 
     Returns:
         The plan, the handle of rank 0, and the pieces of this rank.
@@ -280,8 +271,8 @@ def plan_save(
     matching: dict[str, Plan] = {}
 
     def known() -> tuple[str, ...]:
-        own.append(state := RankState(contents(), group, of_run=of_run, files=files))
-        plans = [plan for plan in known_plans if (plan.ranks, plan.files) == (group.size, files)]
+        own.append(state := RankState(contents(), group, of_run=of_run))
+        plans = [plan for plan in known_plans if plan.ranks == group.size]
         plans = [plan for plan in plans if plan.pieces == state.pieces and plan.paths == state.paths]
         matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
         return tuple(matching)
@@ -296,15 +287,13 @@ def plan_save(
     if (reply := group.all_reduce("comparing a save with the one before", known, common)) is not None:
         log.debug("reusing plan %s", reply[0])
         return matching[reply[0]], reply[1], own[0]
-    plan, begun = _new_plan(group, own[0], folder, handle, files)
+    plan, begun = _new_plan(group, own[0], folder, handle)
     known_plans.append(plan)
     del known_plans[:-MOST_PLANS]
     return plan, begun, own[0]
 
 
-def _new_plan(
-    group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle, files: int
-) -> tuple[Plan, SaveHandle]:
+def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle) -> tuple[Plan, SaveHandle]:
     """Make a plan by a rule; if the ranks differ, from lists of all pieces."""
     index: list[dcp.Metadata] = []
 
@@ -333,6 +322,6 @@ def _new_plan(
     name, numbers, begun = reply
     own = [proposed[number].metadata_index for number in numbers]
     if layout is not None:
-        own += [part.metadata_index for file in layout.pieces(group.rank) for part in file]
-    made = Plan(name, group.size, files, state.pieces, state.paths, own, index[0] if index else None, layout)
+        own += [part.metadata_index for part in layout.pieces(group.rank)]
+    made = Plan(name, group.size, state.pieces, state.paths, own, index[0] if index else None, layout)
     return made, begun

@@ -80,7 +80,7 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) ->
     Args:
         data: the pieces.
         threads: most files, of about the same size. Ignored with a ``layout``.
-        layout: the rule for the pieces of each file; other pieces go to the end of the last file.
+        layout: the rule for the pieces of a single file; other pieces go to the end of the file.
         rank: of the writer.
     """
     if layout is None:
@@ -89,9 +89,8 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) ->
         count = max(1, min(threads, len(indices), -(-sum(sizes) // LEAST_FILE_BYTES)))
         files = [[indices[number] for number in group] for group in balanced(sizes, count)]
     else:
-        files = [[part.metadata_index for part in parts] for parts in layout.pieces(rank)] or [[]]
-        covered = {index for file in files for index in file}
-        files[-1] += [index for index in data if index not in covered]
+        covered = dict.fromkeys(part.metadata_index for part in layout.pieces(rank))
+        files = [[*covered, *(index for index in data if index not in covered)]]
     return [file for file in files if file]
 
 
@@ -370,9 +369,7 @@ class ShardWriter:
         self._rank = group.rank
         handle = SaveHandle.new(overwrite=overwrite)
         try:
-            self._plan, self._handle, state = plan_save(
-                group, contents, folder, handle, of_run=of_run, files=self._threads
-            )
+            self._plan, self._handle, state = plan_save(group, contents, folder, handle, of_run=of_run)
             if disks is not None:
                 begins = disks.is_folder_leader and not group.is_first
                 group.agree("making the directory on other disks", lambda: begins and folder.begin(self._handle))
