@@ -12,10 +12,9 @@ import functools
 import heapq
 import itertools
 import math
-import operator
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, cast, final
 
@@ -44,7 +43,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 Cut = tuple[int, int, int]
 """A part along one dimension of a tensor: start, length, and what the dimension adds to the lowest rank of the part."""
-_start: Callable[[Cut], int] = operator.itemgetter(0)
 
 
 @functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
@@ -113,8 +111,8 @@ class SplitTensor(NamedTuple):
         """Yield all parts, or the parts with elements in ``wanted``, each with the lowest rank of the part."""
         found = self.cuts()
         for dim, (first, size) in enumerate(zip(*wanted, strict=True) if wanted is not None else ()):
-            begin = bisect.bisect_right(found[dim], first, key=_start) - 1
-            end = bisect.bisect_left(found[dim], first + size, key=_start)
+            begin = bisect.bisect_right(found[dim], first, key=lambda cut: cut[0]) - 1
+            end = bisect.bisect_left(found[dim], first + size, key=lambda cut: cut[0])
             found[dim] = found[dim][max(0, begin) : end]
         yield from map(_joined, itertools.product(*([cut for cut in cuts if cut[1]] for cuts in found)))
 
@@ -264,7 +262,7 @@ class ShardLayout:
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
-        listed = {(sizes, dtype): size for sizes, dtype, size in self.items}
+        listed: dict[Any, int] = {(sizes, dtype): size for sizes, dtype, size in self.items}
         name, at = file_name(rank, 0, suffix), 0
         for part in self.pieces(rank):
             size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]

@@ -18,7 +18,7 @@ import operator
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -359,9 +359,7 @@ class RemoteFileSystemReader(StorageReader):
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
             with self._opened(name, record, threads) as source:
-                values = _read_items(
-                    source, items, self._count, self.ring, is_raw=self._is_raw, is_ours=record is not None
-                )
+                values = self._read_items(source, items, is_ours=record is not None)
                 if isinstance(source, ParallelReader):
                     with self._lock:
                         self.verified.setdefault(name, set()).update(source.verified)
@@ -372,6 +370,77 @@ class RemoteFileSystemReader(StorageReader):
             raise untrusted(f"checkpoint {self.uri!r}: {name!r}", e) from e
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}, file {name!r}: {e}") from e
+
+    def _read_items(self, source: ByteSource, items: Iterable[_Item], *, is_ours: bool) -> dict[str, bytes]:
+        """Fill the targets of all requests to one file; return the bytes of the values by key.
+
+        Args:
+            source: the file.
+            items: the pieces to read, with their requests.
+            is_ours: this package wrote the file, so the place of numbers in an item is known. Items of another program
+                are read as a whole.
+
+        Raises:
+            CorruptCheckpointError: the bytes differ from the saved bytes, or an item is no tensor of the requested
+                shape.
+            RefusedError: an item names an unknown type.
+        """
+        values: dict[str, bytes] = {}
+        for batch in batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
+            targets: list[_Target] = []
+            whole: list[tuple[_Item, bytearray]] = []
+            pieces: list[Piece] = []
+            for item in batch:
+                first, start = item.requests[0], None  # start: of the numbers in the item
+                if self._is_raw and first.dtype is not None:
+                    start = 0
+                elif is_ours and first.dtype and math.prod(first.sizes) * first.dtype.itemsize < item.size_bytes:
+                    start, size_bytes = item_place(first.sizes, first.dtype)
+                    start = start if size_bytes == item.size_bytes else None
+                if start is None:
+                    data = bytearray(item.size_bytes)
+                    whole.append((item, data))
+                    address = ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
+                    pieces.append((item.offset, address, len(data)))
+                else:
+                    targets += [_target_of(request, item.offset + start, self.ring) for request in item.requests]
+            for target in targets:
+                if target.copier is None:
+                    address = (target.tensor if target.scratch is None else target.scratch).data_ptr()
+                    for offset, size in target.runs:
+                        pieces.append((offset, address, size))
+                        address += size
+            if pieces:
+                source.read_into(pieces, self._count)
+            for item, data in whole:
+                values.update(_use_whole(item, data))
+            for target in targets:
+                if target.scratch is not None and target.tensor.numel() == target.scratch.numel():
+                    target.tensor.copy_(target.scratch.view(target.tensor.shape))
+                elif target.scratch is not None:  # with numbers between the runs
+                    target.tensor.copy_(target.scratch.as_strided(target.tensor.shape, target.strides))
+            self._read_to_devices(source, [target for target in targets if target.copier is not None])
+        return values
+
+    def _read_to_devices(self, source: ByteSource, targets: Sequence[_Target]) -> None:
+        """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
+        if not targets:
+            return
+        # A target and the offset in its storage, the offset in the file, and bytes.
+        cuts: list[tuple[tuple[_Target, int], int, int]] = []
+        for target in targets:
+            begin = int(target.tensor.storage_offset()) * target.tensor.itemsize
+            for offset, size in target.runs:
+                for start in range(0, size, _SLOT_BYTES):
+                    cut = min(_SLOT_BYTES, size - start)
+                    cuts.append(((target, begin), offset + start, cut))
+                    begin += cut
+        with self.ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
+            for batch in in_slots(slots, cuts, _SLOT_BYTES):
+                source.read_into([(offset, one.data_ptr(), one.nbytes) for _, offset, one in batch], self._count)
+                for (target, begin), _, one in batch:
+                    assert target.copier is not None
+                    slots.is_copied(target.copier, target.copier.load(one, target.tensor.untyped_storage(), begin))
 
     def _opened(
         self, name: str, record: FileRecord | None, threads: int
@@ -467,74 +536,6 @@ class _Target(NamedTuple):
     copier: DeviceCopier | None
 
 
-def _read_items(
-    source: ByteSource,
-    items: Iterable[_Item],
-    progress: Callable[[int], object],
-    ring: DeviceRing,
-    *,
-    is_raw: bool,
-    is_ours: bool,
-) -> dict[str, bytes]:
-    """Fill the targets of all requests to one file; return the bytes of the values by key.
-
-    Args:
-        source: the file.
-        items: the pieces to read, with their requests.
-        progress: is called with each number of bytes read.
-        ring: memory for data that goes to devices.
-        is_raw: an item is the numbers alone; otherwise a ``.pt`` file.
-        is_ours: this package wrote the file, so the place of numbers in an item is known. Items of another program are
-            read as a whole.
-
-    Raises:
-        CorruptCheckpointError: the bytes differ from the saved bytes, or an item is no tensor of the requested shape.
-        RefusedError: an item names an unknown type.
-    """
-    values: dict[str, bytes] = {}
-    for batch in batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
-        targets: list[_Target] = []
-        whole: list[tuple[_Item, bytearray]] = []
-        pieces: list[Piece] = []
-        for item in batch:
-            if (start := _start_of_numbers(item, is_raw=is_raw, is_ours=is_ours)) is None:
-                data = bytearray(item.size_bytes)
-                whole.append((item, data))
-                pieces.append((item.offset, ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data)), len(data)))
-            else:
-                targets += [_target_of(request, item.offset + start, ring) for request in item.requests]
-        for target in targets:
-            if target.copier is None:
-                address = (target.tensor if target.scratch is None else target.scratch).data_ptr()
-                for offset, size in target.runs:
-                    pieces.append((offset, address, size))
-                    address += size
-        if pieces:
-            source.read_into(pieces, progress)
-        for item, data in whole:
-            values.update(_use_whole(item, data))
-        for target in targets:
-            if target.scratch is not None and target.tensor.numel() == target.scratch.numel():
-                target.tensor.copy_(target.scratch.view(target.tensor.shape))
-            elif target.scratch is not None:  # with numbers between the runs
-                target.tensor.copy_(target.scratch.as_strided(target.tensor.shape, target.strides))
-        _read_to_devices(source, [target for target in targets if target.copier is not None], progress, ring)
-    return values
-
-
-def _start_of_numbers(item: _Item, *, is_raw: bool, is_ours: bool) -> int | None:
-    """Return the offset of the numbers in an item; ``None`` if the item has to be read as a whole."""
-    wanted = item.requests[0]
-    if wanted.dtype is None:  # a value
-        return None
-    if is_raw:
-        return 0
-    if is_ours and math.prod(wanted.sizes) * wanted.dtype.itemsize < item.size_bytes:
-        start, size_bytes = item_place(wanted.sizes, wanted.dtype)
-        return start if size_bytes == item.size_bytes else None
-    return None
-
-
 def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
     """Prepare to fill the target of a request: directly if possible, else through memory of our own.
 
@@ -565,28 +566,6 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
         if copier is not None or target.device.type == "cpu":
             return _Target(target, strides, runs, None, copier)
     return _Target(target, strides, runs, torch.empty(len(starts) * count, dtype=dtype), None)
-
-
-def _read_to_devices(
-    source: ByteSource, targets: Sequence[_Target], progress: Callable[[int], object], ring: DeviceRing
-) -> None:
-    """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
-    if not targets:
-        return
-    cuts: list[tuple[tuple[_Target, int], int, int]] = []  # target and offset in its storage, offset in the file, bytes
-    for target in targets:
-        begin = int(target.tensor.storage_offset()) * target.tensor.itemsize
-        for offset, size in target.runs:
-            for start in range(0, size, _SLOT_BYTES):
-                cut = min(_SLOT_BYTES, size - start)
-                cuts.append(((target, begin), offset + start, cut))
-                begin += cut
-    with ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
-        for batch in in_slots(slots, cuts, _SLOT_BYTES):
-            source.read_into([(offset, one.data_ptr(), one.nbytes) for _, offset, one in batch], progress)
-            for (target, begin), _, one in batch:
-                assert target.copier is not None
-                slots.is_copied(target.copier, target.copier.load(one, target.tensor.untyped_storage(), begin))
 
 
 def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
