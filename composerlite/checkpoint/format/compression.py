@@ -55,18 +55,17 @@ class Library(NamedTuple):
     errors: tuple[type[Exception], ...]
 
 
-def _gzip_library() -> Library:
-    encoder = partial(isal_zlib.compressobj, 1, isal_zlib.DEFLATED, 31)  # ten times as fast as zlib; 31: gzip
-    decoder = partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP)
-    return Library(encoder, decoder, (cast(type[Exception], igzip_lib.error), ValueError))
-
-
-def _xz_library() -> Library:
-    encoder = partial(
-        lzma.LZMACompressor, preset=0
-    )  # higher presets take three times as long for numbers of the same size
-    decoder = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_DECODER_MEMORY_BYTES)
-    return Library(encoder, decoder, (lzma.LZMAError,))
+_BZIP2 = Library(bz2.BZ2Compressor, bz2.BZ2Decompressor, (OSError, ValueError))
+_GZIP = Library(
+    partial(isal_zlib.compressobj, 1, isal_zlib.DEFLATED, 31),  # ten times as fast as zlib; 31: in the form of gzip
+    partial(igzip_lib.IgzipDecompressor, flag=igzip_lib.DECOMP_GZIP),
+    (cast(type[Exception], igzip_lib.error), ValueError),
+)
+_XZ = Library(
+    partial(lzma.LZMACompressor, preset=0),  # higher presets take three times as long for numbers of the same size
+    partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_DECODER_MEMORY_BYTES),
+    (lzma.LZMAError,),
+)
 
 
 def _lz4_library() -> Library:
@@ -237,12 +236,11 @@ class Compressor:
             yield target
 
 
-_BZIP2 = Library(bz2.BZ2Compressor, bz2.BZ2Decompressor, (OSError, ValueError))
 KNOWN_COMPRESSORS = (
     Compressor("bz2", b"BZh", lambda: _BZIP2, bz2.compress),
-    Compressor("gz", b"\x1f\x8b", _gzip_library, _gzip_frame),
+    Compressor("gz", b"\x1f\x8b", lambda: _GZIP, _gzip_frame),
     Compressor("lz4", b"\x04\x22\x4d\x18", _lz4_library, _lz4_frame, "lz4"),
-    Compressor("xz", b"\xfd7zXZ\0", _xz_library, lzma.compress),
+    Compressor("xz", b"\xfd7zXZ\0", lambda: _XZ, lzma.compress),
     Compressor("zst", b"\x28\xb5\x2f\xfd", _zstandard_library, _zstandard_frame, "backports.zstd"),
 )
 """Every codec, by extension."""
@@ -285,7 +283,7 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
         Offset of the frame in ``end``, and the data in the frame; ``None`` if the file does not end with such a frame,
         or if a bit of the frame was flipped.
     """
-    for magic, decoder in ((b"BZh91AY&SY", bz2.BZ2Decompressor()), (b"\xfd7zXZ\0", _xz_library().decoder())):
+    for magic, decoder in ((b"BZh91AY&SY", bz2.BZ2Decompressor()), (b"\xfd7zXZ\0", _XZ.decoder())):
         start = max(0, end.rfind(magic))
         with suppress(OSError, ValueError, lzma.LZMAError):
             data = decoder.decompress(end[start:], _MOST_FRAME_DATA_BYTES)

@@ -73,11 +73,7 @@ def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, step: StepFol
         beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    tensors = {
-        key: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
-        for key, one in stored.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
+    tensors = {key: one for key, one in unread(metadata, stored, device="meta").items() if one is not None}
     # Rank 0 reads the values, for every rank.
     keys = dict.fromkeys(key for key in stored if key not in tensors)
     fetch_from_nodes(reader, keys if group.is_first else {}, plan.source)
@@ -280,13 +276,14 @@ def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, 
     return state
 
 
-def unread(metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Return, by key of the index, a new CPU tensor to fill for each tensor, and ``None`` for each value."""
-    stored = {key: metadata.state_dict_metadata[key] for key in keys}
-    return {
-        key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
-        for key, one in stored.items()
-    }
+def unread(metadata: Metadata, keys: Iterable[str], *, device: str = "cpu") -> dict[str, Any]:
+    """Return, by key of the index, a new tensor to fill for each tensor, and ``None`` for each value."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        stored: Any = metadata.state_dict_metadata[key]
+        is_tensor = isinstance(stored, TensorStorageMetadata)
+        found[key] = torch.empty(stored.size, dtype=stored.properties.dtype, device=device) if is_tensor else None
+    return found
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────

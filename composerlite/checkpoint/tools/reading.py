@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from composerlite.checkpoint.foreign.keys import flat_weights
@@ -88,12 +87,8 @@ def contents_of(place: Place, found: Found) -> Any:
 
     with sharded.RemoteFileSystemReader(directory) as reader:
         metadata = reader.read_metadata()
-    values: dict[str, Any] = {
-        key: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
-        if isinstance(stored, sharded.TensorStorageMetadata)
-        else ...  # in a data file, which is not opened
-        for key, stored in metadata.state_dict_metadata.items()
-    }
+    tensors = sharded.unread(metadata, metadata.state_dict_metadata, device="meta")
+    values: dict[str, Any] = {key: ... if one is None else one for key, one in tensors.items()}  # no value is read
     shapes = nested(metadata, "", list(values), values)
     if found.kind != "step":
         return shapes
