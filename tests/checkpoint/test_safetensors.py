@@ -192,3 +192,10 @@ def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
     found = {key: torch.zeros(400, 400, dtype=torch.half) for key in state}
     load_state_dict(tmp_path / "weights", {"model": found})
     same(found, {key: tensor.half() for key, tensor in state.items()})
+
+
+def test_an_index_that_names_no_file_is_damage(tmp_path: Path) -> None:
+    """An empty folder of weights is not loaded as an empty model."""
+    (tmp_path / INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(CorruptCheckpointError, match="no weights"):
+        load_state_dict(tmp_path, {"model": {"a": torch.zeros(2)}})

@@ -75,9 +75,7 @@ def is_folder_index(data: bytes) -> bool:
     return data.startswith(_MARK)
 
 
-def folder_index(
-    names: Collection[str], size: Callable[[str], int], read: Read, *, only: str | None = None
-) -> bytes | None:
+def folder_index(names: Collection[str], size: Callable[[str], int], read: Read, *, only: str | None = None) -> bytes:
     """Make an index of the files of weights in a folder, from their headers, and of the values beside the weights.
 
     Args:
@@ -87,15 +85,15 @@ def folder_index(
         only: take this file of safetensors alone.
 
     Returns:
-        An index for :func:`index_of`; ``None`` if there are no weights.
+        An index for :func:`index_of`.
 
     Raises:
-        CorruptCheckpointError: a file is damaged, or is listed and missing.
+        CorruptCheckpointError: there are no weights, or a file is damaged, or is listed and missing.
         UntrustedCheckpointError: a file of torch holds an unknown type.
     """
     files = [only] if only is not None else weight_files(names, size, read)
     if not files:
-        return None
+        raise CorruptCheckpointError("there are no weights in its files.")
     of_torch = only is None and not are_safetensors(names)
     parts: dict[str, list[_Stored]] = {}
     file = ""

@@ -220,11 +220,9 @@ class ShardedDirectory(Directory):
                 return source.read(offset, size)
 
         try:
-            found = folder_index(names, lambda name: self.place.size(self.at(name)), read, only=self._only)
+            return folder_index(names, lambda name: self.place.size(self.at(name)), read, only=self._only), record
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {e}") from e
-        assert found is not None
-        return found, record
 
     def record(self) -> Manifest | None:
         """Return the record, with digests of chunks; ``None`` if there is no record.
