@@ -226,25 +226,20 @@ class CheckpointManager:
             key = group.from_first("telling the folder in memory from others", lambda: saver.where.key(buckets))
             where.keep_in_memory(state, key)
         # 3. The folder: create it, and remove leftovers of killed processes.
-        with group.all_or_none("preparing the folder of checkpoints"):
-            if group.is_first:
-                where.prepare(state)
+        group.from_first("preparing the folder of checkpoints", lambda: where.prepare(state))
         where.find_disks(form)
         # 4. Buckets: check access. Refuse names of another saver.
         self._publishing.open(state, form, () if options.in_memory else uploaders)
-        with group.all_or_none("comparing the names of files"):
-            if group.is_first:
-                self._check_names_are_its_own(state)
+        group.from_first("comparing the names of files", lambda: self._check_names_are_its_own(state))
         # 5. Replication to another node.
         if options.replication is not None:
-            levels = len(Path(state.run_name).parts) + 1
-            self.replication = open_replication(where.root, levels=levels, gigabytes_per_second=options.replication)
+            self.replication = open_replication(where.root, options.replication)
 
     def _check_names_are_its_own(self, state: TrainingState) -> None:
         """Raise if another open manager of this run has the same names in a folder or a bucket. Call on rank 0."""
         own = self._names_now(state)
         for other in self._others:
-            theirs = other._names_now(state)
+            theirs = other._names_now(state) if other.where.run_name else []
             for argument, name in (item for item in own if item in theirs):
                 raise ConfigError(
                     f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, have the same "
@@ -254,7 +249,13 @@ class CheckpointManager:
 
     def _names_now(self, state: TrainingState) -> list[tuple[str, str]]:
         """Return argument and path or URI of a checkpoint and of the links, with the current time in the names."""
-        return self.where.names_now(state) + [item for one in self.publishers for item in one.names_now(state)]
+        root, templates = self.where.root.resolve(), [("filename", self.where.filename)]
+        templates += [] if self.where.latest is None else [("latest_filename", self.where.latest)]
+        found = [(argument, str(root / first_name(template, state))) for argument, template in templates]
+        for one in self.publishers:
+            found.append(("remote_file_name", one.bucket.uri(first_name(one.template, state))))
+            found += [("latest_remote_file_name", one.bucket.uri(f"/{link}")) for link in one.links[:1]]
+        return found
 
     @property
     def state(self) -> TrainingState:
@@ -341,15 +342,16 @@ class CheckpointManager:
         Raises:
             RunInUseError: another process writes files of the same names.
         """
-        group, run_name = dist.get_group(), self.state.run_name
-        with group.all_or_none("taking the lease of the run"):
-            publishers = self.publishers if group.is_first else []
-            leases = [publisher.leases(run_name) for publisher in publishers]
-            if group.is_first:
-                self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
-            for publisher, own in zip(publishers, leases, strict=True):
+        run_name = self.state.run_name
+
+        def take() -> None:
+            leases = [publisher.leases(run_name) for publisher in self.publishers]
+            self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
+            for publisher, own in zip(self.publishers, leases, strict=True):
                 if any(lease.taken_over for lease in own.values()):
                     publisher.remove_uploads(run_name)
+
+        dist.get_group().from_first("taking the lease of the run", take)
 
     def recover(self) -> bool:
         """Collect the last save after ``fit`` raised.
@@ -660,17 +662,15 @@ class CheckpointManager:
 
     def _empty(self) -> None:
         """Delete checkpoints in memory up to the newest full checkpoint of another manager."""
-        savers = [saver for saver in self._others if not saver.options.in_memory]
-        reports = [saver.outcomes.reports for saver in savers if not saver.options.weights_only]
-        saved = [its[-1].moment for its in reports if its]
-        if saved and self.replication is not None:
-            self.replication.empty(max(saved))
-        if not saved or not self.where.is_leader:
-            return
-        catalog = self.where.catalog
-        for manifest in catalog.manifests():
-            if manifest.moment <= max(saved):
-                delete_checkpoint(catalog.place, manifest)
+        savers = [one for one in self._others if not (one.options.in_memory or one.options.weights_only)]
+        saved = [saver.outcomes.reports[-1].moment for saver in savers if saver.outcomes.reports]
+        catalogs = [self.where.catalog] if self.where.is_leader else []
+        if self.replication is not None and self.replication.is_leader:
+            catalogs.append(self.replication.replicas)
+        for catalog in catalogs if saved else ():
+            for manifest in catalog.manifests():
+                if manifest.moment <= max(saved):
+                    delete_checkpoint(catalog.place, manifest)
 
     @property
     def publishers(self) -> list[Publisher]:

@@ -16,7 +16,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import final
@@ -90,12 +90,11 @@ def replica_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-replica")
 
 
-def open_replication(folder: Path, *, levels: int, gigabytes_per_second: float) -> Replication | None:
+def open_replication(folder: Path, gigabytes_per_second: float) -> Replication | None:
     """Prepare the folder of replicas, without incomplete replicas of killed processes. Collective.
 
     Args:
-        folder: folder of checkpoints in memory.
-        levels: number of folders for this user alone, as in :func:`make_private`.
+        folder: folder of checkpoints in memory. The folder above is for this user alone: see :func:`make_private`.
         gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
 
     Returns:
@@ -104,13 +103,12 @@ def open_replication(folder: Path, *, levels: int, gigabytes_per_second: float) 
     group, replicas = dist.get_group(), replica_folder(folder)
     with group.all_or_none("preparing the folder of replicas"):
         if dist.get_local_rank() == 0:
-            make_private(replicas, levels=levels)
+            make_private(replicas, levels=1)
     disks = None if group.size == 1 else disks_of(replicas)
     if disks is None:
         log.warning("save_memory_replication: all ranks are on one node, so there is none to replicate to")
         return None
-    with group.all_or_none("preparing the folder of replicas"):
-        return Replication(folder, disks, gigabytes_per_second)
+    return group.agree("preparing the folder of replicas", lambda: Replication(folder, disks, gigabytes_per_second))
 
 
 @final
@@ -126,33 +124,31 @@ class Replication:
         gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
 
     Attributes:
+        replicas: the folder of replicas.
+        is_leader: this rank sends and receives for its node.
         counters: the caller must exchange these counters between the ranks with each batch.
         held: names of the checkpoints that retention must not delete. At a resume the caller adds all checkpoints in
             the folder, since the replicas may belong to any of these.
     """
 
     def __init__(self, folder: Path, disks: Disks, gigabytes_per_second: float) -> None:
-        self._own, self._replicas = Catalog(folder), Catalog(replica_folder(folder))
+        self._own, self.replicas = Catalog(folder), Catalog(replica_folder(folder))
         self._leaders = sorted(set(disks.leaders))
-        self._rank = dist.get_global_rank()
+        self.is_leader = disks.is_folder_leader
         self._bytes_per_second = gigabytes_per_second * _GIGABYTE
         self.held: set[str] = set()
         self._hurry = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._begun = self._done = self._failed = self._failures_before = 0
-        self._name: str | None = None
-        self.counters = [dist.PiggybackCounter(lambda: self._done), dist.PiggybackCounter(lambda: self._failed)]
-        if self._is_leader:
-            self._replicas.place.sweep(timedelta())
-            records, faults = self._replicas.manifests_and_faults()
+        self._begun = self._done = 0
+        self._failed = False  # the last replication, on this rank
+        self._name, self._is_running = "", False  # the last checkpoint to replicate
+        self.counters = [dist.PiggybackCounter(lambda: self._done), dist.PiggybackCounter(lambda: int(self._failed))]
+        if self.is_leader:
+            self.replicas.place.sweep(timedelta())
+            records, faults = self.replicas.manifests_and_faults()
             if all(isinstance(fault, CorruptCheckpointError) for fault in faults.values()):
                 known = {file.path for record in records for file in record.files}
-                self._replicas.place.delete([path for path in self._replicas.files() if path not in known])
-
-    @property
-    def _is_leader(self) -> bool:
-        """True if this rank sends and receives for its node."""
-        return self._rank in self._leaders
+                self.replicas.place.delete([path for path in self.replicas.files() if path not in known])
 
     # ── while training ───────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -163,7 +159,8 @@ class Replication:
     def poll(self, newest: str | None) -> str | None:
         """Begin to replicate ``newest`` in a thread, unless a replication is running. Call between two batches.
 
-        The start is collective. The end of a replication is known after the next exchange of :attr:`counters`.
+        The start is collective. The end of a replication is known after the next exchange of :attr:`counters`. A failed
+        replication is not begun again: the next checkpoint is replicated.
 
         Args:
             newest: name of the newest checkpoint, if any.
@@ -173,56 +170,40 @@ class Replication:
         """
         arrived: str | None = None
         ranks_done, ranks_failed = (counter.total for counter in self.counters)
-        if self._name is not None and ranks_done == self._begun * dist.get_world_size():
-            failures, self._failures_before = ranks_failed - self._failures_before, ranks_failed
-            if failures == 0:
+        if self._is_running and ranks_done == self._begun * dist.get_world_size():
+            self._is_running = False
+            if ranks_failed == 0:
                 arrived = self._name
                 self.held = {arrived}
             else:
                 self.held.discard(self._name)
-            self._name = None
-        if self._name is None and newest is not None and newest not in self.held:
-            self._name = newest
+        if not self._is_running and newest is not None and newest not in (self._name, *self.held):
+            self._name, self._is_running, self._failed = newest, True, False
             self._begun += 1
             self.held.add(newest)
             own: Manifest | None = None
             try:
-                own = self._own.manifest_of(newest) if self._is_leader else None
+                own = self._own.manifest_of(newest) if self.is_leader else None
             except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
                 log.warning("checkpoint %s in memory of this node cannot be replicated: %s", newest, e)
-                self._failed += 1
-            run = functools.partial(self._run, newest, dist.get_group().gather(own))
-            self._threads = start_threads(run, 1, name="memory-replication") if self._is_leader else []
+                self._failed = True
+            run = functools.partial(self._replicate, newest, dist.get_group().gather(own))
+            self._threads = start_threads(run, 1, name="memory-replication") if self.is_leader else []
             if not self._threads:
-                self._failed += self._is_leader
-                self._done += 1
+                run()
         return arrived
 
-    def _run(self, name: str, records: list[Manifest | None]) -> None:
-        try:
-            self._replicate(records)
-        except Exception as e:  # noqa: BLE001 - training needs no replica; a lost rank is raised by its peers
-            log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
-            self._failed += 1
-        finally:
-            self._done += 1
-
-    def _replicate(self, records: list[Manifest | None]) -> None:
+    def _replicate(self, name: str, records: list[Manifest | None]) -> None:
         """Send this node's part of a checkpoint to the next node, and receive the part of the previous node.
 
-        Called on all leaders, in a background thread. Older replicas are deleted after the new replica is verified and
-        committed.
+        Called on all ranks, on leaders in a background thread. Older replicas are deleted after the new replica is
+        verified and committed. After an error they stay.
 
         Args:
+            name: name of the checkpoint.
             records: records of the checkpoint by rank; ``None``: the rank is no leader, or has no readable record.
-
-        Raises:
-            Exception: a part was not sent, or not received. Replicas with other names stay.
         """
-        position = self._leaders.index(self._rank)
-        source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
-        own, incoming = records[self._rank], records[source]
-        started, sent_bytes, is_clear = time.monotonic(), 0, False
+        started, sent_bytes = time.monotonic(), 0
 
         def read(path: str, offset: int, size: int) -> bytes:
             nonlocal sent_bytes
@@ -230,36 +211,27 @@ class Replication:
             self._hurry.wait(max(0.0, started + sent_bytes / self._bytes_per_second - time.monotonic()))
             return read_part(self._own.folder / path, offset, size)
 
-        def write(path: str, offset: int, data: memoryview) -> None:
-            nonlocal is_clear
-            if not is_clear and incoming is not None:
-                _clear(self._replicas, incoming)
-                is_clear = True
-            write_part(_arriving(self._replicas.folder / path), offset, data)
-
-        what = f"replicating {'nothing' if own is None else repr(own.name)}"
-        moves = [dist.Move(self._rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
-        received = () if incoming is None else incoming.here
-        moves += [dist.Move(source, self._rank, file.path, 0, file.size_bytes) for file in received]
         try:
-            dist.move(what, moves, read, write, in_background=True)
-        except (OSError, CorruptCheckpointError):
-            if incoming is not None:
-                _clear(self._replicas, incoming)
-            raise
-        if incoming is not None:
-            _commit(self._replicas, incoming, received)
-            for older in self._replicas.manifests():
-                if older.name != incoming.name:
-                    delete_checkpoint(self._replicas.place, older)
-            size = bytes_text(incoming.size_bytes)
-            log.debug("replicated %s (%s) from the node of rank %d", incoming.name, size, source)
-
-    def empty(self, moment: tuple[int, int]) -> None:
-        """Delete the replicas of this node up to ``moment``, as in ``Manifest.moment``."""
-        for manifest in self._replicas.manifests() if self._is_leader else ():
-            if manifest.moment <= moment:
-                delete_checkpoint(self._replicas.place, manifest)
+            if self.is_leader:
+                rank = dist.get_global_rank()
+                position = self._leaders.index(rank)
+                source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
+                own, incoming = records[rank], records[source]
+                received = () if incoming is None else incoming.here
+                moves = [dist.Move(rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
+                moves += [dist.Move(source, rank, file.path, 0, file.size_bytes) for file in received]
+                _transfer(f"replicating {name!r}", moves, read, self.replicas.folder, received, in_background=True)
+                for older in self.replicas.manifests() if incoming is not None else ():
+                    if older.name != name:
+                        delete_checkpoint(self.replicas.place, older)
+                if incoming is not None:
+                    size = bytes_text(incoming.size_bytes)
+                    log.debug("replicated %s (%s) from the node of rank %d", name, size, source)
+        except Exception as e:  # noqa: BLE001 - training needs no replica; a lost rank is raised by its peers
+            log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
+            self._failed = True
+        finally:
+            self._done += 1
 
     def close(self) -> None:
         """Wait for the end of a replication, which continues without a limit of the rate.
@@ -285,7 +257,7 @@ class Replication:
         here: dict[str, Manifest] = {}
         held: list[tuple[str, int | None]] = []
         with group.all_or_none("listing the memory of all nodes"):
-            for catalog in (self._own, self._replicas) if self._is_leader else ():
+            for catalog in (self._own, self.replicas) if self.is_leader else ():
                 for manifest in catalog.manifests():
                     if manifest.run_name == run_name and manifest.kind in RESUMABLE:
                         here[manifest.id] = manifest
@@ -313,7 +285,7 @@ class Replication:
         group, what = dist.get_group(), f"copying checkpoint {manifest.name!r} to the memory of all nodes"
         own, replica = set[int | None](), set[int | None]()  # numbers of nodes with intact files in a folder here
         with group.all_or_none(what):
-            for catalog, intact in ((self._own, own), (self._replicas, replica)) if self._is_leader else ():
+            for catalog, intact in ((self._own, own), (self.replicas, replica)) if self.is_leader else ():
                 try:
                     if (there := catalog.manifest_of(manifest.name)) and there.id == manifest.id:
                         catalog.verify(there)
@@ -336,33 +308,23 @@ class Replication:
                 targets = owners or holders[:1]
             lacking = [rank for rank in targets if rank not in owners]
             copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
-        arriving = [file for _, target, file in copies if target == self._rank]
+        arriving = [file for _, target, file in copies if target == group.rank]
         with group.all_or_none(what):
             if arriving and not own:
-                _clear(self._own, manifest)  # a damaged part
+                delete_checkpoint(self._own.place, manifest)  # a damaged part
             for source, target, file in copies:
-                if source == target == self._rank:
+                if source == target == group.rank:
                     path = _arriving(self._own.folder / file.path)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    path.unlink(missing_ok=True)
-                    path.hardlink_to(self._replicas.folder / file.path)
+                    path.hardlink_to(self.replicas.folder / file.path)
         with group.all_or_none(what):
-            dist.move(
-                what,
-                [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other],
-                lambda path, *part: read_part((self._own if own else self._replicas).folder / path, *part),
-                lambda path, *part: write_part(_arriving(self._own.folder / path), *part),
-            )
-            _commit(self._own, manifest, arriving)
+            moves = [
+                dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other
+            ]
+            folder = (self._own if own else self.replicas).folder
+            _transfer(what, moves, lambda path, *part: read_part(folder / path, *part), self._own.folder, arriving)
         if arriving:
             log.info("checkpoint %s: copied %d files to the memory of this node", manifest.name, len(arriving))
-
-
-def _clear(catalog: Catalog, manifest: Manifest) -> None:
-    """Delete the checkpoint of the same name, and the files that have arrived."""
-    delete_checkpoint(catalog.place, manifest)
-    for file in manifest.files:
-        _arriving(catalog.folder / file.path).unlink(missing_ok=True)
 
 
 def _arriving(path: Path) -> Path:
@@ -370,18 +332,40 @@ def _arriving(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{0:016x}")
 
 
-def _commit(catalog: Catalog, manifest: Manifest, files: Iterable[FileRecord]) -> None:
-    """Verify ``files`` that have arrived and give them their names, the deciding file last.
+def _transfer(
+    what: str,
+    moves: Sequence[dist.Move],
+    read: Callable[[str, int, int], bytes],
+    folder: Path,
+    received: Sequence[FileRecord],
+    *,
+    in_background: bool = False,
+) -> None:
+    """Send and receive files. Verify all received files. Then give them their names, the deciding file last.
+
+    Args:
+        what: name of the operation, for errors.
+        moves, read, in_background: as in :func:`composerlite.dist.move`.
+        folder: target of the received files.
+        received: the files to receive, the deciding file first. A file may be at its temporary path already.
 
     Raises:
-        CorruptCheckpointError: a file is damaged. The checkpoint is deleted.
-        OSError: a file cannot be read or renamed. The checkpoint is deleted.
+        CorruptCheckpointError: a received file is damaged. Existing files are unchanged.
+        OSError: a file cannot be read, written or renamed.
     """
+    arriving = [(_arriving(folder / file.path), file) for file in received]
     try:
-        for file in sorted(files, key=lambda file: file.path == manifest.deciders[0]):
-            path = catalog.folder / file.path
-            verify_file(_arriving(path), file.digest)
-            _arriving(path).replace(path)
-    except (OSError, CorruptCheckpointError):
-        _clear(catalog, manifest)
-        raise
+        dist.move(
+            what,
+            moves,
+            read,
+            lambda path, *part: write_part(_arriving(folder / path), *part),
+            in_background=in_background,
+        )
+        for path, file in arriving:
+            verify_file(path, file.digest)
+        for path, file in reversed(arriving):
+            path.replace(folder / file.path)
+    finally:
+        for path, _ in arriving:
+            path.unlink(missing_ok=True)

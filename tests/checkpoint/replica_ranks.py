@@ -11,16 +11,19 @@ import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint import Catalog
+from composerlite.checkpoint import memory as checkpoint_memory
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.memory import Replication, replica_folder
 from composerlite.checkpoint.place.node_disks import disks_of
 from composerlite.checkpoint.record.record import FileRecord, Manifest, SavedRun, seal, seal_index
+from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest
 
 SIZE_BYTES = 9 << 20
@@ -93,7 +96,8 @@ def replicate(memory: Replication, batch: int) -> str:
             time.sleep(0.01)
         for counter in memory.counters:
             counter.reduced = sum(dist.get_group().gather(counter.number()))
-        memory.poll(None)
+        memory.poll(f"ba{batch}")
+        assert not memory.is_busy, "also after a failure the next one is waited for"
     return "".join(messages)
 
 
@@ -169,6 +173,19 @@ def saves_and_dies(nodes: Path, victim: int, method: str) -> list[Any]:
             die_at(method)
         replicate(memory, batch)
     return []
+
+
+def resumes_with_damaged_arrivals(nodes: Path, order: Sequence[int]) -> dict[str, Any]:
+    """As :func:`resumes`, and whatever comes to a node is damaged on its way."""
+    verify = checkpoint_memory.verify_file
+
+    def damaged(path: Path, *arguments: Any) -> None:
+        if ".tmp-" in path.name:
+            raise CorruptCheckpointError(f"{path} was damaged on its way.")
+        verify(path, *arguments)
+
+    with mock.patch.object(checkpoint_memory, "verify_file", damaged):
+        return resumes(nodes, order)
 
 
 def resumes(nodes: Path, order: Sequence[int]) -> dict[str, Any]:

@@ -121,6 +121,18 @@ def test_what_is_lost_with_its_replica_is_not_resumed_from(
     assert reason in " ".join(told[0]["skipped"])
 
 
+def test_a_part_that_is_damaged_on_its_way_costs_no_intact_part(tmp_path: Path, saved: Path) -> None:
+    """All ranks take the next source, the disk, and nothing of the newer checkpoint is deleted."""
+    nodes = shutil.copytree(saved, tmp_path / "nodes")
+    _lose_node(nodes)
+    told = run_ranks(replica_ranks.resumes_with_damaged_arrivals, 3, nodes, [0, 1, 2])
+    assert [rank["place"] for rank in told] == ["disk/ba1"] * 3
+    assert "was damaged on its way" in " ".join(told[0]["skipped"])
+    assert replica_ranks.state_of(nodes, 0) == ([("ba3", 0)], [("ba3", 2)])
+    assert replica_ranks.state_of(nodes, 2) == ([("ba3", 2)], [("ba3", 1)])
+    assert [path for path in nodes.rglob("*") if ".tmp-" in path.name] == []
+
+
 def test_a_run_whose_only_checkpoint_was_lost_with_a_node_starts_over(tmp_path: Path, saved: Path) -> None:
     """As one does whose memory was lost altogether; the log says what is there, and for which ranks it is not."""
     nodes = shutil.copytree(saved, tmp_path / "nodes")

@@ -107,11 +107,6 @@ class Publisher:
         return self.links[0] if self.links else None
 
     # ── names, leases and unfinished uploads ─────────────────────────────────────────────────────────────────────
-    def names_now(self, state: NamedState) -> list[tuple[str, str]]:
-        """Return argument and URI of a checkpoint and of the link, with the current time in the names."""
-        links = [("latest_remote_file_name", self.bucket.transfer.store.get_uri(link)) for link in self.links[:1]]
-        return [("remote_file_name", self.bucket.uri(first_name(self.template, state))), *links]
-
     def leases(self, run_name: str) -> dict[str, HeartbeatLease]:
         """Return the leases of the checkpoint names and of the link, by the URI of each.
 

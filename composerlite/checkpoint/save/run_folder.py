@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,8 +39,6 @@ from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.errors import ConfigError, CorruptCheckpointError, RunInUseError, SaveError
 from composerlite.storage import atomic_write, make_folder
 from composerlite.types import Lineage
-
-log = logging.getLogger(__name__)
 
 
 def position_of(state: TrainingState) -> Position:
@@ -131,12 +128,6 @@ class RunFolder:
                     "the newest would be in the way of one. Choose another."
                 )
         return form
-
-    def names_now(self, state: TrainingState) -> list[tuple[str, str]]:
-        """Return argument and path of a checkpoint and of the link, with the current time in the names."""
-        root = (self._started_in / format_name_with_dist(self._template, state.run_name, **FIRST_RANK)).resolve()
-        links = [] if self.latest is None else [("latest_filename", str(root / first_name(self.latest, state)))]
-        return [("filename", str(root / first_name(self.filename, state))), *links]
 
     def check_remote_name(self) -> None:
         """Raise ConfigError if names vary in the folder but not in the bucket, unless the run may overwrite."""
