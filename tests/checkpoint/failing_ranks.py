@@ -41,7 +41,6 @@ STAGES: dict[str, list[Stage]] = {
     ],
     "shards": [
         ("gather", 1, form, "gather"),
-        ("name", 0, Catalog, "check_free"),
         ("plan", 1, sharded_plan, "RankState"),
         ("claim", 0, ShardedDirectory, "begin"),
         ("snapshot", 1, StagingMemory, "take"),

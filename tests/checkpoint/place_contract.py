@@ -229,7 +229,7 @@ class PlaceContract(ABC):
     def save(place: Place, value: bytes, *, overwrite: bool, until: str = "") -> None:
         """Save the directory ``run/c`` with ``value`` in it; stop before the step ``until``."""
         directory = ShardedDirectory(place, "run/c")
-        handle = SaveHandle.new(overwrite=overwrite)
+        handle = SaveHandle(overwrite=overwrite)
         directory.begin(handle)
         name = f"__0_0{handle.suffix}.distcp"
         try:

@@ -306,7 +306,7 @@ def _value_of_run(place: str) -> int | None:
 def _save_on_disks(place: str, value: int, overwrite: bool) -> None:
     """What the ranks of two nodes do, in that order."""
     nodes = [ShardedDirectory.of(Path(place, f"node{number}", "c")) for number in (0, 1)]
-    handle = SaveHandle.new(overwrite=overwrite)
+    handle = SaveHandle(overwrite=overwrite)
     for node in nodes:
         node.begin(handle)
     files: dict[str, tuple[FileDigest, int | None]] = {}

@@ -62,7 +62,7 @@ from composerlite.storage import StagedFile
 from composerlite.storage.disk.files import pinned_file
 folder = Path(sys.argv[1])
 directory = ShardedDirectory.of(folder / "living")
-handle = SaveHandle.new(overwrite=False)
+handle = SaveHandle(overwrite=False)
 directory.begin(handle)
 names = folder / "notes.txt", folder / "sub" / "living.json"
 with pinned_file(folder / "data", folder), StagedFile(names[0]) as staged, StagedFile(names[1]) as other:

@@ -369,7 +369,7 @@ def test_of_two_saves_at_once_one_is_told(tmp_path: Path) -> None:
     """Whichever commits later hears that there is a checkpoint, and leaves it as it is."""
     first, second = ShardedDirectory.of(tmp_path / "c"), ShardedDirectory.of(tmp_path / "c")
     for folder in (first, second):
-        folder.begin(SaveHandle.new(overwrite=False))
+        folder.begin(SaveHandle(overwrite=False))
     record = sharded_writer.record_of_directory("c", 1)
     first.commit(b"first", {}, record)
     with pytest.raises(CheckpointExistsError):
@@ -384,7 +384,7 @@ def test_what_a_killed_save_left_is_swept_unless_it_lives(tmp_path: Path) -> Non
     that lives."""
     save_state_dict(tmp_path / "c", {"a": 1})
     alive = ShardedDirectory.of(tmp_path / "c")
-    handle = SaveHandle.new(overwrite=True)
+    handle = SaveHandle(overwrite=True)
     alive.begin(handle)
     living, dead, new = (f"__0_0_{number}.distcp" for number in (handle.id, "0" * 16, "1" * 16))
     for name in (living, dead, new):

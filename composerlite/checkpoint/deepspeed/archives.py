@@ -214,7 +214,7 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         home, name = home_of(place, last)
         manifest = Catalog(home).manifest_of(name)
         paths = [] if manifest is None else [record.path for record in manifest.files]
-        names = [home.uri(path) if object_store is None else str(home.top / path)[1:] for path in paths]
+        names = [home.uri(path) if object_store is None else home.name_of(path) for path in paths]
     if manifest is not None and manifest.kind == "deepspeed":
         return Archives(names, manifest)
     if manifest is not None:

@@ -123,9 +123,9 @@ def _find(
     place, last = stack.enter_context(place_of(name, object_store))
     # Each rank follows links on its own disk.
     path = None if place.path_of(last) is None else _resolved(name)
-    key = str(place.top / last)[1:] if path is None else ""
     if not last:
         raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
+    key = place.name_of(last) if path is None else ""
     if place.exists(last):
         if path is None and not last.endswith(WEIGHTS_SUFFIX):
             name, path = without_secrets(name), _download(place, last, _temporary_folder(stack), progress_bar)

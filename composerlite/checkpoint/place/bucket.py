@@ -68,7 +68,6 @@ class Bucket(Place):
         return get_uri(name) if name else get_uri("x").removesuffix("x")
 
     def name_of(self, path: str) -> str:
-        """Return the full name of the object ``path``, from the top of the bucket."""
         return check_name(self._full(path))
 
     def _full(self, path: str) -> str:
@@ -76,10 +75,6 @@ class Bucket(Place):
 
     def path_of(self, path: str) -> None:
         return None
-
-    @property
-    def top(self) -> PurePosixPath:
-        return PurePosixPath("/", self.root)
 
     def inside(self, path: str) -> Bucket:
         return Bucket(self.transfer, self._full(path))

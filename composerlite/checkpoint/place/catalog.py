@@ -110,7 +110,7 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
     If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``. Without a readable record the
     result is ``place`` and ``name``.
     """
-    full = str(place.top / name)
+    full = f"/{place.name_of(name)}"
     for path in _deciders_of(name):
         try:
             record = record_in(place, path)
@@ -307,20 +307,14 @@ class Catalog:
         whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
         return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
 
-    def check_free(self, name: str, *, overwrite: bool = False, directory: bool = False) -> None:
-        """Check that the name of a new checkpoint is free in a folder.
-
-        Args:
-            name: name of the checkpoint, relative to the folder.
-            overwrite: accept a taken name.
-            directory: the checkpoint will be a directory. An empty directory, left by a kill, counts as free.
+    def check_free(self, name: str) -> None:
+        """Check that ``name``, the name of a new file, is free in a folder.
 
         Raises:
-            CheckpointExistsError: the name is taken, and ``overwrite`` is false.
+            CheckpointExistsError: the name is taken.
         """
         path = self.folder / name
-        is_left_over = directory and path.is_dir() and not any(path.iterdir())
-        if not overwrite and path.exists() and not is_left_over:
+        if path.exists():
             raise CheckpointExistsError(
                 f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
                 "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "

@@ -19,9 +19,10 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast, final
+from typing import Any, Self, cast, final
 
 import xxhash
 
@@ -62,23 +63,20 @@ RANK_FILE = re.compile(r"rank(\d+)\.pt")
 """Name of the file of a rank in ``train/``."""
 
 
-class SaveHandle(NamedTuple):
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHandle:
     """A save of a directory in progress; equal on all ranks.
 
     Attributes:
         overwrite: replace an existing checkpoint.
         decider: name of the deciding file in the directory.
-        id: id of the save. The names of data files end with this id.
+        id: id of the save, by default a new id. The names of data files end with this id.
     """
 
     overwrite: bool
-    decider: str
-    id: str
-
-    @classmethod
-    def new(cls, *, overwrite: bool, decider: str = INDEX) -> SaveHandle:
-        """Return a handle with a new id."""
-        return cls(overwrite, decider, new_id())
+    decider: str = INDEX
+    id: str = field(default_factory=new_id)
 
     @property
     def suffix(self) -> str:

@@ -10,7 +10,7 @@ import shutil
 import stat
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
@@ -41,9 +41,8 @@ class Folder(Place):
     def path_of(self, path: str) -> Path:
         return self.path / path
 
-    @property
-    def top(self) -> PurePosixPath:
-        return PurePosixPath(self.path.resolve())
+    def name_of(self, path: str) -> str:
+        return str(self.path.resolve() / path)[1:]
 
     def inside(self, path: str) -> Folder:
         return Folder(self.path / path)

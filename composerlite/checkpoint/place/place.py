@@ -80,10 +80,13 @@ class Place(ABC):
     def path_of(self, path: str) -> Path | None:
         """Return ``path`` as a path of this machine; ``None`` in a bucket."""
 
-    @property
     @abstractmethod
-    def top(self) -> PurePosixPath:
-        """Path of the place from the top of the disk or the bucket, with a slash at the beginning."""
+    def name_of(self, path: str) -> str:
+        """Return the full name of ``path``: the path from the top of the disk or the bucket, without the first slash.
+
+        Raises:
+            ConfigError: no object of a bucket can have the name.
+        """
 
     @abstractmethod
     def inside(self, path: str) -> Place:

@@ -166,7 +166,7 @@ class SafetensorsWriter:
             return state.pieces
 
         def divide(tables: list[list[StatePiece]]) -> list[_Share]:
-            handle = SaveHandle.new(overwrite=overwrite, decider=WEIGHTS_INDEX)
+            handle = SaveHandle(overwrite=overwrite, decider=WEIGHTS_INDEX)
             folder.begin(handle)
             return _divide(tables, handle, largest_file_bytes)
 

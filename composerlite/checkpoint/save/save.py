@@ -116,8 +116,8 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
     own_links = {link: name for link, name in links.items() if is_leader and link != name}
     with group.all_or_none(what):
-        for name in names if is_leader else ():
-            request.catalog.check_free(name, overwrite=request.overwrite, directory=form.kind == "sharded")
+        for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
+            request.catalog.check_free(name)  # the writer checks the name of a directory
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
     record = _record_of(request, form, names, id_, {"waiting": waited})

@@ -274,7 +274,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save on rank 0, and add the handle of the save, the rank and the number of ranks to every plan."""
-        self._handle = SaveHandle.new(overwrite=self._overwrite)
+        self._handle = SaveHandle(overwrite=self._overwrite)
         self._folder.begin(self._handle)
         return [
             dataclasses.replace(plan, storage_data=(self._handle, rank, len(plans))) for rank, plan in enumerate(plans)
@@ -367,7 +367,7 @@ class ShardWriter:
         self._threads = _THREADS if threads is None else threads
         group = dist.get_group() if group is None else group
         self._rank = group.rank
-        handle = SaveHandle.new(overwrite=overwrite)
+        handle = SaveHandle(overwrite=overwrite)
         try:
             self._plan, self._handle, state = plan_save(group, contents, folder, handle, of_run=of_run)
             if disks is not None:
