@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, SupportsInt, TypeAlias, final
 
@@ -189,25 +189,13 @@ class TrainingState(Protocol):
         ...
 
     def load_state_dict(
-        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
+        self, state_dict: StateDict, *, weights_only: bool, strict: bool, exclude_algorithms: Sequence[str], source: str
     ) -> None:
-        """Restore the whole state from ``state_dict``.
+        """Restore the whole state from ``state_dict``, or the model alone.
 
         Args:
             state_dict: contents of a checkpoint.
-            strict: missing and unexpected weights are an error.
-            exclude_algorithms: names of algorithms whose state is ignored.
-            source: path or URI of the checkpoint, for errors.
-        """
-        ...
-
-    def load_model_state(
-        self, state_dict: StateDict, *, strict: bool, exclude_algorithms: Sequence[str], source: str
-    ) -> None:
-        """Restore the model alone from ``state_dict``.
-
-        Args:
-            state_dict: contents of a checkpoint.
+            weights_only: restore the model alone.
             strict: missing and unexpected weights are an error.
             exclude_algorithms: names of algorithms whose state is ignored.
             source: path or URI of the checkpoint, for errors.
@@ -318,7 +306,7 @@ WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
 @final
 @dataclass
 class RestorePlan:
-    """One load of a checkpoint into a state: first :meth:`wanted`, then :meth:`places`, then :meth:`load`.
+    """One load of a checkpoint into a state: :meth:`wanted`, :meth:`places`, a read of tensors, :meth:`restore`.
 
     Attributes:
         state: the state to restore.
@@ -330,6 +318,9 @@ class RestorePlan:
         key_map: keys in a checkpoint of another program, by the part of a run, with dots between nested keys, such as
             ``{'model': 'net.*', 'batch': 'step'}``; ``None``: the program is recognised by the contents.
         is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
+        contents: the contents to restore, with all tensors read; set by the reader. The values of tensors may be in the
+            state already; nothing else is restored yet.
+        verified: indices of the chunks verified on this rank, by the name of the file; set by the reader.
     """
 
     state: TrainingState
@@ -340,6 +331,8 @@ class RestorePlan:
     exclude_algorithms: Sequence[str] = ()
     key_map: Mapping[str, str] | None = None
     is_foreign: bool = False
+    contents: StateDict = field(default_factory=dict[str, Any], init=False)
+    verified: Mapping[str, Collection[int]] = field(default_factory=dict[str, Collection[int]], init=False)
 
     def wanted(self, contents: Any) -> StateDict:
         """Select the parts of ``contents``, from any program, to load. Values of tensors are not used.
@@ -380,51 +373,28 @@ class RestorePlan:
 
     def places(self, wanted: StateDict) -> StateDict:
         """Return the live tensors to load ``wanted`` into. Raises IncompatibleCheckpointError if ``wanted`` misfits."""
-        return {"state": self.state.places_for(wanted["state"], weights_only=self.weights_only, **self._how)}
+        return {"state": self.state.places_for(wanted["state"], **self._how)}
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"strict": self.strict, "exclude_algorithms": self.exclude_algorithms, "source": self.source}
+        how = {"weights_only": self.weights_only, "strict": self.strict, "source": self.source}
+        return {**how, "exclude_algorithms": self.exclude_algorithms}
 
-    def load(self, wanted: StateDict) -> list[dict[str, Any]] | None:
-        """Restore the state from ``wanted``, after all tensors are read. Collective.
+    def restore(self) -> list[dict[str, Any]] | None:
+        """Restore everything except the tensors that are in the state already. Collective.
 
         Returns:
             States of the random generators; ``None`` if there are none, or only weights are restored.
         """
         with dist.get_group().all_or_none("restoring the run"):
-            if self.weights_only:
-                self.state.load_model_state(wanted["state"], **self._how)
-                log.debug("loaded the weights of %s", self.source)
-                return None
             if self.is_foreign:
                 from composerlite.checkpoint.foreign.taken import settle_time
 
                 length = self.state.dataloader_len
-                settle_time(wanted["state"], None if length is None else int(length), self.source)
-            self.state.load_state_dict(wanted["state"], **self._how)
+                settle_time(self.contents["state"], None if length is None else int(length), self.source)
+            self.state.load_state_dict(self.contents["state"], **self._how)
             log.debug("loaded %s", self.source)
-            return wanted["rng"]
-
-
-@final
-@dataclass(frozen=True)
-class Loaded:
-    """Contents of a checkpoint, read. The values of tensors are in the state; nothing else is restored yet.
-
-    Attributes:
-        plan: plan of the load.
-        wanted: the contents to restore.
-        verified: indices of the chunks verified on this rank, by the name of the file.
-    """
-
-    plan: RestorePlan
-    wanted: StateDict
-    verified: Mapping[str, Collection[int]]
-
-    def restore(self) -> list[dict[str, Any]] | None:
-        """Restore everything else; return the states of the random generators, if any. Collective."""
-        return self.plan.load(self.wanted)
+            return self.contents.get("rng")
 
 
 @contextlib.contextmanager
@@ -433,10 +403,9 @@ def half_loaded(in_place: bool) -> Generator[None]:
     try:
         yield
     except CorruptCheckpointError as e:
-        if not in_place:
-            raise
-        lost = "This load has partly overwritten the training state, which must not be used"
-        e.args = (f"{e} {lost}: build it anew, or load another checkpoint into it.",)
+        if in_place:
+            lost = "This load has partly overwritten the training state, which must not be used"
+            e.args = (f"{e} {lost}: build it anew, or load another checkpoint into it.",)
         raise
 
 

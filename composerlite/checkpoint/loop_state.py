@@ -185,10 +185,6 @@ class LoopState:
                 raise IncompatibleCheckpointError(f"{source}: the part {name!r} cannot be restored: {e}") from e
         self.step = int(state_dict["timestamp"]["batch"])
 
-    def load_model_state(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
-        """Raise IncompatibleCheckpointError: a loop restores all parts, and not the weights alone."""
-        raise IncompatibleCheckpointError(f"{source} has weights alone: a loop restores all of its parts.")
-
 
 def _state_of(part: nn.Module | Optimizer) -> StateDict:
     """Return the state of a module or an optimizer. Numbers of sharded parameters become text, as directories need."""

@@ -260,7 +260,9 @@ def test_without_strictness_the_names_that_agree_are_loaded(caplog: pytest.LogCa
     state = run(model=nn.Sequential(nn.Linear(3, 2), nn.Identity(), nn.Linear(2, 1), nn.Linear(1, 1, bias=False)))
     head = state.model.state_dict()["3.weight"].clone()
     with caplog.at_level(logging.WARNING):
-        state.load_model_state(through_a_file(saved.weights_state_dict()), strict=False, source="ep1.pt")
+        state.load_state_dict(
+            through_a_file(saved.weights_state_dict()), strict=False, source="ep1.pt", weights_only=True
+        )
     assert torch.equal(state.model.state_dict()["0.weight"], saved.model.state_dict()["0.weight"])
     assert torch.equal(state.model.state_dict()["3.weight"], head)
     assert "stays as it is: 3.weight; not used: 1.weight" in caplog.text
@@ -270,7 +272,9 @@ def test_without_strictness_shapes_must_agree_nevertheless() -> None:
     """A weight of another shape is never skipped in silence."""
     state = run(model=other_model())
     with pytest.raises(IncompatibleCheckpointError, match=r"of another shape \(1\): 0\.weight") as error:
-        state.load_model_state(through_a_file(run(steps=1).weights_state_dict()), strict=False, source="ep1.pt")
+        state.load_state_dict(
+            through_a_file(run(steps=1).weights_state_dict()), strict=False, source="ep1.pt", weights_only=True
+        )
     assert "missing" not in str(error.value)
 
 
@@ -330,7 +334,7 @@ def test_surgery_is_done_again_before_weights_are_loaded() -> None:
     full.optimizers, full.schedulers = (), []
     restored(saved.state_dict(), full)
     weights = run(model=nn.Sequential(nn.Linear(3, 1)))
-    weights.load_model_state(through_a_file(saved.weights_state_dict()), source="ep1.pt")
+    weights.load_state_dict(through_a_file(saved.weights_state_dict()), source="ep1.pt", weights_only=True)
     for state in (full, weights):
         assert [type(algorithm) for algorithm in state.algorithms] == [Deepen]
         assert equal(state.model.state_dict(), model.state_dict())
@@ -352,4 +356,4 @@ def test_an_unknown_algorithm_is_not_evaluated() -> None:
     contents = run().weights_state_dict()
     contents["algorithms"] = [("__import__('os').abort()", {"required": True, "config": {}, "state": {}})]
     with pytest.raises(IncompatibleCheckpointError, match=r"needs the algorithm .* which is not known here"):
-        run().load_model_state(through_a_file(contents), source="ep1.pt")
+        run().load_state_dict(through_a_file(contents), source="ep1.pt", weights_only=True)

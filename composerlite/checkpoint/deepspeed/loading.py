@@ -68,8 +68,8 @@ def load_archives(
             return None
         archives = load.group.from_first("looking for the checkpoint", load.find)
         is_own = len(archives.names) == load.group.size
-        wanted = load.from_own_archive(archives) if is_own else load.from_other_ranks(archives)
-        return plan.load(wanted)
+        plan.contents = load.from_own_archive(archives) if is_own else load.from_other_ranks(archives)
+        return plan.restore()
 
 
 @final

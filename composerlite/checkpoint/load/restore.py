@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from composerlite import dist
 from composerlite.checkpoint.contents import (
     IgnoreKeys,
-    Loaded,
     RestorePlan,
     TrainingState,
     check_ignore_keys,
@@ -32,8 +30,6 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.storage import ObjectStore, without_secrets
 from composerlite.types import StateDict, items_of, with_items
-
-log = logging.getLogger(__name__)
 
 
 def read_checkpoint(
@@ -143,8 +139,8 @@ def load_checkpoint(
 
 def read_in_place(
     name: str, plan: RestorePlan, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
-) -> Loaded:
-    """Read the tensors of a checkpoint into the state of ``plan``. Nothing else changes until :meth:`Loaded.restore`.
+) -> RestorePlan:
+    """Read a checkpoint, with its tensors into the state of ``plan``. Nothing else changes until ``plan.restore()``.
 
     Collective. If damage shows on a rank, all ranks raise the error: then another checkpoint must be read into the
     state.
@@ -175,7 +171,9 @@ def read_in_place(
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
             with naming, half_loaded(bool(addresses or sieves)):
                 file.read(places=addresses, sieves=sieves)
-            return Loaded(plan, file.contents, {} if place.path is None else {place.path.name: file.verified})
+            plan.contents = file.contents
+            plan.verified = {} if place.path is None else {place.path.name: file.verified}
+            return plan
 
 
 # ── tensors that are read in place ───────────────────────────────────────────────────────────────────────────────────

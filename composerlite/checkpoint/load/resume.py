@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, final
 
 from composerlite import dist
-from composerlite.checkpoint.contents import Loaded, RestorePlan, TrainingState
+from composerlite.checkpoint.contents import RestorePlan, TrainingState
 from composerlite.checkpoint.load.candidates import (
     IN_REPLICAS,
     Candidate,
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
     path: Path | str | None
     lineage: Lineage
-    loaded: Loaded | None = None
+    loaded: RestorePlan | None = None
 
 
 class _NotFiniteError(CheckpointError):
@@ -117,7 +117,7 @@ def choose(
         candidate = group.broadcast(queue.pop(0) if queue else None)
         if candidate is None:
             return Choice(None, _started_over(listing, rejected, places, run_name))
-        loaded: Loaded | None = None
+        loaded: RestorePlan | None = None
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
             if state is not None:
@@ -179,7 +179,7 @@ def _read(
     *,
     trust: bool,
     progress_bar: bool,
-) -> Loaded:
+) -> RestorePlan:
     """Read a candidate into ``state``, which had these ``algorithms`` before any candidate was read. Collective.
 
     Raises:
@@ -212,7 +212,9 @@ def advising(path: str) -> Generator[None]:
         ) from e
 
 
-def _verify_rest(files: Sequence[FileRecord], candidate: Candidate, catalog: Catalog, loaded: Loaded | None) -> None:
+def _verify_rest(
+    files: Sequence[FileRecord], candidate: Candidate, catalog: Catalog, loaded: RestorePlan | None
+) -> None:
     """Verify the bytes of ``files`` in the folder that no rank has read. Collective.
 
     Raises:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from composerlite import dist
 from composerlite._torch_compat import with_versions
-from composerlite.checkpoint.contents import Loaded, RestorePlan, half_loaded
+from composerlite.checkpoint.contents import RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
 from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> Loaded:
+def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> RestorePlan:
     """Read the directory ``folder`` into a state. Collective.
 
     The keys of the directory are compared with the state first. Then tensors are read in place.
@@ -47,14 +47,15 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
             at the end. ``None``: the directory is no part of a step.
 
     Returns:
-        The contents, with all tensors read. Nothing but tensors has changed in the state.
+        ``plan``, with the contents. Nothing but tensors has changed in the state.
 
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
-        wanted = read_whole(reader, dist.get_group(), lambda reader: _read_state(reader, plan, step))
-        return Loaded(plan, wanted, reader.verified)
+        plan.contents = read_whole(reader, dist.get_group(), lambda reader: _read_state(reader, plan, step))
+        plan.verified = reader.verified
+        return plan
 
 
 def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, step: StepFolder | None) -> Any:

@@ -149,37 +149,25 @@ class State(ComposerNames):
         self,
         state_dict: StateDict,
         *,
+        weights_only: bool = False,
         strict: bool = True,
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore a result of :meth:`state_dict`; see :meth:`StateLoader.load_all`.
+        """Restore a result of :meth:`state_dict`, or its weights.
 
         Args:
-            state_dict: result of :meth:`state_dict`.
+            state_dict: result of :meth:`state_dict` or :meth:`weights_state_dict`.
+            weights_only: restore the model alone.
             strict: whether missing and unexpected weights are an error.
             exclude_algorithms: names of algorithms whose state is ignored.
             source: path or URI of the checkpoint, for errors.
         """
-        StateLoader(self, state_dict, strict, exclude_algorithms, source).load_all()
-
-    def load_model_state(
-        self,
-        state_dict: StateDict,
-        *,
-        strict: bool = True,
-        exclude_algorithms: Sequence[str] = (),
-        source: str = "state",
-    ) -> None:
-        """Restore the weights only; see :meth:`StateLoader.load_weights`.
-
-        Args:
-            state_dict: result of :meth:`state_dict`, or its weights.
-            strict: whether missing and unexpected weights are an error.
-            exclude_algorithms: names of algorithms whose state is ignored.
-            source: path or URI of the checkpoint, for errors.
-        """
-        StateLoader(self, state_dict, strict, exclude_algorithms, source).load_weights()
+        loader = StateLoader(self, state_dict, strict, exclude_algorithms, source)
+        if weights_only:
+            loader.load_weights()
+        else:
+            loader.load_all()
 
 
 def _described(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
