@@ -131,12 +131,6 @@ def read_pieces(
     return [Piece(model, read(optimizers[rank], of_optimizer)) for rank, model in enumerate([first, *others])]
 
 
-def _is_of_split_model(name: str) -> bool:
-    """Return true for a file of states that DeepSpeed names by layer or expert."""
-    is_of_states = name.endswith(("model_states.pt", "optim_states.pt"))
-    return is_of_states and not any(one.fullmatch(name) for one in (MODEL_STATES, _OPTIMIZER_STATES))
-
-
 def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> dict[int, str]:
     """Return the names that match ``pattern``, by data-parallel rank.
 
@@ -146,9 +140,10 @@ def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> di
     found: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
+        is_of_states = name.endswith(("model_states.pt", "optim_states.pt"))
+        if match is None and (not is_of_states or MODEL_STATES.fullmatch(name) or _OPTIMIZER_STATES.fullmatch(name)):
+            continue  # other states are of a layer or an expert
         is_of_rank = match is not None and not int(match[2]) and len(match[1] or "") <= 6
-        if match is None and not _is_of_split_model(name):
-            continue
         rank = int(match[1] or 0) if match is not None else 0
         if not is_of_rank or rank in found:
             raise IncompatibleCheckpointError(

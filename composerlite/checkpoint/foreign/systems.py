@@ -19,6 +19,7 @@ _OF_RANK = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _OF_LIGHTNING = ("optimizer_states", "lr_schedulers", "state_dict", "epoch", "global_step", "pytorch-lightning_version")
 _OF_OLMO_CORE = ("global_step", "global_train_tokens_seen", "data_loader", "epoch", "world_size", "rng", "max_steps")
 _OF_TORCHTITAN = ("optimizer", "lr_scheduler", "train_state", "dataloader")
+_RNG_OF_ACCELERATE = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
 _MODELS = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_state")
 _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
@@ -65,12 +66,6 @@ def _from_transformers(contents: StateDict, source: str) -> Taken:
         counts = Counts(state["global_step"], whole)
     taken = _from_folder(contents, source, ("python", "numpy", "cpu", "cuda"))
     return taken._replace(progress=counts, left=[f"log_history in {_TRAINER_STATE}", *taken.left])
-
-
-def _from_accelerate(contents: StateDict, source: str) -> Taken:
-    """Take weights, optimizer, scheduler and generators of ``save_state``. The folder has no counts of steps."""
-    keys = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
-    return _from_folder(contents, source, keys)
 
 
 def _from_folder(contents: StateDict, source: str, keys: tuple[str, ...]) -> Taken:
@@ -176,7 +171,7 @@ SYSTEMS = (
     System(
         "accelerate (save_state)",
         lambda c: "optimizer.bin" in c or any(str(key).startswith("random_states_") for key in c),
-        _from_accelerate,
+        lambda c, source: _from_folder(c, source, _RNG_OF_ACCELERATE),  # the folder has no counts of steps
     ),
     System("DeepSpeed (global_step…)", lambda c: "ds_version" in c and _has_dict(c, "module"), taken_from_deepspeed),
     System("OLMo-core (step…)", _is_olmo_core, _from_olmo_core),

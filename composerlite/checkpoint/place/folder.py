@@ -126,7 +126,9 @@ class Folder(Place):
     def delete(self, paths: Iterable[str], *, durable: bool = False, folders: bool = False) -> None:
         targets = [self.path / path for path in paths]
         for target in targets:
-            if not self._is_own(target):
+            if target.is_symlink() or not target.is_file() or self._is_behind_a_link(target):
+                if os.path.lexists(target):
+                    log.warning("%s is no file, or is behind a link, and is left alone", target)
                 continue
             target.unlink(missing_ok=True)
             if durable:
@@ -136,16 +138,6 @@ class Folder(Place):
         for folder in sorted(above, reverse=True) if folders else ():
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
-
-    def _is_own(self, path: Path) -> bool:
-        """Return true if ``path`` is a file in the folder: no link, and not behind a link."""
-        if self._is_behind_a_link(path):
-            log.warning("%s is behind a link and is left alone", path)
-            return False
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            log.warning("%s is no file and is left alone", path)
-            return False
-        return path.exists()
 
     def _is_behind_a_link(self, path: Path) -> bool:
         return any((self.path / parent).is_symlink() for parent in path.relative_to(self.path).parents[:-1])
