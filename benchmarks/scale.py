@@ -342,7 +342,7 @@ def _planned(ranks: Ranks, states: Mapping[int, Any]) -> tuple[dict[int, Plan], 
             ranks.become(member.rank)
             return states[member.rank]
 
-        handle = SaveHandle.new(overwrite=False)
+        handle = SaveHandle(overwrite=False)
         made, _, held = plan_save(member, contents, cast("Any", _Directory()), handle, of_run=True)
         return made, held
 

@@ -161,14 +161,8 @@ class LoopState:
         """
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
         if len(ranks) != dist.get_world_size() and rank == 0:
-            log.warning(
-                "%s was saved by %d ranks and is loaded by %d: loaders and other parts of ranks from %d on take the "
-                "state of rank 0.",
-                source,
-                len(ranks),
-                dist.get_world_size(),
-                len(ranks),
-            )
+            text = "%s was saved by %d ranks and is loaded by %d. Further ranks take loaders and other parts of rank 0."
+            log.warning(text, source, len(ranks), dist.get_world_size())
         own = ranks[rank] if rank < len(ranks) else ranks[0]
         for name, part in {**self._shared, **self._of_rank}.items():
             saved = state_dict[name] if name in self._shared else own[name]

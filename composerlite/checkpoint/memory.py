@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 MARK = ".memory-id"
 """Name of the file with the random number of a folder or bucket."""
-_GIGABYTE = 1e9
 _LOOK_SECONDS = 0.2
 """Seconds between two checks for a lost rank, in :meth:`Replication.close`."""
 
@@ -69,19 +68,13 @@ def make_private(folder: Path, *, levels: int) -> None:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            reason = "it is no folder"
-        elif status.st_uid != os.geteuid():
-            reason = f"it belongs to user {status.st_uid} and not to {os.geteuid()}"
-        elif stat.S_IMODE(status.st_mode) & 0o022:
-            reason = f"others can write to it (mode {stat.S_IMODE(status.st_mode):04o})"
-        else:
-            path.chmod(0o700)
-            continue
-        raise ConfigError(
-            f"save_memory_folder: {str(path)!r} is refused: {reason}, and a checkpoint in it may be that of "
-            "somebody else. Remove it, or name another folder in memory, which only this user can write to."
-        )
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise ConfigError(
+                f"save_memory_folder: {str(path)!r} is refused: expected a folder of user {os.geteuid()} that others "
+                f"cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. A checkpoint in "
+                "it may be that of somebody else. Remove it, or name another folder in memory."
+            )
+        path.chmod(0o700)
 
 
 # ── replicas on another node ─────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +128,7 @@ class Replication:
         self._own, self.replicas = Catalog(folder), Catalog(replica_folder(folder))
         self._leaders = sorted(set(disks.leaders))
         self.is_leader = disks.is_folder_leader
-        self._bytes_per_second = gigabytes_per_second * _GIGABYTE
+        self._bytes_per_second = gigabytes_per_second * 1e9
         self.held: set[str] = set()
         self._hurry = threading.Event()
         self._threads: list[threading.Thread] = []
