@@ -63,9 +63,7 @@ class CheckpointMetadata:
             CorruptCheckpointError: ``data`` is no metadata of a checkpoint; names ``source``.
         """
         try:
-            found = json_object(data)
-            known = {name: found[name] for name in ("ephemeral", "world_size") if name in found}
-            return recorded(cls, {"version": str(found.get("version", "")), **known})
+            return recorded(cls, {"version": "", **json_object(data)})
         except ValueError as e:
             raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
 
