@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, cast, final, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, final, runtime_checkable
+
+T = TypeVar("T")
 
 __all__ = [
     "JSON",
@@ -18,6 +20,7 @@ __all__ = [
     "Piece",
     "StateDict",
     "Stateful",
+    "batches",
     "items_of",
     "with_items",
 ]
@@ -42,6 +45,21 @@ class Stateful(Protocol):
     def state_dict(self) -> StateDict: ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object: ...
+
+
+def batches(items: Iterable[T], most: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield ``items`` in batches with sizes that add up to ``most`` at most, or of a single larger item."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if batch and total + size > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
 
 
 def items_of(value: object) -> Iterable[tuple[Any, Any]]:

@@ -225,9 +225,8 @@ class Group:
             The vote, to be run in any thread.
         """
 
-        def check(awaited: Callable[[], Sequence[int]]) -> None:
-            lost = self._lost_ranks()
-            for rank in set(lost).intersection(awaited() if lost else ()):
+        def check(awaited: Sequence[int]) -> None:
+            for rank in set(self._lost_ranks()).intersection(awaited):
                 raise lost_error(rank)
 
         return self._vote(f"votes/{next(self._votes)}", operation, self.timeout + longest_work, check)
@@ -474,11 +473,8 @@ class PiggybackCounter:
     def __init__(self, number: Callable[[], int]) -> None:
         self.number = number
         self.reduced = 0
-        self._is_alone: bool | None = None
 
     @property
     def total(self) -> int:
         """Sum over all ranks at the last reduction, the same on every rank. In one process: the current number."""
-        if self._is_alone is None:  # first read while training, when the process group exists
-            self._is_alone = get_world_size() == 1
-        return self.number() if self._is_alone else self.reduced
+        return self.number() if get_world_size() == 1 else self.reduced

@@ -23,7 +23,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths of a shard, by dimension."""
 
 _boxes: dict[Any, Box] = {}
-_MOST_BOXES = 4096
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -74,20 +73,10 @@ def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
     if live.layout in _COMPRESSED:
         if value is not None and value.layout is live.layout:
             live.resize_as_sparse_(value)
-    elif is_dense(live) and not is_distributed_tensor(live) and _shares_elements(live):
-        live.data = live.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _shares_elements(tensor: Tensor) -> bool:
-    """Return true if elements of ``tensor`` may have the same address."""
-    if tensor.is_contiguous():
-        return False
-    end = 0
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride <= end:
-            return True
-        end += (size - 1) * stride
-    return False
+    elif is_dense(live) and not is_distributed_tensor(live):
+        last = sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
+        if last + 1 < live.numel():
+            live.data = live.detach().clone(memory_format=torch.contiguous_format)
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
@@ -107,20 +96,13 @@ def shard_box(tensor: Tensor) -> Box:
     coordinate = value.device_mesh.get_coordinate()
     if coordinate is None:
         return (0,) * value.dim(), (0,) * value.dim()
-    if type(local_part(value)) not in (Tensor, torch.nn.Parameter):  # a subclass may compute its own position
-        return _compute_box(value)
-    key = (value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
-    box = _boxes.get(key)
-    if box is None:
-        if len(_boxes) >= _MOST_BOXES:
-            _boxes.clear()
-        box = _boxes[key] = _compute_box(value)
-    return box
-
-
-def _compute_box(value: Any) -> Box:
-    (chunk,) = value.__create_chunk_list__()  # called by torch.distributed.checkpoint
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+    # A subclass may compute its own position, so the position is not taken from another tensor.
+    is_plain = type(local_part(value)) in (Tensor, torch.nn.Parameter)
+    key = (is_plain, value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
+    if not is_plain or key not in _boxes:
+        (chunk,) = value.__create_chunk_list__()  # called by torch.distributed.checkpoint
+        _boxes[key] = tuple(chunk.offsets), tuple(chunk.sizes)
+    return _boxes[key]
 
 
 def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,7 +13,7 @@ import xxhash
 
 from composerlite.dist.connect import get_group
 from composerlite.errors import RankError
-from composerlite.types import Piece
+from composerlite.types import Piece, batches
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to send at the same time."""
@@ -56,16 +56,8 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
     """
     # Ranks may have different windows, without a deadlock: the first unfinished transfer is in the current windows of
     # all ranks of this transfer.
-    window: list[TensorTransfer] = []
-    size = 0
-    for transfer in transfers:
-        size_bytes = sum(tensor.nbytes for tensor in transfer.tensors)
-        if window and size + size_bytes > _WINDOW_BYTES:
-            _exchange(operation, window)
-            window, size = [], 0
-        window.append(transfer)
-        size += size_bytes
-    _exchange(operation, window)
+    for window in batches(transfers, _WINDOW_BYTES, lambda transfer: sum(tensor.nbytes for tensor in transfer.tensors)):
+        _exchange(operation, window)
 
 
 def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) -> None:
@@ -214,49 +206,27 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
     digests = group.gather(xxhash.xxh3_64_intdigest(text))
     if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise RankError(f"{operation}: rank 0 needs other parts of it than these ranks: {other}", other)
-    for batch in _batches(pieces):
+    parts = [
+        (offset + start, address + start, min(_WINDOW_BYTES, size - start))
+        for offset, address, size in pieces
+        for start in range(0, size, _WINDOW_BYTES)
+    ]
+    for batch in batches(parts, _WINDOW_BYTES, lambda part: part[2]):
         failure: Exception | None = None
         if group.is_first:
             try:
                 read(batch)
-            except Exception as e:  # noqa: BLE001 - raised below, on all ranks
+            except Exception as e:  # noqa: BLE001 - raised by meet, on all ranks
                 failure = e
         if group.sum([int(failure is not None)]) != [0]:
-            with group.all_or_none(operation):
-                if failure is not None:
-                    raise failure
-        for transfer in _transfers_of(batch):
+            group.meet(operation, failure)
+        tensors = [
+            torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+            for _, address, size in batch
+        ]
+        small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+        for together in filter(None, [small, *([tensor] for tensor in tensors if tensor.nbytes > _SMALL_BYTES)]):
+            transfer = TensorTransfer(0, (), together)
             message = _message(transfer, group.rank)
             group.run(operation, functools.partial(torch.distributed.broadcast, message, 0, async_op=True))
             _unpack(transfer, message, group.rank)
-
-
-def _transfers_of(batch: Sequence[Piece]) -> list[TensorTransfer]:
-    """Return a transfer of all small pieces together, and a transfer of each other piece."""
-    small = [piece for piece in batch if piece[2] <= _SMALL_BYTES]
-    together = [small, *([piece] for piece in batch if piece[2] > _SMALL_BYTES)]
-    return [
-        TensorTransfer(0, (), [_memory(address, size) for _, address, size in pieces]) for pieces in together if pieces
-    ]
-
-
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield batches of pieces of at most ``_WINDOW_BYTES``; large pieces are cut."""
-    batch: list[Piece] = []
-    left = _WINDOW_BYTES
-    for offset, address, size in pieces:
-        done = 0
-        while done < size:
-            count = min(size - done, left)
-            batch.append((offset + done, address + done, count))
-            done += count
-            left -= count
-            if left == 0:
-                yield batch
-                batch, left = [], _WINDOW_BYTES
-    if batch:
-        yield batch
-
-
-def _memory(address: int, size: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)

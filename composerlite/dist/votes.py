@@ -127,8 +127,7 @@ class Vote:
     """A vote of all ranks, used once, in one thread. A vote of one process does not communicate.
 
     :meth:`run` is the whole vote; other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`. Then
-    rank 0 calls :meth:`decide`, commits, and calls :meth:`release`. The other ranks call :meth:`wait`. Only rank 0 ends
-    a vote.
+    rank 0 calls :meth:`decide`, and the other ranks call :meth:`wait`. Only rank 0 ends a vote.
 
     All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
     requests for any number of ranks.
@@ -139,8 +138,7 @@ class Vote:
         world_size: number of ranks.
         operation: name of the operation, for errors.
         timeout: of the wait for the votes of all ranks, and of the wait for rank 0 after that.
-        check: called now and then in a wait, with a function to get the awaited ranks. Raises a ``RankError`` if the
-            wait is in vain.
+        check: called now and then in a wait, with the awaited ranks. Raises a ``RankError`` if the wait is in vain.
 
     Attributes:
         may_be_committed: true after a commit, and if the outcome is unknown. Then the files must not be deleted.
@@ -153,7 +151,7 @@ class Vote:
         world_size: int,
         operation: str,
         timeout: timedelta,
-        check: Callable[[Callable[[], Sequence[int]]], object] = lambda _: None,
+        check: Callable[[Sequence[int]], object] = lambda _: None,
     ) -> None:
         self.may_be_committed = False
         self._store = store
@@ -189,16 +187,7 @@ class Vote:
         except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
             error = e
         self.arrive(value, error=error)
-        if self._rank != 0:
-            return self.wait()
-        values = self.decide()
-        try:
-            result = commit(values)
-        except BaseException as e:
-            self.release(error=e)
-            raise rank_error(self._operation, [Failure.of(e, self._rank)], e) from e
-        self.release(result)
-        return result
+        return self.decide(commit) if self._rank == 0 else self.wait()
 
     def pass_by(self) -> None:
         """Vote for the commit without waiting, in place of :meth:`run`, on a rank other than 0.
@@ -228,41 +217,48 @@ class Vote:
                 self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)
             self._store.append("voters", self._rank.to_bytes(4, sys.byteorder))
 
-    def decide(self) -> list[Any]:
-        """Wait for every vote, on rank 0. Returns the values in the order of ranks.
-
-        Raises:
-            RankError: a rank voted against the commit, or was lost before voting.
-            LateRankError: not every rank voted in time.
-        """
-        with reaching_the_store(self._operation):
-            try:
-                if not self._wait(lambda: len(self._voters()) >= self._world_size, self._late):
-                    raise self._late_error(self._late())
-            except RankError as e:
-                failures = [Failure.of(e, self._rank)]
-            else:
-                votes = self._votes()
-                failures = [failure for _, failure in votes if failure is not None]
-                if not failures:
-                    self.may_be_committed = True
-                    return [value for value, _ in votes]
-            self._publish(None, failures)
-        raise rank_error(self._operation, failures, self._own_error)
-
-    def release(self, value: object = None, *, error: BaseException | None = None) -> None:
-        """Send the result of the commit to all ranks. Called on rank 0 after :meth:`decide`.
+    def decide(self, commit: Callable[[list[Any]], R]) -> R:
+        """Wait for every vote, commit if no rank voted against the commit, and answer all ranks. Called on rank 0.
 
         Args:
-            value: result of the commit.
-            error: exception of the commit; ``None``: the commit has succeeded.
+            commit: called with the values in the order of ranks.
+
+        Returns:
+            Result of ``commit``.
+
+        Raises:
+            RankError: a rank voted against the commit, or was lost before voting; or ``commit`` failed.
+            LateRankError: not every rank voted in time.
         """
-        self.may_be_committed = error is None
+        result: Any = None
+        votes: list[tuple[Any, Failure | None]] = []
+        own = self._own_error
         with reaching_the_store(self._operation):
-            self._publish(value, [] if error is None else [Failure.of(error, self._rank)])
+            try:
+                if late := self._wait(self._late):
+                    raise self._late_error(late)
+                votes = self._votes()
+                failures = [failure for _, failure in votes if failure is not None]
+            except RankError as e:
+                failures = [Failure.of(e, self._rank)]
+        if not failures:
+            try:
+                result = commit([value for value, _ in votes])
+            except BaseException as e:  # noqa: BLE001 - raised below, on every rank
+                own = e
+                failures = [Failure.of(e, self._rank)]
+        self.may_be_committed = not failures
+        with reaching_the_store(self._operation):
+            # Every rank reads all failures, so only the first has its traceback.
+            sent = [*failures[:1], *(failure._replace(trace="") for failure in failures[1:])]
+            self._store.set("released", pickle.dumps((result, sent)))
+            self._leave()
+        if failures:
+            raise rank_error(self._operation, failures, own)
+        return result
 
     def wait(self) -> Any:
-        """Wait for the end of the vote, on a rank other than 0. Returns the value passed to :meth:`release`.
+        """Wait for the end of the vote, on a rank other than 0. Returns the result of the commit.
 
         Raises:
             RankError: a rank failed, or rank 0 failed to commit.
@@ -272,38 +268,42 @@ class Vote:
         late: Sequence[int] = ()
         with reaching_the_store(self._operation):
             try:
-                is_released = self._wait_for_rank_0() or (not (late := self._late()) and self._wait_for_rank_0())
+                is_late = self._wait(self._silent_rank_0) and (
+                    (late := self._late()) or self._wait(self._silent_rank_0)
+                )
             except RankError:  # rank 0 was lost, perhaps before the vote of rank 0
                 self.may_be_committed = self.may_be_committed and 0 not in self._late()
                 raise
-            value, failures = pickle.loads(self._store.get("released")) if is_released else (None, ())
+            value, failures = (None, ()) if is_late else pickle.loads(self._store.get("released"))
             self._leave()
-        if not is_released:
+        if is_late:
             raise self._late_error(late)
         self.may_be_committed = not failures
         if failures:
             raise rank_error(self._operation, failures, self._own_error)
         return value
 
-    def _wait_for_rank_0(self) -> bool:
-        return self._wait(lambda: self._store.check(["released"]), lambda: [0])
+    def _silent_rank_0(self) -> Sequence[int]:
+        """Return rank 0 as long as it has not answered."""
+        return () if self._store.check(["released"]) else (0,)
 
-    def _wait(self, happened: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> bool:
-        """Call ``happened``, at growing intervals, until it returns true. Returns false after the timeout.
+    def _wait(self, awaited: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Wait until ``awaited`` returns no rank. Return the awaited ranks after the timeout.
 
-        The wait does not block inside the store. The more ranks wait, the fewer requests each of them sends.
+        The wait does not block inside the store. The intervals grow, and the more ranks wait, the fewer requests each
+        of them sends.
         """
         start, limit = time.monotonic(), self._timeout.total_seconds()
         longest = max(_LONGEST_PAUSE_SECONDS, (self._world_size if self._rank else 1) / _CHECKS_PER_SECOND)
-        while not happened():
+        while ranks := awaited():
             waited = time.monotonic() - start
             if waited >= limit:
-                return False
+                return ranks
             pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), longest)
             if pause == longest:
-                self._check(awaited)
+                self._check(ranks)
             time.sleep(min(pause, limit - waited))
-        return True
+        return ()
 
     def _late_error(self, late: Sequence[int]) -> LateRankError:
         """Return the error after a wait for the ranks ``late``; if every rank has voted, for the answer of rank 0."""
@@ -317,7 +317,8 @@ class Vote:
 
     def _late(self) -> list[int]:
         """Return the ranks that have not voted."""
-        return sorted(set(range(self._world_size)).difference(self._voters()))
+        voters = memoryview(self._store.get("voters")).cast("I") if self._store.check(["voters"]) else ()
+        return sorted(set(range(self._world_size)).difference(voters))
 
     def _votes(self) -> list[tuple[Any, Failure | None]]:
         """Return the value and the failure of every rank, in the order of ranks."""
@@ -328,15 +329,6 @@ class Vote:
             at += _PIECE.size + size
             votes[rank] += data[at - size : at]
         return [pickle.loads(vote) for vote in votes]
-
-    def _voters(self) -> Sequence[int]:
-        return memoryview(self._store.get("voters")).cast("I") if self._store.check(["voters"]) else ()
-
-    def _publish(self, value: object, failures: list[Failure]) -> None:
-        """Answer all ranks. Every rank reads all failures, so only the first has its traceback."""
-        failures = [*failures[:1], *(failure._replace(trace="") for failure in failures[1:])]
-        self._store.set("released", pickle.dumps((value, failures)))
-        self._leave()
 
     def _leave(self) -> None:
         """Remove the keys of this vote on the last rank to leave: no other rank reads them any more."""

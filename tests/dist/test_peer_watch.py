@@ -111,6 +111,7 @@ def test_ranks_that_cannot_connect_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     watches[1].close()
     with pytest.raises(RankError, match=r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1:\d+: .*Connection refused"):
         watches[0].connect(watches[1].address)
+    watches[0].close()
 
 
 def a_rank_without_threads() -> None:

@@ -282,8 +282,7 @@ def _requests_of_a_vote(world_size: int, *, is_late: bool) -> int:
     for one in others:
         one.arrive("its part")
     with pytest.raises(LateRankError) if is_late else contextlib.nullcontext():
-        rounds[0].decide()
-        rounds[0].release()
+        rounds[0].decide(len)
     if is_late:
         rounds[1].arrive("its part")
     for one in rounds[1:]:
@@ -317,7 +316,7 @@ def test_a_failure_of_all_ranks_is_told_with_one_traceback() -> None:
     for rank, one in enumerate(rounds):
         one.arrive(error=OSError(28, "No space left on device", f"__{rank}_0.distcp"))
     with pytest.raises(RankError, match="rank 99 failed") as caught:
-        rounds[0].decide()
+        rounds[0].decide(len)
     assert len(caught.value.causes) == 100
     assert store.get("released").count(b"Traceback") + store.get("released").count(b"OSError: ") <= 101
 
@@ -377,9 +376,9 @@ def test_a_rank_that_is_killed_ends_the_vote_at_once(who: int) -> None:
         assert str(outcomes[rank].error) == f"rank {who} is gone: its process was killed, or its node is lost."
 
 
-def _lost(lost: int) -> Callable[[Callable[[], Sequence[int]]], None]:
-    def check(awaited: Callable[[], Sequence[int]]) -> None:
-        if lost in awaited():
+def _lost(lost: int) -> Callable[[Sequence[int]], None]:
+    def check(awaited: Sequence[int]) -> None:
+        if lost in awaited:
             raise LateRankError(f"rank {lost} is gone", [lost])
 
     return check
@@ -399,7 +398,6 @@ def test_a_rank_whose_vote_is_open_knows_when_rank_0_is_lost() -> None:
     zero, one = (Vote(store, rank, 2, "saving ep1", LONG, check=_lost(0)) for rank in range(2))
     zero.arrive()
     one.arrive()
-    zero.decide()
     with pytest.raises(LateRankError, match="rank 0 is gone"):
         one.wait()
     assert one.may_be_committed

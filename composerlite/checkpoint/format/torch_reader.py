@@ -23,7 +23,7 @@ from composerlite.checkpoint.trust.trusted import RefusedError, storage_dtype
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
-from composerlite.types import Piece
+from composerlite.types import Piece, batches
 
 T = TypeVar("T")
 MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any] | None
@@ -248,21 +248,6 @@ class TorchFile:
         if self._check_sums:
             _compare_sum(record, isal_zlib.crc32(data))
         return data
-
-
-def batches(items: Iterable[T], most_bytes: int, size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield ``items`` in batches of at most ``most_bytes``, or of a single larger item."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        size = size_of(item)
-        if batch and total + size > most_bytes:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size
-    if batch:
-        yield batch
 
 
 def in_slots(

@@ -34,7 +34,7 @@ from torch.futures import Future
 from composerlite.checkpoint.format.byte_sources import ByteSource
 from composerlite.checkpoint.format.folder_index import index_of, is_folder_index
 from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
-from composerlite.checkpoint.format.torch_reader import batches, in_slots, item_contents, untrusted
+from composerlite.checkpoint.format.torch_reader import in_slots, item_contents, untrusted
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
@@ -44,7 +44,7 @@ from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
 from composerlite.dist import local_shard
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
 from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
-from composerlite.types import Piece
+from composerlite.types import Piece, batches
 
 log = logging.getLogger(__name__)
 _FETCH_SECONDS = 7200

@@ -15,13 +15,13 @@ import xxhash
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.format.torch_reader import batches
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
 from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CheckpointNotFoundError, IncompatibleCheckpointError, bytes_text
+from composerlite.types import batches
 
 log = logging.getLogger(__name__)
 
