@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, final, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, cast, final, runtime_checkable
 
 T = TypeVar("T")
 
@@ -16,6 +17,7 @@ __all__ = [
     "Batch",
     "CheckpointNews",
     "CheckpointStep",
+    "Closing",
     "Lineage",
     "Piece",
     "StateDict",
@@ -36,6 +38,20 @@ Piece: TypeAlias = tuple[int, int, int]
 
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts of tensors and plain values, as modules and optimizers give them."""
+
+
+class Closing(ABC):
+    """Base of objects that are used as a context manager, or until :meth:`close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the resources. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 @runtime_checkable

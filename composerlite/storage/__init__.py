@@ -15,7 +15,7 @@ from composerlite.on_demand import lazy_names
 from composerlite.storage.disk.files import FileDigest, StagedFile, atomic_write, chunk_bytes_for, make_folder
 from composerlite.storage.disk.memory import HostMemory
 from composerlite.storage.disk.reader import ParallelReader, verify_file
-from composerlite.storage.disk.writer import Seal, Sink, StreamWriter
+from composerlite.storage.disk.writer import Seal, StreamWriter
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress, check_name
 from composerlite.storage.retry import RetryPolicy, retry
 from composerlite.storage.uri import is_uri, open_store, parse_uri, without_secrets

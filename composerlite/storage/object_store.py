@@ -10,10 +10,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError
+from composerlite.types import Closing
 
 _MOST_VERSIONED_BYTES = 64 << 20
 
@@ -77,7 +77,7 @@ class PartUpload(ABC):
         self.started_at = started_at
 
     @abstractmethod
-    def send(self, number: int, data: memoryview) -> None:
+    def send(self, number: int, data: bytes | memoryview) -> None:
         """Send a part, in place of an earlier part of the same number.
 
         Nothing is sent if the store has the part with the same bytes, from this process or an earlier one.
@@ -107,7 +107,7 @@ class PartUpload(ABC):
         """Delete the parts. An upload that the store does not know is no error."""
 
 
-class ObjectStore(ABC):
+class ObjectStore(Closing):
     """Interface of a store of objects, each with a name and bytes. Names look like paths: ``run/ep1.pt``.
 
     Do not use both ``a`` and ``a/b`` as names: stores of files cannot keep both and raise ObjectStoreError.
@@ -365,12 +365,6 @@ class ObjectStore(ABC):
     def unfinished_parts(self, prefix: str) -> Sequence[PartUpload]:
         """Return the unfinished uploads of objects with names beginning with ``prefix``, oldest first."""
         return ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def split_level(prefix: str, found: Iterable[ObjectInfo]) -> tuple[list[ObjectInfo], list[str]]:

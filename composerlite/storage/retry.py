@@ -100,8 +100,6 @@ def _log_failure(what: str, attempt: int, attempts: int, delay: float | None, er
     cause, now, level = str(error).rpartition(": ")[2], time.monotonic(), logging.DEBUG
     is_due = now - _warned_at.get(cause, -math.inf) >= _SECONDS_BETWEEN_WARNINGS
     if attempt == 1 and delay is not None and is_due:
-        if len(_warned_at) > 100:
-            _warned_at.clear()
         level, _warned_at[cause] = logging.WARNING, now
     then = "the last" if delay is None else f"the next in {delay:.1f} s"
     _log.log(level, "%s: attempt %d of %d failed, %s: %s", what, attempt, attempts, then, error)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, final
 
 from composerlite.errors import ComposerliteError, ConfigError, raise_all
 from composerlite.threads import start_threads
+from composerlite.types import Closing
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def number_of(count: int | None, default: int, name: str = "thread_count") -> in
 
 
 @final
-class WorkerPool:
+class WorkerPool(Closing):
     """Up to ``most`` daemon threads, started when there is work. Jobs run in the order of :meth:`submit`.
 
     Unlike the threads of ``ThreadPoolExecutor`` these threads do not keep a process alive. If the system gives no
@@ -60,7 +61,7 @@ class WorkerPool:
         first: called once in each new thread of the pool, before any job.
     """
 
-    def __init__(self, most: int, *, name: str, first: Callable[[], object] | None = None) -> None:
+    def __init__(self, most: int, *, name: str, first: Callable[[], object] = lambda: None) -> None:
         self._most = most
         self._name = name
         self._first = first
@@ -104,15 +105,8 @@ class WorkerPool:
         for thread in self._threads:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _work(self) -> None:
-        if self._first is not None:
-            self._first()
+        self._first()
         while self._do_next():
             pass
 
@@ -151,7 +145,7 @@ class Background:
     """Runs jobs in background threads. With one thread jobs run in the order of :meth:`submit`.
 
     Errors are kept until :meth:`raise_failures` or :meth:`close` raises them, and do not stop later jobs. The threads
-    end with :meth:`stop`. A program that ends without :meth:`stop` waits for pending jobs.
+    end with :meth:`close`. A program that ends without :meth:`close` waits for pending jobs.
 
     Args:
         who: owner of the jobs, for messages, such as ``'MLFlowLogger'``.
@@ -160,7 +154,7 @@ class Background:
 
     Attributes:
         timeout: as given.
-        closed: true after :meth:`stop`.
+        closed: true after :meth:`close`.
     """
 
     late_error: ClassVar[type[Exception]] = TimeoutError
@@ -192,10 +186,10 @@ class Background:
             work: the job.
             lane: jobs of one lane run in order, such as uploads of one object; ``None``: in any order.
             replaces: drop jobs of the same ``lane`` that have not begun.
-            dropped: called if the job is dropped, by a newer job or by :meth:`stop`.
+            dropped: called if the job is dropped, by a newer job or by :meth:`close`.
 
         Raises:
-            ComposerliteError: after :meth:`stop`.
+            ComposerliteError: after :meth:`close`.
         """
         with self._changed:
             if self.closed:
@@ -240,47 +234,30 @@ class Background:
                 self._changed.wait(min(left, 1.0))
         return True
 
-    def stop(self, seconds: float) -> list[str]:
-        """Wait until all jobs are done and stop the threads. May be called twice.
+    def close(self) -> None:
+        """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
 
-        Args:
-            seconds: longest wait.
+        After the timeout running jobs continue in their threads, and the others are dropped. Jobs unfinished at the
+        moment of :func:`leave_by` are logged as an error, and raise no error.
 
-        Returns:
-            Names of the unfinished jobs. Of these, running jobs continue in their threads, and the others are dropped.
+        Raises:
+            TimeoutError, or ``late_error``: jobs are unfinished; the message names them.
+            Exception: the error of a job.
         """
-        in_time = self.wait(seconds)
-        late = self.pending
+        late = [] if self.wait(self.timeout) else self.pending
         with self._changed:
             self.closed = True
             left, self._waiting = self._waiting, []
             wait_no_more(self)
         for job in left:
             job.dropped()
-        self._pool.close(None if in_time else 0.0)
-        return [] if in_time else late
-
-    def close(self, seconds: float | None = None) -> None:
-        """Wait until all jobs are done, stop the threads and raise errors of jobs. May be called twice.
-
-        Jobs unfinished at the moment of :func:`leave_by` are logged as an error, and raise no error.
-
-        Args:
-            seconds: longest wait; ``None``: the timeout.
-
-        Raises:
-            TimeoutError, or ``late_error``: jobs are unfinished; the message names them.
-            Exception: the error of a job.
-        """
-        seconds = self.timeout if seconds is None else seconds
-        late = self.stop(seconds)
+        self._pool.close(0.0 if late else None)
         if late and not seconds_left():
             log.error("%s: not done by the end of the grace period: %s", self._who, ", ".join(late))
         elif late:
+            text = f"{self._who}: not done within {self.timeout:.0f} s: {', '.join(late)}."
             failed = "; ".join(str(failure) for failure in self._failures)
-            raise self.late_error(
-                f"{self._who}: not done within {seconds:.0f} s: {', '.join(late)}.{failed and f' Failed: {failed}'}"
-            )
+            raise self.late_error(f"{text} Failed: {failed}" if failed else text)
         self.raise_failures()
 
     def _run(self) -> None:
@@ -293,16 +270,14 @@ class Background:
                     return
                 self._waiting.remove(job)
                 self._running.append(job)
-            failure: Exception | None = None
             try:
                 job.work()
             except Exception as e:  # noqa: BLE001 - raised by raise_failures in the training thread
                 log.error("%s: %s failed: %s", self._who, job.what, e)
                 e.add_note(f"{self._who} failed in the background: {job.what}.")
-                failure = e
+                with self._changed:
+                    self._failures.append(e)
             with self._changed:
-                if failure is not None:
-                    self._failures.append(failure)
                 self._running.remove(job)
                 if not self._running and not self._waiting:
                     wait_no_more(self)

@@ -189,8 +189,8 @@ class _FaultyParts(PartUpload):
         self._store = store
         self._upload = upload
 
-    def send(self, number: int, data: memoryview) -> None:
-        with self._store.call("send", self.name, data.nbytes):
+    def send(self, number: int, data: bytes | memoryview) -> None:
+        with self._store.call("send", self.name, len(data)):
             self._upload.send(number, data)
 
     def complete(self, *, count: int, create_only: bool = False) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composerlite.checkpoint.format.packing import format_of
-from composerlite.storage import FileDigest, Seal, Sink, StagedFile
+from composerlite.checkpoint.format.packing import Sink, format_of
+from composerlite.storage import FileDigest, Seal, StagedFile
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma")
 TOOLS = {

@@ -22,7 +22,7 @@ from composerlite.checkpoint.place.place import NewFile, Place, local_copy, map_
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
-from composerlite.storage import FileDigest, Sink, parse_uri
+from composerlite.storage import FileDigest, StreamWriter, parse_uri
 from composerlite.storage.disk.writer import Digester
 
 __all__ = ["PlaceContract"]
@@ -84,7 +84,7 @@ class PlaceContract(ABC):
     def test_an_error_of_who_fills_a_file_comes_out(self, place: Place) -> None:
         """As it is; the file before it is whole."""
 
-        def fail(sink: Sink) -> None:
+        def fail(sink: StreamWriter) -> None:
             sink.write(b"some")
             raise ZeroDivisionError
 

@@ -157,7 +157,8 @@ def die_at(moment: str) -> None:
             is_it = event == "os.remove" and "/ba1/" in str(arguments[0])
         else:
             ending = {"verify": ".distcp", "adopt": ".metadata"}[moment]
-            is_it = event == "os.rename" and str(arguments[1]).endswith(ending) and ".tmp-" in str(arguments[0])
+            gets_name = event in ("os.link", "os.rename") and ".tmp-" in str(arguments[0])
+            is_it = gets_name and str(arguments[1]).endswith(ending)
         if is_it:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -324,7 +324,7 @@ class Huge(Remember):
 
 def a_run_that_is_killed_as_it_writes(folder: str) -> None:
     def kill_at_the_end(event: str, arguments: tuple[object, ...]) -> None:  # if the thread was too slow
-        if event == "os.rename" and str(arguments[1]).endswith("ba8-rank0.pt"):
+        if event == "os.link" and str(arguments[1]).endswith("ba8-rank0.pt"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(kill_at_the_end)

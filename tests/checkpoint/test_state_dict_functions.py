@@ -384,7 +384,7 @@ def a_program_that_waits_for_nothing(folder: str) -> None:
     """Start a save, whose commit takes a moment."""
 
     def wait(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "os.rename" and threading.current_thread() is not threading.main_thread():
+        if event in ("os.link", "os.rename") and threading.current_thread() is not threading.main_thread():
             time.sleep(0.1)
 
     sys.addaudithook(wait)

@@ -31,7 +31,7 @@ from ports import reserved_port
 from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 
-CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.mkdir")
+CHANGES = ("open", "os.link", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.mkdir")
 READS = ("open", "os.listdir", "os.scandir")
 LONGEST_SECONDS = 60.0
 KEEP, INTERVAL = "2", "3ba"

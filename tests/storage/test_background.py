@@ -24,7 +24,7 @@ def test_everything_is_done_in_order():
     background = Background("MyLogger")
     for number in range(50):
         background.submit("counting", lambda number=number: done.append(number))
-    background.close(30)
+    background.close()
 
     assert done == list(range(50))
 
@@ -39,7 +39,7 @@ def test_what_fails_is_raised_and_the_rest_is_done():
     with pytest.raises(ZeroDivisionError) as error:
         background.raise_failures()
     background.raise_failures()
-    background.close(30)
+    background.close()
 
     assert done == ["on"]
     assert error.value.__notes__ == ["MyLogger failed in the background: dividing."]
@@ -51,7 +51,7 @@ def test_several_failures_are_raised_together():
     background.submit("dividing", lambda: 1 / 0)
     background.submit("looking up", lambda: {}["x"])
     with pytest.raises(ExceptionGroup, match="2 jobs failed") as error:
-        background.close(30)
+        background.close()
 
     assert [type(one) for one in error.value.exceptions] == [ZeroDivisionError, KeyError]
 
@@ -70,7 +70,7 @@ def test_of_one_name_the_newest_is_done():
             dropped=lambda number=number: dropped.append(number),
         )
     may_go.set()
-    background.close(30)
+    background.close()
 
     assert (done, dropped) == ([2], [0, 1])
 
@@ -82,10 +82,11 @@ def test_the_end_does_not_wait_for_ever():
     background.submit("hanging", lambda: began.set() or may_go.wait(30))
     background.submit("never", lambda: None, dropped=lambda: dropped.append("never"))
     assert began.wait(30)
+    background.timeout = 0.01
     with pytest.raises(TimeoutError, match="MyLogger: not done within 0 s: hanging, never"):
-        background.close(0.01)
+        background.close()
     may_go.set()
-    background.close(30)
+    background.close()
 
     assert dropped == ["never"]
     with pytest.raises(ComposerliteError, match="MyLogger: more comes too late"):

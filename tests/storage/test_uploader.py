@@ -20,7 +20,7 @@ WAIT = 20.0
 def uploader(tmp_path: Path) -> Iterator[Uploader]:
     uploader = Uploader(Transfer(LocalObjectStore(tmp_path)), num_concurrent=3)
     yield uploader
-    uploader.close(WAIT)
+    uploader.close()
 
 
 def test_one_lane_keeps_its_order(uploader: Uploader) -> None:
@@ -98,12 +98,12 @@ def test_a_failure_is_raised_once_and_the_rest_goes_on(uploader: Uploader) -> No
 
 def test_closing_waits_and_then_says_what_did_not_arrive(tmp_path: Path) -> None:
     """``close`` waits as long as it is told to, and names what was not uploaded by then."""
-    uploader, go = Uploader(Transfer(LocalObjectStore(tmp_path))), threading.Event()
+    uploader, go = Uploader(Transfer(LocalObjectStore(tmp_path)), timeout=0.05), threading.Event()
     dropped: list[str] = []
     uploader.submit("first.pt", lambda: go.wait(WAIT), lane="lane")
     uploader.submit("second.pt", lambda: None, lane="lane", dropped=lambda: dropped.append("second.pt"))
     with pytest.raises(ObjectStoreError, match=r"not done within 0 s: first\.pt, second\.pt"):
-        uploader.close(0.05)
+        uploader.close()
     go.set()
     assert dropped == ["second.pt"]
     with pytest.raises(ComposerliteError, match="closed"):
@@ -120,5 +120,5 @@ def test_closing_raises_what_failed(tmp_path: Path) -> None:
     for number in range(2):
         uploader.submit(str(number), fail, lane="lane")
     with pytest.raises(ExceptionGroup, match="2 jobs failed"):
-        uploader.close(WAIT)
-    uploader.close(WAIT)
+        uploader.close()
+    uploader.close()

@@ -21,7 +21,10 @@ from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, TarSink, i
 from composerlite.checkpoint.format.byte_sources import UnverifiedFile, Window
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import HostMemory, Sink, StreamWriter
+from composerlite.storage import HostMemory, StreamWriter
+
+Sink = StreamWriter | PackedSink | TarSink
+"""Takes the bytes of a file in order, and writes them plain, compressed, or in an archive."""
 
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"

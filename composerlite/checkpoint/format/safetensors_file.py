@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from composerlite.errors import SaveError
-from composerlite.storage import Sink
+from composerlite.storage import StreamWriter
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -89,7 +89,7 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def write_tensor(sink: Sink, tensor: Tensor) -> None:
+def write_tensor(sink: StreamWriter, tensor: Tensor) -> None:
     """Append the numbers of ``tensor`` to a file."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     sink.copy(plain.data_ptr(), plain.nbytes, crc=None)

@@ -33,13 +33,14 @@ from composerlite._torch_compat import (
     typed_storage_class,
     untyped_storage,
 )
+from composerlite.checkpoint.format.packing import Sink
 from composerlite.checkpoint.format.zip_file import ZipRecord, archive_bytes, data_records, laid_out, trailer
 from composerlite.checkpoint.trust.trusted import RefusedError, check_shape, is_loadable
 from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
-from composerlite.storage import HostMemory, Sink
+from composerlite.storage import HostMemory
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)

@@ -119,7 +119,7 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
             verified: Collection[int] = ()
             if manifest is not None:
                 place.verify(manifest.files[0])
-                verified = range(max(1, len(manifest.files[0].digest.chunk_digests())))
+                verified = range(max(1, len(manifest.files[0].digest.chunk_digests(str(path)))))
             size_bytes = None if manifest is None else manifest.unpacked_bytes or None
             inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
             yield RawFile(inner, inner.size_bytes, manifest is None, verified, progress)

@@ -187,10 +187,9 @@ class Bucket(Place):
         return HeartbeatLease(self.transfer, self.name_of(lease_name(name)))
 
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
-        find = self.transfer.stale if dry_run else self.transfer.abort_stale
         return [
             StoredFile(upload.name.removeprefix(self._prefix), 0, upload.started_at)
-            for upload in find(self._prefix, older_than)
+            for upload in self.transfer.abort_stale(self._prefix, older_than, dry_run=dry_run)
         ]
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ from composerlite.errors import (
     ObjectStoreError,
 )
 from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
+from composerlite.storage.disk.files import temporary_name
 
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
@@ -305,7 +306,8 @@ class ShardedDirectory(Directory):
             FileNotFoundError: the temporary deciding file does not appear: the machines share no folder.
         """
         if self._handle is None and (folder := self.path) is not None:
-            staged = StagedFile.temporary_of(folder / handle.decider, handle.id)
+            decider = folder / handle.decider
+            staged = decider.with_name(temporary_name(decider.name, handle.id))
             deadline = time.monotonic() + _SEEN_SECONDS
             while not staged.exists():
                 if time.monotonic() > deadline:

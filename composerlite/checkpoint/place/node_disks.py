@@ -13,6 +13,7 @@ from composerlite import dist
 from composerlite.checkpoint.record.record import new_id
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, make_folder
+from composerlite.storage.disk.files import temporary_name
 
 _APPEARS_SECONDS = 5.0
 """Time until a network file system shows a new file on other machines."""
@@ -70,7 +71,7 @@ def disks_of(folder: Path) -> Disks | None:
                         f"the folder of checkpoints {str(folder)!r} cannot be written to on node "
                         f"{dist.get_node_rank()}: {e}. Choose another folder."
                     ) from e
-        leaders = group.gather(_leader(StagedFile.temporary_of(mark, mark_id)))
+        leaders = group.gather(_leader(mark.with_name(temporary_name(mark.name, mark_id))))
     if blind := [rank for rank, leader in enumerate(leaders) if leader is None]:
         raise ConfigError(
             f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "

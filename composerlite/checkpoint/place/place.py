@@ -22,7 +22,7 @@ from composerlite.storage import WorkerPool, verify_file
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
-    from composerlite.storage import FileDigest, Sink
+    from composerlite.storage import FileDigest, StreamWriter
 
 LINK_SUFFIX = ".symlink"
 """Suffix of an object that is a link in a bucket."""
@@ -60,7 +60,7 @@ class NewFile(NamedTuple):
 
     path: str
     most_bytes: int
-    fill: Callable[[Sink], object]
+    fill: Callable[[StreamWriter], object]
     chunk_bytes: int
 
 

@@ -520,7 +520,7 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
                 f"{body_bytes} bytes are before it, but {saved or 'an unknown number of'} bytes were saved"
             )
         digest = digest.with_tail(end[before:])
-        digest.chunk_digests()
+        digest.chunk_digests(source)
         return manifest_from(fields["record"], FileRecord.of(path, digest))
 
 

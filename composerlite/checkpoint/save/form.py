@@ -231,7 +231,7 @@ class FileWriter:
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the file unless the file is or may be committed. May be called twice."""
         if may_be_committed and self._data is not None:
-            self._data.leave_behind()
+            self._data.stays = True
         self._stack.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from composerlite.checkpoint.foreign.keys import tensors_of
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.storage import Sink, StagedFile, StreamWriter
+from composerlite.storage import StagedFile, StreamWriter
 
 
 def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
@@ -45,7 +45,7 @@ def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: boo
         entry.check(tensors[entry.name].layout)
     header = header_of(entries)
 
-    def fill(sink: Sink) -> None:
+    def fill(sink: StreamWriter) -> None:
         sink.write(header)
         for entry in entries:
             write_tensor(sink, tensors[entry.name])
@@ -53,7 +53,7 @@ def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: boo
     _write(path, len(header) + sum(entry.size_bytes for entry in entries), fill, overwrite=overwrite)
 
 
-def _write(path: Path, size_bytes: int, fill: Callable[[Sink], None], *, overwrite: bool) -> None:
+def _write(path: Path, size_bytes: int, fill: Callable[[StreamWriter], None], *, overwrite: bool) -> None:
     with StagedFile(path) as staged:
         with StreamWriter(staged.temporary, size_bytes) as sink:
             fill(sink)

@@ -128,10 +128,8 @@ class Publisher:
         prefix = f"{self.bucket.root}/" if self.bucket.root else ""
         names = rf"{name_pattern(self.template, run_name).pattern}(?:/.*)?"
         try:
-            for upload in self.bucket.transfer.stale(prefix, timedelta()):
-                if re.fullmatch(re.escape(prefix) + names, upload.name):
-                    upload.abort()
-                    log.info("removed the parts of the upload of %s by another process", upload.name)
+            is_own = re.compile(re.escape(prefix) + names).fullmatch
+            self.bucket.transfer.abort_stale(prefix, timedelta(), is_own)
         except (PermissionError, ObjectStoreError) as e:
             log.warning("unfinished uploads below %s were not removed: %s", self.bucket.uri(), e)
 

@@ -28,7 +28,7 @@ from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.sharded_plan import RankState, merge_pieces
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import FileDigest, HostMemory, Sink, chunk_bytes_for
+from composerlite.storage import FileDigest, HostMemory, StreamWriter, chunk_bytes_for
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class SafetensorsWriter:
     def _new_file(self, name: str, tensors: Sequence[TensorEntry]) -> NewFile:
         header = header_of(tensors)
 
-        def fill(sink: Sink) -> None:
+        def fill(sink: StreamWriter) -> None:
             sink.write(header)
             for entry in tensors:
                 own = self._own.get((entry.name, (0,) * len(entry.shape)))

@@ -41,7 +41,7 @@ from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
-from composerlite.storage import FileDigest, HostMemory, Sink, WorkerPool, chunk_bytes_for, number_of
+from composerlite.storage import FileDigest, HostMemory, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
 
 _ITEM_FRAME_BYTES = 16 << 10
@@ -127,7 +127,7 @@ def write_files(
         written: dict[MetadataIndex, tuple[int, int]] = {}
         not_finite: list[str] = []
 
-        def fill(sink: Sink) -> None:
+        def fill(sink: StreamWriter) -> None:
             for index, value in part.items():
                 start = sink.size_bytes
                 if isinstance(value, Tensor):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
 import re
 import secrets
-import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
@@ -19,11 +17,12 @@ from typing import IO, final
 
 import xxhash
 
+from composerlite.errors import CorruptCheckpointError
+
 TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 """Names of files, folders and links before they get their final names."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """On a file system without locks, a temporary file without a change for this time is abandoned."""
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 BLOCK_BYTES = 4096  # O_DIRECT requires multiples of this for offsets in files, sizes and addresses
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
@@ -109,14 +108,22 @@ def reserve(descriptor: int, size_bytes: int, path: Path) -> None:
         raise OSError(e.errno, f"cannot reserve {size_bytes} bytes: {os.strerror(e.errno or 0)}", str(path)) from e
 
 
+@contextlib.contextmanager
+def naming_file(path: Path) -> Generator[None]:
+    """Add ``path`` to an OSError of the block: the system names no file."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = str(path)
+        raise
+
+
 def fsync_folder(folder: Path) -> None:
     """Make new, renamed and removed names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError as e:
-        e.filename = str(folder)  # the error has no file name
-        raise
+        with naming_file(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -156,6 +163,7 @@ class StagedFile:
         path: final path.
         temporary: path of the temporary file.
         file: the temporary file, open for writing.
+        stays: true keeps the temporary file at the end of the block, for :func:`abandoned_temporaries`.
 
     Raises:
         FileExistsError: there is a temporary file with ``save_id``.
@@ -164,61 +172,47 @@ class StagedFile:
     def __init__(self, path: Path, save_id: str = "") -> None:
         self.path = path
         while True:
-            self.temporary = self.temporary_of(path, save_id)
+            self.temporary = path.with_name(temporary_name(path.name, save_id))
             self.file = self.temporary.open("xb")
-            if _locked(self.file, self.temporary):
-                break
-        self._stays = False
+            with contextlib.suppress(OSError):  # without locks, abandoned_temporaries yields the file after a week
+                fcntl.flock(self.file, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):  # another process removed the file before the lock was taken
+                if os.path.samestat(self.temporary.stat(), os.fstat(self.file.fileno())):
+                    break
+            self.file.close()
+        self.stays = False
 
     def __enter__(self) -> StagedFile:
         return self
-
-    @staticmethod
-    def temporary_of(path: Path, save_id: str) -> Path:
-        """Return the temporary path of a file.
-
-        Args:
-            path: final path of the file.
-            save_id: id of the save.
-
-        Returns:
-            The path, beside ``path``.
-        """
-        return path.with_name(temporary_name(path.name, save_id))
 
     def flush(self) -> None:
         """Make the bytes durable, under the temporary name."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    def leave_behind(self) -> None:
-        """Keep the temporary file at the end of the block, for :func:`abandoned_temporaries`."""
-        self._stays = True
-
     def publish(self, *, overwrite: bool = True) -> None:
         """Rename the temporary file to :attr:`path` and make the name durable. Call after :meth:`flush`.
 
         Args:
-            overwrite: replace an existing file, atomically.
+            overwrite: replace an existing file, atomically. False: the file gets the new name by a hard link.
 
         Raises:
             FileExistsError: ``path`` exists, and ``overwrite`` is false.
-            OSError: the rename failed, or ``overwrite`` is false and the file system can neither rename without
-                replacement nor make hard links.
+            OSError: the rename failed, or ``overwrite`` is false and the file system has no hard links.
         """
         # The lock is still held: abandoned_temporaries finds either a locked file or none.
         if overwrite:
             self.temporary.replace(self.path)
-        elif not _renamed_to_new(self.temporary, self.path):
+        else:
             os.link(self.temporary, self.path)
             self.temporary.unlink()
-        self._stays = True
+        self.stays = True
         fsync_folder(self.path.parent)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
             error.filename = str(self.path)  # the error of a write has no file name
-        if self._stays:
+        if self.stays:
             self.file.close()
             return
         try:
@@ -226,20 +220,6 @@ class StagedFile:
         finally:
             with contextlib.suppress(OSError):  # buffered bytes that a full disk refuses are not needed
                 self.file.close()
-
-
-def _renamed_to_new(temporary: Path, path: Path) -> bool:
-    """Rename ``temporary`` to ``path`` unless ``path`` exists; return false if the file system cannot do that."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    sys.audit("os.rename", str(temporary), str(path), -1, -1)
-    if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(temporary), None, str(path))
 
 
 @contextlib.contextmanager
@@ -278,20 +258,6 @@ def pinned_file(path: Path, folder: Path) -> Generator[Path]:
         pin.unlink(missing_ok=True)
 
 
-def _locked(file: IO[bytes], temporary: Path) -> bool:
-    """Lock a new temporary file until ``file`` is closed, and return true.
-
-    Return false and close ``file`` if another process removed the file as abandoned before the lock was taken.
-    """
-    with contextlib.suppress(OSError):  # without locks, abandoned_temporaries yields the file only after a week
-        fcntl.flock(file, fcntl.LOCK_EX)
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(temporary.stat(), os.fstat(file.fileno())):
-            return True
-    file.close()
-    return False
-
-
 def abandoned_temporaries(folder: Path) -> Iterator[Path]:
     """Yield the temporary files and links of killed processes in ``folder``, for the caller to remove.
 
@@ -304,25 +270,20 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
         if temporary.is_symlink():
             yield temporary  # a link cannot be locked
         elif temporary.is_file():
-            try:
-                descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
-            except (FileNotFoundError, PermissionError):  # published a moment ago, or owned by another user
-                continue
-            try:
-                if _is_abandoned(descriptor):
+            # Errors: published a moment ago, or owned by another user.
+            with contextlib.suppress(FileNotFoundError, PermissionError), temporary.open("rb") as file:
+                if _is_abandoned(file):
                     yield temporary
-            finally:
-                os.close(descriptor)
 
 
-def _is_abandoned(descriptor: int) -> bool:
+def _is_abandoned(file: IO[bytes]) -> bool:
     """Return true if no process writes the temporary file, and lock the file."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return time.time() - os.fstat(descriptor).st_ctime > _ABANDONED_SECONDS
+        return time.time() - os.fstat(file.fileno()).st_ctime > _ABANDONED_SECONDS
     return True
 
 
@@ -400,18 +361,24 @@ class FileDigest:
         size, digest = self.body_bytes + len(tail), xxhash.xxh3_128_hexdigest(tail) if tail else ""
         return replace(self, size_bytes=size, tail_bytes=len(tail), tail_xxh3_128=digest)
 
-    def chunk_digests(self) -> list[bytes]:
+    def chunk_digests(self, name: str) -> list[bytes]:
         """Return the digest of each chunk, 8 bytes each. Empty if there are no digests of chunks.
 
+        Args:
+            name: name of the file, for the error.
+
         Raises:
-            ValueError: the number of digests does not fit the size of the file.
+            CorruptCheckpointError: the number of digests does not fit the size of the file.
         """
         if not self.chunk_bytes:
             return []
-        digests = base64.b64decode(self.chunks, validate=True)
-        if self.chunk_bytes < 0 or len(digests) != 8 * -(-self.body_bytes // self.chunk_bytes):
-            raise ValueError(f"{len(digests)} bytes of digests for {self.body_bytes} bytes of {self.chunk_bytes} each")
-        return [digests[at : at + 8] for at in range(0, len(digests), 8)]
+        with contextlib.suppress(ValueError):  # not base 64
+            digests = base64.b64decode(self.chunks, validate=True)
+            if self.chunk_bytes > 0 and len(digests) == 8 * -(-self.body_bytes // self.chunk_bytes):
+                return [digests[at : at + 8] for at in range(0, len(digests), 8)]
+        raise CorruptCheckpointError(
+            f"the digests of {name!r} are not those of a file: {self.body_bytes} bytes in chunks of {self.chunk_bytes}."
+        )
 
 
 def chunk_bytes_for(size_bytes: int, least: int = _SMALLEST_CHUNK_BYTES, most_chunks: int = _MOST_CHUNKS) -> int:

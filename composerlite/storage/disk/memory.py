@@ -24,6 +24,12 @@ _MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads copy no faster; fewer pieces 
 _LEAST_LENT_BYTES = 49 << 20  # enough for the 48 MiB of StreamWriter: a save can use the memory of an earlier load
 _MOST_KEPT_BYTES = 65 << 20  # a load by ParallelReader with 16 threads
 
+_GROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Control groups of both versions: folder, limit, used memory, and the line of the statistics with cached files."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -162,18 +168,11 @@ def _number_in(file: Path, name: str) -> int | None:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process with a limit, in both versions of control groups."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            yield from _left_in(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _left_in(root / "sys/fs/cgroup/memory", path, *names)
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            path = line.split(":", 2)[-1]
+            for mount, *names in _GROUPS:
+                yield from _left_in(root / mount, path, *names)
 
 
 def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:

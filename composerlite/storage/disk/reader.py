@@ -21,7 +21,7 @@ from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, open_direct
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move, move_small
 from composerlite.threads import start_threads
-from composerlite.types import Piece
+from composerlite.types import Closing, Piece
 
 _PIECE_BYTES = 1 << 20  # read into place, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
@@ -137,7 +137,7 @@ def put(places: ReadTargets, data: memoryview, start: int) -> None:
 
 
 @final
-class ParallelReader:
+class ParallelReader(Closing):
     """Reads parts of a file. Used as a context manager, or until :meth:`close`.
 
     With a digest, every chunk with a requested byte is read as a whole and verified. If the digest has no chunks, the
@@ -170,15 +170,12 @@ class ParallelReader:
             self._chunk_bytes, self._chunks = 1, list[bytes]()
             self._hash: Callable[[], xxhash.xxh3_64 | xxhash.xxh3_128] = xxhash.xxh3_64
             if digest is not None and digest.chunk_bytes:
-                self._chunk_bytes, self._chunks = digest.chunk_bytes, digest.chunk_digests()
+                self._chunk_bytes, self._chunks = digest.chunk_bytes, digest.chunk_digests(str(path))
             elif digest is not None:
                 self._chunk_bytes, self._chunks = max(1, self.size_bytes), [bytes.fromhex(digest.xxh3_128)]
                 self._hash = xxhash.xxh3_128
             # The same file, even after a rename.
             self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
-        except ValueError as e:
-            self.close()
-            raise CorruptCheckpointError(f"the digests of {str(path)!r} are not those of a file: {e}.") from e
         except BaseException:
             self.close()
             raise
@@ -255,12 +252,6 @@ class ParallelReader:
         for descriptor in descriptors:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-
-    def __enter__(self) -> ParallelReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _check_range(self, offset: int, size: int) -> None:
         if offset < 0 or size < 0 or offset + size > self.size_bytes:

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
 import xxhash
 from isal import isal_zlib
 
-from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, reserve, write_all, write_file
+from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, naming_file, reserve, write_all, write_file
 from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
 from composerlite.storage.workers import WorkerPool
+from composerlite.types import Closing
 
 _RING_BYTES = 48 << 20
 """Size of the ring: the memory for a file that is not in memory as a whole, divided into windows used in turn."""
@@ -33,59 +34,6 @@ Seal = Callable[[FileDigest, FileDigest | None], bytes]
 """Makes the tail of a file. Called with the digest of the stored bytes, and with that of the bytes before compression;
 the latter is ``None`` without compression.
 """
-
-
-class Sink(Protocol):
-    """Takes the bytes of a file in order. Used as a context manager. Without :meth:`finish` the file stays incomplete.
-
-    Attributes:
-        size_bytes: bytes appended so far.
-        piece_bytes: best size of an append.
-        seconds: seconds by activity: ``hash``, ``write``, ``flush`` and others. Complete after :meth:`finish`.
-    """
-
-    size_bytes: int
-    piece_bytes: int
-    seconds: dict[str, float]
-
-    def write(self, data: bytes) -> None:
-        """Append ``data``.
-
-        Raises:
-            OSError: an earlier append could not be written.
-        """
-        ...
-
-    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
-        """Append ``size`` bytes of memory at ``address``. The memory may change when this returns.
-
-        Args:
-            address: address of the first byte.
-            size: in bytes.
-            crc: CRC-32 of the bytes before; ``None``: compute no CRC-32 and return 0.
-
-        Returns:
-            CRC-32 of the bytes before and these bytes.
-
-        Raises:
-            OSError: an earlier append could not be written.
-        """
-        ...
-
-    def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
-
-        Args:
-            seal: called for the tail, which is appended before the file becomes durable. ``None``: no tail.
-
-        Raises:
-            OSError: the file could not be written.
-        """
-        ...
-
-    def __enter__(self) -> Sink: ...
-
-    def __exit__(self, *exception: object) -> None: ...
 
 
 @final
@@ -136,7 +84,7 @@ class _Window(NamedTuple):
 
 
 @final
-class StreamWriter:
+class StreamWriter(Closing):
     """Writes a file from front to back: the caller fills windows of memory, threads write the windows to the disk.
 
     Windows are written with O_DIRECT, or through the page cache if the file system refuses O_DIRECT. Files of up to
@@ -195,7 +143,7 @@ class StreamWriter:
         self._pending: deque[Future[float]] = deque()  # unfinished writes of windows, the oldest first
 
     def write(self, data: bytes) -> None:
-        """Append ``data``."""
+        """Append ``data``. Raises an OSError if an earlier append could not be written."""
         left = memoryview(data)
         while left:
             room = self._room()
@@ -213,6 +161,9 @@ class StreamWriter:
 
         Returns:
             CRC-32 of the bytes before and these bytes.
+
+        Raises:
+            OSError: an earlier append could not be written.
         """
         while size:
             length = min(size, self._room(), self.piece_bytes)
@@ -244,23 +195,13 @@ class StreamWriter:
         digest = self._digester.finish()
         tail = b"" if seal is None else seal(digest, None)
         started = time.perf_counter()
-        try:
-            with self._path.open("r+b", buffering=0) as file:
-                write_all(file.fileno(), memoryview(tail), self.size_bytes)
-                os.ftruncate(file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
-                os.fsync(file.fileno())
-        except OSError as e:
-            e.filename = str(self._path)  # the system names no file
-            raise
+        with naming_file(self._path), self._path.open("r+b", buffering=0) as file:
+            write_all(file.fileno(), memoryview(tail), self.size_bytes)
+            os.ftruncate(file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
+            os.fsync(file.fileno())
         self.seconds["flush"] = time.perf_counter() - started
-        self._close()
+        self.close()
         return digest.with_tail(tail)
-
-    def __enter__(self) -> StreamWriter:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._close()
 
     def _room(self) -> int:
         """Return the free bytes of the first window. If the window is full, first write it and rotate to the next."""
@@ -298,11 +239,8 @@ class StreamWriter:
     def _write(self, view: memoryview, position: int, size: int) -> float:
         """Write the first ``size`` bytes of a window at ``position`` in the file, and return the time in seconds."""
         started = time.perf_counter()
-        try:
+        with naming_file(self._path):
             write_file(self._path, view, position, size, past_cache=self._is_large)
-        except OSError as e:
-            e.filename = str(self._path)  # the system names no file
-            raise
         return time.perf_counter() - started
 
     def _finish_oldest(self) -> None:
@@ -311,7 +249,7 @@ class StreamWriter:
         self.seconds["write"] += self._pending.popleft().result()
         self.seconds["wait"] += time.perf_counter() - started
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Drop the writes that have not begun, stop the threads and return borrowed memory. May be called twice."""
         for future in self._pending:
             future.cancel()

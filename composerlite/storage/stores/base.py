@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -114,18 +113,16 @@ class BackendStore(ObjectStore):
     def check_writable(self, prefix: str) -> None:
         name = f"{prefix}{'' if not prefix or prefix.endswith('/') else '.'}check-{secrets.token_hex(8)}"
         with self._translated("check that objects can be written", name) as key:
-            if self.least_part_bytes:  # leaves nothing, also without the right to delete objects
-                remove = partial(self._abort, key, self._start(key)[0])
-            else:
+            upload_id = self._start(key)[0] if self.least_part_bytes else None
+            if upload_id is None:
                 self._put(key, io.BytesIO(b"check"), 5, None)
-                remove = partial(self._delete, key)
-            try:
-                remove()
-            except Exception as e:
-                meaning = self._meaning(e)
-                if meaning is None or meaning[0] is not PermissionError:
-                    raise
-                log.warning("%s: the check of the bucket was not removed: %s", self.get_uri(name), meaning[1])
+        try:
+            if upload_id is None:
+                self.delete_object(name)
+            else:  # leaves nothing, also without the right to delete objects
+                _Parts(self, name, upload_id, None).abort()
+        except PermissionError as e:
+            log.warning("the check of the bucket was not removed: %s", e)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def download_object(
@@ -235,11 +232,11 @@ class BackendStore(ObjectStore):
         """Return the parts stored by the backend: number to part. A part is any value for ``_complete``."""
         raise NotImplementedError
 
-    def _recognized(self, part: Any, data: memoryview) -> Any:
+    def _recognized(self, part: Any, data: bytes | memoryview) -> Any:
         """Return a part for ``_complete`` if ``part`` of ``_list_parts`` has the content ``data``; else ``None``."""
         raise NotImplementedError
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Any:
+    def _send_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Any:
         """Send a part and return the part for ``_complete``."""
         raise NotImplementedError
 
@@ -261,7 +258,6 @@ class BackendStore(ObjectStore):
         except ComposerliteError:
             raise
         except Exception as e:
-            where = f"{self.get_uri(name)}: {operation}"
             if str(e).startswith(self._uri):
                 raise  # translated by an inner call
             meaning = self._meaning(e) or _of_system(e)
@@ -269,7 +265,7 @@ class BackendStore(ObjectStore):
                 raise
             kind, cause = meaning
             cause = "there is an object of this name." if kind is FileExistsError else cause
-            raise kind(f"{where}: {cause}") from e
+            raise kind(f"{self.get_uri(name)}: {operation}: {cause}") from e
 
     def _key(self, name: str) -> str:
         """Return the key of ``name``. ConfigError: no object can have this name."""
@@ -299,7 +295,7 @@ class _Parts(PartUpload):
         self._store = store
         self._lock = threading.Lock()
 
-    def send(self, number: int, data: memoryview) -> None:
+    def send(self, number: int, data: bytes | memoryview) -> None:
         with self._store._translated(f"send part {number}", self.name) as key:
             known = self._known(key)
             part = known.get(number)

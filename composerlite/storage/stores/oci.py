@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import contextlib
 import os
-import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -37,7 +36,7 @@ class OCIObjectStore(BackendStore):
     Args:
         bucket: name of an existing bucket.
         prefix: put before every name, with a slash between. Listings return names without the prefix.
-        namespace: namespace of the tenancy; ``None``: requested from the service once.
+        namespace: namespace of the tenancy; ``None``: requested from the service.
         config_file: configuration file; otherwise ``OCI_CONFIG_FILE``, or ``~/.oci/config``.
         profile: profile of the configuration file.
         endpoint_url: address of the service, such as ``https://host``; otherwise ``OCI_ENDPOINT_URL``, or the address
@@ -69,18 +68,34 @@ class OCIObjectStore(BackendStore):
         super().__init__(f"oci://{bucket}/", prefix)
         self.bucket = bucket
         endpoint_url = web.checked_url("OCI", endpoint_url or os.environ.get("OCI_ENDPOINT_URL") or None)
-        timeout = (connect_timeout_seconds, read_timeout_seconds)
-        path = Path(config_file or os.environ.get("OCI_CONFIG_FILE") or "~/.oci/config").expanduser()
-        self._client = _new_client(path, profile, endpoint_url, timeout)
         self._namespace = namespace
-        self._lock = threading.Lock()
+        path = Path(config_file or os.environ.get("OCI_CONFIG_FILE") or "~/.oci/config").expanduser()
+        config: dict[str, Any] = {}
+        try:
+            config = oci.config.from_file(str(path), profile)
+            oci.config.validate_config(config)
+            self._client: Any = oci.object_storage.ObjectStorageClient(
+                config,
+                service_endpoint=endpoint_url,
+                timeout=(connect_timeout_seconds, read_timeout_seconds),
+                retry_strategy=oci.retry.NoneRetryStrategy(),
+                circuit_breaker_strategy=oci.circuit_breaker.NoCircuitBreakerStrategy(),
+            )
+        except (sdk.ClientError, configparser.Error, ValueError, OSError) as e:
+            raise ConfigError(
+                f"OCI: profile {profile!r} of the configuration file {path} cannot be used: {e}. Check the private "
+                f"key, key_file={config.get('key_file')!r}. Write the file with 'oci setup config', or name another "
+                "one by OCI_CONFIG_FILE or config_file."
+            ) from e
+        sending = self._client.base_client
+        sending.session.get_adapter(sending.endpoint).init_poolmanager(CONNECTIONS, CONNECTIONS)
 
     def close(self) -> None:
         self._client.base_client.session.close()
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
-        data = memoryview(file.read())
+        data = file.read()
         self._call("put_object", key, web.body_of(data), content_md5=web.base64_md5(data), **_condition(version))
 
     def _delete(self, key: str) -> None:
@@ -126,10 +141,10 @@ class OCIObjectStore(BackendStore):
         pages = self._pages("list_multipart_upload_parts", key, upload_id)
         return {entry.part_number: (entry.etag, entry.md5) for page in pages for entry in page}
 
-    def _recognized(self, part: _Part, data: memoryview) -> _Part | None:
+    def _recognized(self, part: _Part, data: bytes | memoryview) -> _Part | None:
         return part if part[1] == web.base64_md5(data) else None
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> _Part:
+    def _send_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> _Part:
         md5 = web.base64_md5(data)
         answer = self._call("upload_part", key, upload_id, number, web.body_of(data), content_md5=md5)
         return answer.headers["etag"], md5
@@ -149,9 +164,8 @@ class OCIObjectStore(BackendStore):
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
     def _call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method ``verb`` of the SDK's client with the namespace, this bucket and ``args``."""
-        with self._lock:
-            if self._namespace is None:
-                self._namespace = str(_checked(self._client.get_namespace()).data)
+        if self._namespace is None:
+            self._namespace = str(_checked(self._client.get_namespace()).data)
         return _checked(getattr(self._client, verb)(self._namespace, self.bucket, *args, **kwargs))
 
     def _pages(self, verb: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -208,26 +222,3 @@ def _answered(error: sdk.ServiceError) -> Meaning:
     if error.status == 401:
         cause += ". Check that user, fingerprint and key_file of the configuration match, and the clock."
     return web.meaning_of_answer(error.status, cause, "" if error.code else str(error.message))
-
-
-def _new_client(path: Path, profile: str, endpoint_url: str | None, timeout: tuple[float, float]) -> Any:
-    """Return a client of the SDK without retries, with the settings of ``profile`` in the file ``path``."""
-    config: dict[str, Any] = {}
-    try:
-        config = oci.config.from_file(str(path), profile)
-        oci.config.validate_config(config)
-        client = oci.object_storage.ObjectStorageClient(
-            config,
-            service_endpoint=endpoint_url,
-            timeout=timeout,
-            retry_strategy=oci.retry.NoneRetryStrategy(),
-            circuit_breaker_strategy=oci.circuit_breaker.NoCircuitBreakerStrategy(),
-        )
-    except (sdk.ClientError, configparser.Error, ValueError, OSError) as e:
-        raise ConfigError(
-            f"OCI: profile {profile!r} of the configuration file {path} cannot be used: {e}. Check the private key, "
-            f"key_file={config.get('key_file')!r}. Write the file with 'oci setup config', or name another one by "
-            "OCI_CONFIG_FILE or config_file."
-        ) from e
-    client.base_client.session.get_adapter(client.base_client.endpoint).init_poolmanager(CONNECTIONS, CONNECTIONS)
-    return client

@@ -187,7 +187,7 @@ class S3ObjectStore(BackendStore):
             log.warning("%s", cause)
             raise ObjectStoreTransientError(cause) from e
 
-    def _digest(self, data: memoryview) -> dict[str, str]:
+    def _digest(self, data: bytes | memoryview) -> dict[str, str]:
         """Return the arguments of a request with the checksum of ``data``, for verification by the service."""
         if self._checksum == "md5":
             return {"ContentMD5": web.base64_md5(data)}
@@ -195,7 +195,7 @@ class S3ObjectStore(BackendStore):
 
     # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
-        data = memoryview(file.read())
+        data = file.read()
         how = {**self._at(key), **self._digest(data), **self._acl}
         with self._condition(version) as condition:
             _field(self._client.put_object(Body=web.body_of(data), **how, **condition), "ETag")
@@ -249,16 +249,16 @@ class S3ObjectStore(BackendStore):
         pages = self._pages("list_parts", **self._at(key, upload_id))
         return {entry["PartNumber"]: entry for page in pages for entry in page.get("Parts", ())}
 
-    def _recognized(self, part: Mapping[str, Any], data: memoryview) -> Mapping[str, Any] | None:
+    def _recognized(self, part: Mapping[str, Any], data: bytes | memoryview) -> Mapping[str, Any] | None:
         digest = self._digest(data)
         if "ChecksumCRC32" in part:
             is_same = part["ChecksumCRC32"] == digest.get("ChecksumCRC32")
         else:
             is_same = part["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest()
         # Some services do not list the CRC of a part and yet require the CRC to complete the upload.
-        return {**part, **digest} if is_same and part.get("Size", data.nbytes) == data.nbytes else None
+        return {**part, **digest} if is_same and part.get("Size", len(data)) == len(data) else None
 
-    def _send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> Mapping[str, Any]:
+    def _send_part(self, key: str, upload_id: str, number: int, data: bytes | memoryview) -> Mapping[str, Any]:
         digest = self._digest(data)
         where = self._at(key, upload_id)
         answer = self._client.upload_part(**where, PartNumber=number, Body=web.body_of(data), **digest)

@@ -157,11 +157,10 @@ class SFTPObjectStore(BackendStore):
                     if _is_there(channel, path):
                         raise FileExistsError from e
                     raise
-            except _LOST:  # the temporary file stays: see unfinished_parts
-                raise
-            except BaseException:
-                with contextlib.suppress(OSError, *_LOST):  # the first error is more important
-                    channel.remove(temporary)
+            except BaseException as e:
+                if not isinstance(e, _LOST):  # otherwise the temporary file stays: see unfinished_parts
+                    with contextlib.suppress(OSError, *_LOST):  # the first error is more important
+                        channel.remove(temporary)
                 raise
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
@@ -270,7 +269,7 @@ class SFTPObjectStore(BackendStore):
                 yield channel
             except BaseException as e:
                 if isinstance(e, _LOST):
-                    _hang_up(channel)
+                    channel.sock.get_transport().close()  # and so all channels of the connection
                 elif not isinstance(e, OSError):
                     channel.close()  # unread answers may be left
                 elif channel.sock.closed:
@@ -283,14 +282,10 @@ class SFTPObjectStore(BackendStore):
     def _take_channel(self) -> Any:
         """Return an idle or a new channel. Connect first if there is no connection. Called with ``_lock`` held."""
         transport = self._ssh.get_transport()
-        if transport is None or not transport.is_active():
+        if transport is None or not transport.is_authenticated():
             self._idle = []
-            try:
-                self._ssh.close()
-                self._ssh.connect(**self._login)
-            except BaseException:
-                self._ssh.close()
-                raise
+            self._ssh.close()
+            self._ssh.connect(**self._login)
         if self._idle:
             return self._idle.pop()
         channel: Any = self._ssh.open_sftp()
@@ -326,21 +321,15 @@ class SFTPObjectStore(BackendStore):
         return None
 
 
-def _hang_up(channel: Any) -> None:
-    """Close the connection of ``channel``, and so all channels of the connection."""
-    channel.sock.get_transport().close()
-
-
 @contextlib.contextmanager
 def _opened(channel: paramiko.SFTPClient, path: str, mode: str) -> Generator[paramiko.SFTPFile]:
     """Open a file on the server. On a lost connection the file stays open: to close would wait for another answer."""
     file = channel.open(path, mode)
     try:
         yield file
-    except _LOST:
-        raise
-    except BaseException:
-        file.close()
+    except BaseException as e:
+        if not isinstance(e, _LOST):
+            file.close()
         raise
     file.close()
 
