@@ -45,8 +45,8 @@ class Choice(NamedTuple):
     """The checkpoint that a run resumes from.
 
     Attributes:
-        path: of the checkpoint, or URI of a directory in a bucket; ``None``: the run has no checkpoint.
-        lineage: attempt of the run, for all checkpoints saved from now on.
+        path: path of the checkpoint; the URI if the checkpoint is a directory in a bucket; ``None``: there is none.
+        lineage: attempt of the run and the attempts before, for the record of all checkpoints saved from now on.
         loaded: the contents, read into the state.
     """
 
@@ -60,7 +60,7 @@ class _NotFiniteError(CheckpointError):
 
 
 class _IncompleteError(FileNotFoundError):
-    """A rank does not see the checkpoint, or no rank has some of its files. No tensor was changed."""
+    """A rank does not see the checkpoint, or no rank has some of its files. Raised before any tensor changes."""
 
 
 def choose(
@@ -72,42 +72,43 @@ def choose(
     trust: bool = False,
     progress_bar: bool = False,
 ) -> Choice:
-    """Read the newest usable checkpoint of ``run_name``. Then quarantine damaged files and repair links.
+    """Read the newest usable checkpoint of ``run_name``. If there is one, quarantine skipped files and repair links.
 
-    A run has one attempt after the other. A new attempt begins if newer checkpoints are skipped or if the run starts
-    over; its ancestors are the attempts that it continues. Candidates are the checkpoints of the newest attempt and its
-    ancestors; checkpoints of abandoned attempts are never restored. A file in a bucket is first downloaded to the
-    folder. Bytes are verified while tensors are read into ``state``; all other bytes in a folder are verified
-    afterwards.
+    A run consists of numbered attempts. A resume from the newest checkpoint continues the attempt. A new attempt begins
+    if newer checkpoints are skipped or if the run starts over; its ancestors are the attempts that it continues.
+    Candidates are the checkpoints of the newest attempt and its ancestors; checkpoints of other attempts are never
+    restored. A file in a bucket is first downloaded to the folder of its place. Bytes are verified while tensors are
+    read into ``state``. Bytes that are not read are verified afterwards, except of a directory in a bucket.
 
-    A candidate is skipped if damaged, marked as ``not_finite``, or in a folder unreadable for a rank. Once an older
-    candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket stay: this machine
-    may read wrongly. Weights alone are no candidate. Candidates saved without some of their keys are tried last: the
-    missing state would start afresh in the middle of the run. Files of other programs, without a record, are no
+    A candidate is skipped if the candidate is damaged, marked as ``not_finite``, or in a folder that a rank cannot
+    read. Once another candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket
+    stay, because the fault may be in this machine. Checkpoints of weights alone are no candidates. Candidates saved
+    without some keys come last: the missing state starts afresh. Files of other programs, without a record, are no
     candidates. If only unusable checkpoints exist, the run does not start over: CheckpointError.
 
     Every rank of a run calls this and gets the same result. Rank 0 lists the checkpoints.
 
     Args:
-        places: the places of each saver of the run.
+        places: an entry for each saver of the run: folder, buckets and memory.
         run_name: name of the run.
         state: the state to read a candidate into; ``None``: candidates are only verified.
-        stores: open stores, used for the URIs in them. Other stores are opened by URI.
+        stores: open stores, used for URIs inside them. Other stores are opened by URI.
         trust: load any type, **running any code in the file**.
         progress_bar: show a progress bar on a terminal while a large file is downloaded or read.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them is good.
-        IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run: that
+        IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run, so that
             checkpoint may be the newest; or a candidate does not fit ``state``.
-        OSError: a folder exists and cannot be read; or there are checkpoints, and none is readable for every rank.
+        OSError: a folder exists and cannot be read; or no candidate is good, and a rank could not read one of them.
         ObjectStoreError: a bucket does not answer.
         PermissionError: a bucket denies access.
     """
     group = dist.get_group()
     algorithms = [] if state is None else list(state.algorithms)
     replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
-    listing, queue, rejected = Listing(), list[Candidate](), list[Rejected]()  # the first two on rank 0 only
+    listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
+    rejected = list[Rejected]()  # the same on every rank
     while True:
         with group.all_or_none(_STEP):
             if group.is_first and not (rejected and listing.is_complete):  # whole buckets after a rejection
@@ -117,7 +118,7 @@ def choose(
         candidate = group.broadcast(queue.pop(0) if queue else None)
         if candidate is None:
             return Choice(None, _started_over(listing, rejected, places, run_name))
-        loaded: RestorePlan | None = None
+        loaded: RestorePlan | None = None  # also frees the contents of the candidate before
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
             if state is not None:
@@ -127,7 +128,7 @@ def choose(
             raise  # the ranks can no longer reach each other
         except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
             if isinstance(e, OSError) and candidate.bucket_number is not None:
-                raise  # the network or the disk: the checkpoint is good, and an older one must not be taken
+                raise  # a fault of the network or the disk says nothing about the checkpoint: take no older one
             rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
         else:
             return Choice(candidate.path, _accept(candidate, listing, rejected, places, run_name), loaded)
@@ -189,8 +190,8 @@ def _read(
     name = str(candidate.path)
     if added := [one for one in state.algorithms if one not in algorithms]:
         raise IncompatibleCheckpointError(
-            f"a newer checkpoint could not be read, and {', '.join(map(repr, added))} changed the model to load it: no "
-            f"other can be restored now. Pass the same in algorithms=[…] to resume from {name!r}."
+            f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the model: "
+            f"no other checkpoint fits now. Start again with these in algorithms=[…] to resume from {name!r}."
         )
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
     root = next((root for root in roots if name.startswith(root)), "")
@@ -207,7 +208,7 @@ def advising(path: str) -> Generator[None]:
         yield
     except IncompatibleCheckpointError as e:
         raise IncompatibleCheckpointError(
-            f"{e}\nautoresume takes back all of a run: the load_… arguments apply to load_path alone. To leave parts "
+            f"{e}\nautoresume restores all of a run: the load_… arguments apply to load_path alone. To leave parts "
             f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(path)!r}."
         ) from e
 
@@ -215,18 +216,18 @@ def advising(path: str) -> Generator[None]:
 def _verify_rest(
     files: Sequence[FileRecord], candidate: Candidate, catalog: Catalog, loaded: RestorePlan | None
 ) -> None:
-    """Verify the bytes of ``files`` in the folder that no rank has read. Collective.
+    """Verify those bytes of ``files`` in the folder that no rank has read. Collective.
 
     Raises:
         CorruptCheckpointError, OSError: a file is damaged or cannot be read; on every rank.
     """
     group, record = dist.get_group(), candidate.record
-    own: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
-    every = [own] if record.form == "file" or loaded is None else group.gather(own)
+    verified_here: Mapping[str, Collection[int]] = {} if loaded is None else loaded.verified
+    by_rank = [verified_here] if record.form == "file" or loaded is None else group.gather(verified_here)
     with group.all_or_none(f"verifying checkpoint {record.name!r}"):
         for file in files:
             name = file.path.removeprefix(record.home)
-            verified = set[int]().union(*(chunks.get(name, ()) for chunks in every))
+            verified = set[int]().union(*(chunks.get(name, ()) for chunks in by_rank))
             verify_file(catalog.folder / file.path, file.digest, skip=verified)
 
 
@@ -248,7 +249,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     every = group.gather((seen is not None, None if seen is None else seen.node, nodes_missing))
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
     nodes = [node for _, node, _ in every]
-    # A missing file of a node of this run is damage, which check_sizes reports.
+    # Nodes without a rank in this run. A missing file of a node with ranks is damage: check_sizes raises.
     lost_nodes = set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}
     if seen is None or blind_ranks or lost_nodes:
         text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}."
@@ -264,7 +265,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
 def _accept(
     chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
 ) -> Lineage:
-    """Quarantine damaged files, and return the attempt of the run that continues from ``chosen``. Collective."""
+    """Quarantine damaged files, repair links, and return the attempt that continues from ``chosen``. Collective."""
     group, lineage = dist.get_group(), Lineage()
     with group.all_or_none(_STEP):
         damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
@@ -289,7 +290,7 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
 
     Raises:
         OSError: a checkpoint cannot be read; on every rank.
-        CheckpointError: all checkpoints are damaged or marked as not finite; on every rank.
+        CheckpointError: there are checkpoints, and none is usable; on every rank.
     """
     group, lineage = dist.get_group(), Lineage()
     with group.all_or_none(_STEP):

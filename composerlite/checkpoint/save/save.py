@@ -3,8 +3,8 @@
 The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.stage`). A background
 thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, points ``latest`` to the new
 checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
-and raise; where the outcome is unknown, the files stay, since they may belong to a checkpoint. A ``RankWriter`` writes
-the files of this rank. The Trainer, the functions and ``Checkpointer`` have different writers.
+and raise. A rank that cannot learn whether rank 0 committed keeps its files, since they may belong to a checkpoint. A
+``RankWriter`` writes the files of this rank.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.save.sharded_writer import SealedIndex, ShardWriter
 
 log = logging.getLogger(__name__)
-_in_background: dict[int, SaveTask] = {}
+_unfinished: dict[int, SaveTask] = {}
 T = TypeVar("T")
 LONGEST_WORK = timedelta(hours=1)
 """Time limit for the writes of a rank. A rank that writes longer counts as lost: the disk hangs."""
 _LONGEST_SAVE_SECONDS = 3600.0
-"""Time limit for waiting for the end of a save. A disk that takes longer hangs."""
+"""Time limit for waiting for the end of a save. After this time the wait raises SaveError."""
 
 
 @final
@@ -92,11 +92,11 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     Args:
         request: state to save, names and options.
         staging: memory for the copy. Without enough memory, training waits while the state itself is written.
-        waited: seconds that training has waited for the previous save. This save counts the seconds as its own.
+        waited: seconds that training has waited for the previous save, included in the durations of this save.
 
     Returns:
-        The save, still in progress or finished. :meth:`SaveTask.wait` returns the report. :meth:`SaveTask.wait` also
-        raises every error in the background and every error after the snapshot.
+        The save, still in progress or finished. :meth:`SaveTask.wait` returns the report, or raises the error of the
+        background thread; with several ranks, also the error of the copy.
 
     Raises:
         CheckpointExistsError: a checkpoint of the name exists, and ``request.overwrite`` is false.
@@ -104,14 +104,14 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         OSError: no space, no permission, and the like.
     """
     started = (time.perf_counter() if request.started is None else request.started) - waited
-    # 1. Names and votes. Ranks number votes in order of creation, so create all votes before any step that can fail on
-    # one rank alone.
+    # 1. Names and votes. Votes of different ranks are matched by their order of creation, so create all votes before
+    # any step that can fail on one rank alone.
     state, disks, group = request.state, request.disks, dist.get_group()
     form = Form(state)
     names = form.names(form.template(request.template), state)
     what = f"checkpoint {names[0]!r}"
     votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
-    # 2. Existing checkpoints. Raise for an existing name before the ranks gather tensors.
+    # 2. Links and existing checkpoints. Raise for an existing name before the writers gather tensors, which is slow.
     is_leader = group.is_first if disks is None else disks.is_folder_leader
     links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
     own_links = {link: name for link, name in links.items() if is_leader and link != name}
@@ -136,10 +136,10 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     # 4. Copy the state, then do all further work in the background.
     try:
         if not task.blocking:
-            # DeepSpeed changes weights between two steps of an optimizer.
+            # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
             task.stage(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
         task.stall_seconds = time.perf_counter() - started
-        if task.snapshot is not None:  # has a counter of its own, which grows until the next step
+        if task.snapshot is not None:  # _stall_seconds() adds this number later, when it has grown
             task.stall_seconds -= task.snapshot.stall_seconds
         task.start(task.run)
     except BaseException:
@@ -261,9 +261,8 @@ class SaveTask:
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
 
-        A blocking save calls ``work`` in the calling thread; so does a save for which the system starts no thread. The
-        interpreter waits for the save at exit. Ctrl-C cancels the save if the thread has not begun. Otherwise the save
-        continues, and :meth:`wait` returns the result.
+        A blocking save calls ``work`` in the calling thread. If no thread can be started, any save does. The
+        interpreter waits for the save at exit.
         """
 
         def run() -> None:
@@ -278,10 +277,10 @@ class SaveTask:
                 wait_no_more(self)
                 self.future.set_result(result)
             finally:
-                _in_background.pop(id(self), None)
+                _unfinished.pop(id(self), None)
 
         wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], _LONGEST_SAVE_SECONDS)
-        _in_background[id(self)] = self
+        _unfinished[id(self)] = self
         if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
             self.blocking = True
             run()
@@ -299,8 +298,8 @@ class SaveTask:
             RankError: with several ranks, any of these errors. The cause is the error of the failed rank.
         """
         try:
-            # Every rank calls the first function, then rank 0 alone the second one with the results of all ranks. All
-            # ranks return the result of the second function, or raise.
+            # Every rank calls _finish, then rank 0 calls _commit with the results of all ranks. All ranks return the
+            # result of _commit, or raise.
             if len(self.votes) == 1:
                 report: SaveReport = self.votes[0].run(self._finish, self._commit)
             else:
@@ -446,7 +445,7 @@ class SaveTask:
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
     def _failed(self, error: BaseException) -> None:
-        """Log ``error`` on rank 0. Of a run: at exit, unless :meth:`wait` raises the error before."""
+        """Log ``error`` on rank 0; in a training run at exit, unless :meth:`wait` raises the error first."""
         what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
         if self.after_commit.catalog is not None and self.group.is_first and not self.blocking:
             wait_at_exit(self, lambda: [what], 0.0)
@@ -499,7 +498,7 @@ class SaveTask:
 
 def _fail_in_forked_process() -> None:
     """Fail the saves that a forked process inherits: the threads for the saves run in the parent process."""
-    for task in _in_background.values():
+    for task in _unfinished.values():
         task.future.__init__()  # a thread of the parent may have held the lock
         task.future.set_exception(
             SaveError(
@@ -507,7 +506,7 @@ def _fail_in_forked_process() -> None:
                 "there, or before the fork."
             )
         )
-    _in_background.clear()
+    _unfinished.clear()
 
 
 os.register_at_fork(after_in_child=_fail_in_forked_process)

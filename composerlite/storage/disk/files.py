@@ -204,7 +204,13 @@ class StagedFile:
         if overwrite:
             self.temporary.replace(self.path)
         else:
-            os.link(self.temporary, self.path)
+            try:
+                os.link(self.temporary, self.path)
+            except OSError as e:
+                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                    raise
+                rule = "new files need a file system with hard links: take another one, or let files be replaced"
+                raise OSError(e.errno, rule, str(self.path)) from e
             self.temporary.unlink()
         self.stays = True
         fsync_folder(self.path.parent)
