@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,13 +269,14 @@ def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
 
 def glob_filter(exclude_globs: Sequence[str]) -> Callable[[StateDict], None]:
     """Return a function for ``load_ignore_keys`` that removes all matching keys from a dict, in place."""
+    return functools.partial(remove_keys, list(exclude_globs))
 
-    def remove(contents: StateDict) -> None:
-        kept = without(contents, list(exclude_globs))
-        contents.clear()
-        contents.update(kept)
 
-    return remove
+def remove_keys(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
+    """Remove ``ignore_keys`` from ``contents``, in place, as :func:`without` does."""
+    kept = dict(without(contents, ignore_keys))
+    contents.clear()
+    contents.update(kept)
 
 
 def _filtered(node: Any, globs: Sequence[str], used: set[str], path: str) -> Any:

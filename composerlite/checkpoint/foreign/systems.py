@@ -249,12 +249,11 @@ def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def recognised(contents: Any) -> str | None:
     """Return the name of the system that saved ``contents``; ``None`` if no system recognises them."""
-    state: Any = contents.get("state") if isinstance(contents, dict) else None  # pyright: ignore[reportUnknownMemberType]
-    if isinstance(state, Mapping) and "model" in state:
-        return "composerlite or Composer"
-    steps: Any = contents.get("model_and_optim") if isinstance(contents, dict) else None  # pyright: ignore[reportUnknownMemberType]
-    if steps is not None:
-        return "OLMo-core (step…)"
+    if isinstance(contents, dict):
+        if _has_dict(cast("StateDict", contents), "state") and "model" in contents["state"]:
+            return "composerlite or Composer"
+        if "model_and_optim" in contents:
+            return "OLMo-core (step…)"
     system = system_of(contents)
     return None if system is None else system.name
 
@@ -266,12 +265,10 @@ def what_is_recognised() -> str:
 
 def model_in(contents: Any) -> Any:
     """Return the model in ``contents`` of any system; ``contents`` itself if no system recognises them."""
-    for keys in (("state", "model"), ("model",)):
-        inner = contents
-        for key in keys:
-            inner = cast("Mapping[Any, Any]", inner).get(key) if isinstance(inner, Mapping) else None
-        if isinstance(inner, Mapping):
-            return cast("Any", inner)
+    for holder in (contents.get("state"), contents) if isinstance(contents, dict) else ():
+        model: Any = cast("StateDict", holder).get("model") if isinstance(holder, Mapping) else None
+        if isinstance(model, Mapping):
+            return cast("Any", model)
     system = system_of(contents)
     return contents if system is None else system.take(cast("StateDict", contents), "it").model
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, final
 
 import xxhash
 
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.folder import MOST_SMALL_BYTES, Folder
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
 from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile, map_reads
 from composerlite.checkpoint.record.record import FileRecord
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
 _MOST_LINK_BYTES = 4096
-_MOST_SMALL_BYTES = 1 << 30
 _STEP_BYTES = 64 << 20
 """Bytes of a single request, all in memory, while an object is verified."""
 
@@ -96,7 +95,7 @@ class Bucket(Place):
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def read(self, path: str) -> bytes:
-        return self.transfer.read_all(self.name_of(path), most_bytes=_MOST_SMALL_BYTES)
+        return self.transfer.read_all(self.name_of(path), most_bytes=MOST_SMALL_BYTES)
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         name = self.name_of(path)

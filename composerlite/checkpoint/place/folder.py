@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
 log = logging.getLogger(__name__)
-_MOST_SMALL_BYTES = 1 << 30
+MOST_SMALL_BYTES = 1 << 30
+"""Largest file that is read whole, such as an index."""
 
 
 @final
@@ -73,9 +74,9 @@ class Folder(Place):
         return (self.path / path).is_file()
 
     def read(self, path: str) -> bytes:
-        size_bytes, data = self.end(path, _MOST_SMALL_BYTES)
+        size_bytes, data = self.end(path, MOST_SMALL_BYTES)
         if len(data) < size_bytes:
-            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {_MOST_SMALL_BYTES} bytes.")
+            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {MOST_SMALL_BYTES} bytes.")
         return data
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:

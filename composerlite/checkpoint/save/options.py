@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from composerlite.checkpoint.contents import IgnoreKeys, check_ignore_keys, without
+from composerlite.checkpoint.contents import IgnoreKeys, check_ignore_keys, remove_keys
 from composerlite.checkpoint.record.naming import check_template, check_variables
 from composerlite.checkpoint.record.retention import RetentionPolicy, retention_policy
 from composerlite.errors import ConfigError, did_you_mean, naming
@@ -270,8 +270,5 @@ def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
     """Remove ``ignore_keys`` from ``contents``, and convert the rest to the form of Composer, in place."""
     from composerlite.checkpoint.foreign.composer import make_loadable_in_composer  # rarely needed
 
-    if ignore_keys is not None:
-        kept = without(contents, ignore_keys)
-        contents.clear()
-        contents.update(kept)
+    remove_keys(ignore_keys, contents)
     make_loadable_in_composer(contents)
