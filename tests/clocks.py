@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, tzinfo
 
-from composerlite.checkpoint.record import manifest
+from composerlite.checkpoint.record import record
 
 __all__ = ["set_clock"]
 
@@ -17,4 +17,4 @@ def set_clock(hours: float) -> None:
         def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
             return datetime.now(tz) + timedelta(hours=hours)
 
-    manifest.datetime = Wrong  # type: ignore[attr-defined]
+    record.datetime = Wrong  # type: ignore[attr-defined]

@@ -178,7 +178,7 @@ def load_and_die(path: Path, stage: str) -> None:
     if dist.get_global_rank() == 1 and stage == "compare":
         state.places_for = _die  # type: ignore[method-assign,assignment]
     if dist.get_global_rank() == 1 and stage == "read":
-        transfers._transfers_of = _die  # pyright: ignore[reportPrivateUsage]
+        transfers.batches = _die
     if dist.get_global_rank() == 1 and stage == "exchange":
         transfers._message = _die  # pyright: ignore[reportPrivateUsage]
     if dist.get_global_rank() == 1 and stage == "restore":

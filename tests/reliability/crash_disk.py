@@ -144,6 +144,9 @@ class Disk:
             case Kind.SYNC:
                 assert node is not None, call
                 node.sync()
+            case Kind.LINK:
+                folder, name = self._parent(call.path)
+                self._enter(call.other, folder.now[name])
             case Kind.RENAME:
                 self._rename(call.path, call.other)
             case Kind.UNLINK | Kind.RMDIR:
