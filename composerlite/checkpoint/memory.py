@@ -309,6 +309,7 @@ class Replication:
                 if source == target == group.rank:
                     path = _arriving(self._own.folder / file.path)
                     path.parent.mkdir(parents=True, exist_ok=True)
+                    path.unlink(missing_ok=True)  # of a call that failed on another rank
                     path.hardlink_to(self.replicas.folder / file.path)
         with group.all_or_none(what):
             moves = [

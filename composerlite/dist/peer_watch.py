@@ -66,6 +66,7 @@ class PeerWatch:
         try:
             self._ahead.connect(address)
         except OSError as e:
+            self.close()
             where = f"rank {self._next} at {address[0]}:{address[1]}"
             raise RankError(
                 f"{what}: rank {rank} cannot connect to {where}: {e}. Ranks must reach each other at the addresses of "
@@ -78,6 +79,7 @@ class PeerWatch:
             self._ahead.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         threads = start_threads(self._watch, 1, name="peer-watch")
         if not threads:
+            self.close()
             raise RankError(f"{what}: rank {rank} cannot start a thread.", [rank])
         self._thread = threads[0]
 

@@ -241,6 +241,7 @@ class Vote:
                 failures = [failure for _, failure in votes if failure is not None]
             except RankError as e:
                 failures = [Failure.of(e, self._rank)]
+        self.may_be_committed = not failures
         if not failures:
             try:
                 result = commit([value for value, _ in votes])

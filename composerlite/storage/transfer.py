@@ -5,31 +5,34 @@ Uploader: uploads in the background.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import IO, final
 
 import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk.files import FileDigest, StagedFile, check_free, reserve, write_all
-from composerlite.storage.disk.memory import address_of, memory_at
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, check_free, reserve, write_file
+from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at
 from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
-from composerlite.storage.object_store import ObjectInfo, ObjectStore, PartUpload, Progress
+from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
 from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.workers import Background, WorkerPool
-from composerlite.types import Closing, Piece, batches
+from composerlite.types import Piece
 
 _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to this size an object is sent by one request
 _LEAST_PART_BYTES, _MOST_PART_BYTES, _USUAL_PARTS = 8 * _MiB, 16 * _MiB, 128
 _LEAST_RANGE_BYTES, _MOST_RANGE_BYTES = _MiB, 32 * _MiB
+_WINDOW_BYTES = 8 * _MiB  # memory of each thread in a download to a file
 _GAP_BYTES = 512 << 10  # an additional request takes about as long as to read a gap of this size
 _CLOSE_SECONDS = 5.0
 _DRAIN_SECONDS = 60.0
@@ -42,8 +45,39 @@ class ReplacedError(ObjectStoreError):
     """An object was replaced by another upload while it was read."""
 
 
-Answers = set[tuple[str, int]]
-"""Versions and sizes of an object in the answers to several requests. Threads may share the set."""
+@final
+class SameVersion:
+    """Checks that all parts of the object ``name`` have the version of the first part. Threads may share a check.
+
+    The check finds only differences in :attr:`ObjectRange.version`: a store without versions may not show a new upload.
+
+    Args:
+        name: name of the object.
+        size_bytes: expected size of the object; ``None``: any.
+    """
+
+    def __init__(self, name: str, size_bytes: int | None = None) -> None:
+        self._name = name
+        self._size_bytes = size_bytes
+        self._first: dict[str, str] = {}  # setdefault is atomic
+
+    def check(self, found: ObjectRange) -> None:
+        """Raise an error if ``found`` has another version or size than expected.
+
+        Raises:
+            ReplacedError: the version differs from the version of the first answer.
+            CorruptCheckpointError: the size is not the expected one.
+        """
+        if found.version != self._first.setdefault("version", found.version):
+            raise ReplacedError(f"object {self._name!r} was replaced while it was read: read it again.")
+        if self._size_bytes not in (None, found.size_bytes):
+            raise CorruptCheckpointError(
+                f"object {self._name!r} has {found.size_bytes} bytes where {self._size_bytes} were expected."
+            )
+
+
+class _StoppedError(Exception):
+    """Ends a job of a stopped batch."""
 
 
 @final
@@ -52,50 +86,112 @@ class _Batch:
 
     Attributes:
         stopped: set when no job should continue.
-        lock: held by a job that writes to the memory of the caller, which the job may not do after a stop.
-        pending: the jobs that have not ended.
     """
 
     def __init__(self, pool: WorkerPool, threads: int) -> None:
         self.stopped = threading.Event()
-        self.lock = threading.Lock()
-        self.pending: set[Future[int]] = set()
         self._pool = pool
         self._threads = threads
+        self._lock = threading.Lock()
+        self._moved = 0
+        self._pending: set[Future[object]] = set()
 
-    def run(self, jobs: Iterable[Callable[[], int]], progress: Callable[[int], object]) -> None:
-        """Run all jobs in the pool, and call ``progress`` here with the number of bytes that each job returns.
+    def count(self, moved: int) -> None:
+        """Count bytes moved by a job."""
+        with self._lock:
+            self._moved += moved
+
+    def deliver(self, put: Callable[[memoryview, int], object], piece: bytes, at: int) -> None:
+        """Call ``put`` with received bytes and the offset ``at``, and count the bytes.
+
+        Raises:
+            _StoppedError: the batch was stopped. Then ``put`` may not write to the memory of the caller.
+        """
+        with self._lock:
+            if self.stopped.is_set():
+                raise _StoppedError
+            put(memoryview(piece), at)
+            self._moved += len(piece)
+
+    def run(self, jobs: Iterable[Callable[[], object]], progress: Callable[[int], object]) -> None:
+        """Run all jobs in the pool, and call ``progress`` here with each number of bytes moved.
 
         Few jobs are queued in advance, so that concurrent transfers take turns.
 
         Raises:
-            Exception: the first error of a job. After an error or an interrupt no job writes to the memory of the
-                caller, but jobs may still run and wait for the network.
+            Exception: the first error of a job. After an error or an interrupt no bytes are delivered, but jobs may
+                still run and wait for the network.
         """
         jobs = iter(jobs)
         try:
             while True:
-                while len(self.pending) < 2 * self._threads and (job := next(jobs, None)) is not None:
-                    self.pending.add(self._pool.submit(job))
-                if not self.pending:
+                while len(self._pending) < 2 * self._threads and (job := next(jobs, None)) is not None:
+                    self._pending.add(self._pool.submit(job))
+                if not self._pending:
                     break
-                done, self.pending = wait(self.pending, timeout=1.0, return_when=FIRST_COMPLETED)
+                done, self._pending = wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in done:
-                    progress(future.result())
+                    future.result()
+                with self._lock:
+                    moved, self._moved = self._moved, 0
+                if moved:
+                    progress(moved)
         except BaseException:
             self.stopped.set()
-            for future in self.pending:
+            for future in self._pending:
                 future.cancel()
-            with self.lock:  # wait for the end of a write to memory
+            with self._lock:  # wait for the end of a delivery
                 raise
+
+    def drain(self) -> bool:
+        """Wait after an error until all jobs have ended. Return false if a job still runs after 60 s."""
+        return not wait(self._pending, timeout=_DRAIN_SECONDS).not_done
 
 
 @final
-class _Source(NamedTuple):
-    """Bytes to upload: their number, and a function that returns the bytes from an offset to an end."""
+class _Source:
+    """Bytes to upload: a file, or memory that does not change until the upload has returned.
 
-    size_bytes: int
-    read: Callable[[int, int], bytes]
+    The file stays open as long as a thread uses this object. Each thread reads into a buffer of its own.
+    """
+
+    def __init__(self, content: str | Path | memoryview) -> None:
+        self._memory: memoryview | None = None
+        self._file: IO[bytes] | None = None
+        if isinstance(content, memoryview):
+            self._memory = content.cast("B")
+        else:
+            self._file = Path(content).open("rb")  # noqa: SIM115 - see __del__
+        self._buffers = threading.local()
+        self.size_bytes = os.fstat(self._file.fileno()).st_size if self._file else len(self._memory or b"")
+
+    def view(self, offset: int, end: int) -> memoryview:
+        """Return the bytes from ``offset`` to ``end``, valid until the next call in this thread.
+
+        Raises:
+            ObjectStoreError: the file has become shorter.
+        """
+        if self._memory is not None:
+            return self._memory[offset:end]
+        assert self._file is not None
+        size = end - offset
+        buffer: bytearray = getattr(self._buffers, "buffer", bytearray())
+        if len(buffer) < size:
+            self._buffers.buffer = buffer = bytearray(size)
+        view, got = memoryview(buffer)[:size], 0
+        while got < size:
+            count = os.preadv(self._file.fileno(), [view[got:]], offset + got)
+            if not count:
+                raise ObjectStoreError(
+                    f"upload of {self._file.name!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
+                    "A file must not be changed while it is uploaded."
+                )
+            got += count
+        return view
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = None) -> int:
@@ -126,7 +222,7 @@ def _summed(callback: Progress | None, total: int) -> Callable[[int], None]:
 
 
 @final
-class Transfer(Closing):
+class Transfer:
     """Moves objects to and from ``store`` with retries, and large objects in parts at the same time.
 
     Used as a context manager, or until :meth:`close`; the store stays open. Threads may share a transfer. Memory is
@@ -185,20 +281,8 @@ class Transfer(Closing):
         Raises:
             FileNotFoundError: the file or the bucket does not exist.
         """
-        with Path(path).open("rb") as file:
-
-            def read(offset: int, end: int) -> bytes:
-                data = os.pread(file.fileno(), end - offset, offset)
-                if len(data) < end - offset:
-                    raise ObjectStoreError(
-                        f"upload of {str(path)!r}: it had {source.size_bytes} bytes and now ends at "
-                        f"{offset + len(data)}. A file must not be changed while it is uploaded."
-                    )
-                return data
-
-            source = _Source(os.fstat(file.fileno()).st_size, read)
-            put = partial(self.store.upload_object, name, path, callback)
-            self._send(name, source, put, callback, create_only=create_only)
+        put = partial(self.store.upload_object, name, path, callback)
+        self._send(name, _Source(path), put, callback, create_only=create_only)
 
     def put_bytes(self, name: str, data: bytes | bytearray | memoryview, *, create_only: bool = False) -> None:
         """Make ``data`` the content of the object ``name``, in place of the old content.
@@ -209,9 +293,10 @@ class Transfer(Closing):
             create_only: as in :meth:`upload`.
         """
 
-        content = bytes(data)
-        source = _Source(len(content), lambda offset, end: content[offset:end])
-        self._send(name, source, partial(self.store.put_bytes, name, content), None, create_only=create_only)
+        def put(**how: bool) -> None:
+            self.store.put_bytes(name, bytes(data), **how)
+
+        self._send(name, _Source(memoryview(data)), put, None, create_only=create_only)
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
@@ -229,7 +314,7 @@ class Transfer(Closing):
             ObjectStoreTransientError: the content may have been replaced: read the object.
         """
         swap = partial(self.store.swap_bytes, name, data, version)
-        self._put_once(f"swap of {name!r}", swap, name, _Source(len(data), lambda offset, end: data[offset:end]))
+        self._put_once(f"swap of {name!r}", swap, name, _Source(memoryview(data)))
 
     def _send(
         self, name: str, source: _Source, put: Callable[..., object], callback: Progress | None, *, create_only: bool
@@ -266,17 +351,16 @@ class Transfer(Closing):
         except FileNotFoundError:
             return False
         parts = cut(0, source.size_bytes, _LEAST_PART_BYTES)
-        return all(self.read(name, start, end - start) == source.read(start, end) for start, end in parts)
+        return all(memoryview(self.read(name, start, end - start)) == source.view(start, end) for start, end in parts)
 
     def _send_in_parts(self, name: str, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         """Send an object in parts. Resume the newest unfinished upload of the name and abort older ones."""
         unfinished: Sequence[PartUpload] = ()
         try:
-            found = self._retry.run(lambda: self.store.unfinished_parts(name), f"list parts of {name!r}")
-            unfinished = [upload for upload in found if upload.name == name]
+            unfinished = self._retry.run(lambda: self._unfinished(name), f"list parts of {name!r}")
+        except ObjectStoreTransientError:
+            raise
         except (PermissionError, ObjectStoreError) as e:
-            if isinstance(e, ObjectStoreTransientError):
-                raise
             _log.info("upload of %r: cannot look for an unfinished upload: %s", name, e)
         for upload in unfinished[:-1]:
             self._abort(upload)
@@ -288,21 +372,32 @@ class Transfer(Closing):
                 raise
             except (FileNotFoundError, PermissionError, ObjectStoreError) as e:
                 _log.warning("upload of %r: the unfinished upload cannot be used, starting a new one: %s", name, e)
-        # An upload whose answer was lost has no parts, and is aborted by the next upload of the name or as stale.
-        upload = self._retry.run(lambda: self.store.start_parts(name), f"upload of {name!r}, start")
+        known, attempts = {one.upload_id for one in unfinished}, itertools.count()
+
+        def start() -> PartUpload | None:
+            if next(attempts):  # the first attempt may have started an upload, and the answer was lost
+                for one in self._unfinished(name):
+                    if one.upload_id not in known:
+                        return one
+            return self.store.start_parts(name)
+
+        upload = self._retry.run(start, f"upload of {name!r}, start")
         assert upload is not None, "the store has least_part_bytes, so it takes parts"
         self._send_parts(upload, source, callback, create_only=create_only)
+
+    def _unfinished(self, name: str) -> list[PartUpload]:
+        return [upload for upload in self.store.unfinished_parts(name) if upload.name == name]
 
     def _send_parts(self, upload: PartUpload, source: _Source, callback: Progress | None, *, create_only: bool) -> None:
         """Send the missing parts of ``upload`` and complete the object. Abort unless a later upload may resume."""
         step = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
         parts = list(cut(0, source.size_bytes, step))
-        batch, what = _Batch(self._pool, self._threads), f"upload of {upload.name!r}"
+        batch, what = self._batch(), f"upload of {upload.name!r}"
 
-        def send(number: int, part: tuple[int, int]) -> int:
-            data = source.read(*part)
-            self._retry.run(partial(upload.send, number, data), f"{what}, part {number} of {len(parts)}", batch.stopped)
-            return len(data)
+        def send(number: int, part: tuple[int, int]) -> None:
+            view = source.view(*part)
+            self._retry.run(partial(upload.send, number, view), f"{what}, part {number} of {len(parts)}", batch.stopped)
+            batch.count(len(view))
 
         try:
             jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
@@ -314,7 +409,7 @@ class Transfer(Closing):
                 _log.warning("%s: failed; its parts stay for the next upload: %s", what, e)
                 raise
             # Wait for running jobs: a part that arrives after the abort would stay in the store forever.
-            if wait(batch.pending, timeout=_DRAIN_SECONDS).not_done:
+            if not batch.drain():
                 _log.warning("%s: a part is still on its way during the abort", what)
             self._abort(upload)
             raise
@@ -381,15 +476,7 @@ class Transfer(Closing):
         check_free(target, overwrite)
         with StagedFile(target) as staged:
             if self.store.reads_ranges:
-                size = self.size(name) if size_bytes is None else size_bytes
-                reserve(staged.file.fileno(), size, staged.path)
-                stream = partial(self._stream, batch := _Batch(self._pool, self._threads), name)
-                save = partial(write_all, staged.file.fileno())
-                answers, ranges = Answers(), list(cut(0, size, self._range_bytes(size))) or [(0, 0)]
-                jobs = (partial(stream, start, end, save, answers) for start, end in ranges)
-                batch.run(jobs, _summed(callback, size))
-                if (found := answers.pop()[1]) != size:
-                    raise CorruptCheckpointError(f"object {name!r} has {found} bytes where {size} were expected.")
+                self._download_ranges(staged, name, size_bytes, callback)
             else:
                 get = partial(self.store.download_object, name, staged.temporary, overwrite=True, callback=callback)
                 self._retry.run(get, f"download of {name!r}")
@@ -398,12 +485,45 @@ class Transfer(Closing):
             staged.flush()
             staged.publish(overwrite=overwrite)
 
+    def _download_ranges(
+        self, staged: StagedFile, name: str, size_bytes: int | None, callback: Progress | None
+    ) -> None:
+        """Write an object to a file with O_DIRECT: new pages of the page cache cost more than the network."""
+        size = self.size(name) if size_bytes is None else size_bytes
+        reserve(staged.file.fileno(), size, staged.path)
+        step = min(self._range_bytes(size), _WINDOW_BYTES)
+        step += -step % BLOCK_BYTES
+        memory = borrow_memory(self._threads * step)
+        windows: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for number in range(self._threads):
+            windows.put(memory.view(number * step, step))
+        batch, same = self._batch(), SameVersion(name, size)
+
+        def save(start: int, end: int) -> None:
+            window = windows.get_nowait()  # there is a window for each thread
+
+            def put(piece: memoryview, at: int) -> None:
+                window[at - start : at - start + len(piece)] = piece
+
+            try:
+                self._stream(batch, name, start, end, put, same)
+                write_file(staged.temporary, window, start, end - start)
+            finally:
+                windows.put(window)
+
+        ranges = list(cut(0, size, step)) or [(0, 0)]
+        batch.run((partial(save, start, end) for start, end in ranges), _summed(callback, size))
+        give_memory_back(memory)  # not after an error: jobs may still fill the windows
+        os.ftruncate(staged.file.fileno(), size)  # the last block was written whole
+        if callback is not None and not size:
+            callback(0, 0)
+
     def read_into(
         self,
         name: str,
         targets: Sequence[Piece],
         progress: Callable[[int], object] = int,
-        answers: Answers | None = None,
+        same: SameVersion | None = None,
     ) -> None:
         """Fill memory with parts of the object ``name``.
 
@@ -412,20 +532,20 @@ class Transfer(Closing):
             targets: an offset in the object, an address in memory and a number of bytes each, in any order. The memory
                 must exist until this returns.
             progress: called in this thread with each number of bytes read, small gaps between the targets included.
-            answers: the object must have the version of earlier answers; ``None``: the caller verifies the bytes.
+            same: checks the version of the object; ``None``: the caller verifies the bytes.
 
         Raises:
-            CorruptCheckpointError: the object ends before the end of a target.
-            ReplacedError: the object has another version than in ``answers``.
+            CorruptCheckpointError: the object ends before the end of a target, or ``same`` expects another size.
+            ReplacedError: the object has another version than the first answer to ``same``.
         """
         for offset, _, size in targets:
             if offset < 0 or size < 0:
                 raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
             units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
-            stream = partial(self._stream, batch := _Batch(self._pool, self._threads), name)
+            stream = partial(self._stream, batch := self._batch(), name)
             copy = partial(_copy_to_targets, ReadTargets(layer))
-            batch.run((partial(stream, start, end, copy, answers) for start, end in units), progress)
+            batch.run((partial(stream, start, end, copy, same) for start, end in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return the bytes of the object ``name`` from ``offset`` to ``offset + size``.
@@ -485,6 +605,9 @@ class Transfer(Closing):
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
+    def _batch(self) -> _Batch:
+        return _Batch(self._pool, self._threads)
+
     def _stream(
         self,
         batch: _Batch,
@@ -492,37 +615,28 @@ class Transfer(Closing):
         start: int,
         end: int,
         put: Callable[[memoryview, int], object],
-        answers: Answers | None,
-    ) -> int:
-        """Call ``put`` with the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte.
-
-        Returns the number of bytes.
-        """
+        same: SameVersion | None,
+    ) -> None:
+        """Deliver the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte."""
         at = start
 
         def read() -> None:
             nonlocal at
             found = self.store.open_range(name, at, end - at)
             with contextlib.closing(found.pieces) as pieces:
-                if answers is not None:
-                    answers.add((found.version, found.size_bytes))
-                    if len(answers) > 1:
-                        raise ReplacedError(f"object {name!r} was replaced while it was read: read it again.")
+                if same is not None:
+                    same.check(found)
                 if found.size_bytes < end:
                     raise CorruptCheckpointError(
                         f"object {name!r} has {found.size_bytes} bytes; there are no bytes {start} to {end}."
                     )
                 for piece in pieces:
-                    with batch.lock:
-                        if batch.stopped.is_set():
-                            raise CancelledError
-                        put(memoryview(piece), at)
+                    batch.deliver(put, piece, at)
                     at += len(piece)
             if at != end:
                 raise ObjectStoreTransientError(f"read of {name!r}: the answer ended at {at}, and not at {end}.")
 
         self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
-        return end - start
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────
     def size(self, name: str) -> int:
@@ -568,13 +682,18 @@ class Transfer(Closing):
         """Stop the threads. The store stays open. May be called twice."""
         self._pool.close(_CLOSE_SECONDS)
 
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
 
 @final
 class VerifiedObject:
     """An object to read in whole chunks, each verified by a digest.
 
-    Without a digest the version is checked instead: ReplacedError if the object was replaced between two reads. A store
-    without versions may not show a new upload.
+    Without a digest, :class:`SameVersion` checks the object instead: ReplacedError if the object was replaced.
 
     Args:
         transfer: transfer of the bucket.
@@ -591,7 +710,7 @@ class VerifiedObject:
         self._transfer = transfer
         self._name = name
         self._digest = digest
-        self._answers = Answers()
+        self._same = SameVersion(name)
         self._chunks = [] if digest is None else digest.chunk_digests(name)
         if digest is not None and not self._chunks and digest.body_bytes:
             raise CorruptCheckpointError(f"the record has no digests of the chunks of {name!r}.")
@@ -614,16 +733,21 @@ class VerifiedObject:
             ReplacedError: the object was replaced, without a digest.
         """
         if self._digest is None:
-            self._transfer.read_into(self._name, targets, progress, self._answers)
+            self._transfer.read_into(self._name, targets, progress, self._same)
             return
         step, size_bytes = self._digest.chunk_bytes, self._digest.body_bytes
         for offset, _, size in targets:
             if offset < 0 or size < 0 or offset + size > size_bytes:
                 raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
         for layer in layers(targets):
-            places, units = ReadTargets(layer), units_of(layer, chunk_bytes=step, size_bytes=size_bytes)
-            for batch in batches(units, self._BATCH_BYTES, lambda unit: unit[1] - unit[0]):
-                self._read_units(batch, places, progress)
+            places, batch, left = ReadTargets(layer), list[Unit](), self._BATCH_BYTES
+            for start, end in units_of(layer, chunk_bytes=step, size_bytes=size_bytes):
+                batch.append((start, end))
+                left -= end - start
+                if left <= 0:
+                    self._read_units(batch, places, progress)
+                    batch, left = [], self._BATCH_BYTES
+            self._read_units(batch, places, progress)
 
     def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
         """Read ``units``, in whole chunks, at the same time. Verify the chunks and copy the requested parts."""

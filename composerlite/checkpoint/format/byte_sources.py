@@ -49,10 +49,14 @@ class UnverifiedFile:
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory piece by piece."""
         for offset, address, size in targets:
-            for start in range(0, size, _STEP_BYTES):
-                data = self.read(offset + start, min(_STEP_BYTES, size - start))
-                ctypes.memmove(address + start, data, len(data))
-                progress(len(data))
+            self._file.seek(offset)
+            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            while view:
+                count = self._file.readinto(view[:_STEP_BYTES])  # type: ignore[attr-defined]
+                if not count:
+                    raise CorruptCheckpointError(f"it ends before {offset + size}")
+                progress(count)
+                view = view[count:]
 
 
 @final

@@ -262,13 +262,16 @@ class ShardLayout:
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
-        listed: dict[Any, int] = {(sizes, dtype): size for sizes, dtype, size in self.items}
-        name, at = file_name(rank, 0, suffix), 0
+        listed, name, at = self._item_bytes, file_name(rank, 0, suffix), 0
         for part in self.pieces(rank):
             size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
             found[part.metadata_index] = StorageInfo(name, at, size)
             at += size
         return found
+
+    @functools.cached_property
+    def _item_bytes(self) -> dict[Any, int]:
+        return {(sizes, dtype): size for sizes, dtype, size in self.items}
 
     def pack(self, listed: dcp.Metadata, suffix: str) -> bytes:
         """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""

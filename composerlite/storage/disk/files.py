@@ -207,7 +207,7 @@ class StagedFile:
             try:
                 os.link(self.temporary, self.path)
             except OSError as e:
-                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
                 rule = "new files need a file system with hard links: take another one, or let files be replaced"
                 raise OSError(e.errno, rule, str(self.path)) from e

@@ -170,8 +170,9 @@ def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process with a limit, in both versions of control groups."""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            path = line.split(":", 2)[-1]
-            for mount, *names in _GROUPS:
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                mount, *names = _GROUPS[1 if controllers else 0]
                 yield from _left_in(root / mount, path, *names)
 
 

@@ -176,6 +176,9 @@ class ParallelReader(Closing):
                 self._hash = xxhash.xxh3_128
             # The same file, even after a rename.
             self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
+        except ValueError as e:
+            self.close()
+            raise CorruptCheckpointError(f"the digest of {str(path)!r} is not that of a file: {e}.") from e
         except BaseException:
             self.close()
             raise
