@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from click.testing import CliRunner
 from clocks import set_clock
-from kill_points import at_event, changes_something
+from kill_points import at_event, changes_something, refuse_new_names
 from parts import new_state, save_archives, value_in
 from sent_files import publish_files
 from storage.local_store import LocalObjectStore
@@ -431,7 +431,8 @@ class Cell:
     Args:
         root: a folder for all attempts.
         kind: name of the kind.
-        where: ``'folder'`` or ``'bucket'``.
+        where: ``'folder'``, ``'bucket'``, or ``'NFS'``: a folder whose kernel gives no file a name that must be free,
+            except by a link.
     """
 
     def __init__(self, root: Path, kind: str, where: str) -> None:
@@ -449,6 +450,8 @@ class Cell:
 
         def act() -> Any:
             faults: list[Fault] = []
+            if self.where == "NFS":
+                refuse_new_names()
             if kill_at is not None and self.where != "bucket":
                 at_event(str(folder), kill_at, lambda _: os.kill(os.getpid(), signal.SIGKILL), changes_something)
             elif kill_at is not None:

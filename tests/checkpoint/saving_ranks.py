@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.save import LONGEST_WORK
+from composerlite.checkpoint.save.save import LONGEST_WORK, SaveTask
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.dist.votes import Vote
@@ -186,7 +186,7 @@ STAGES: dict[str, tuple[type, str]] = {
     "write": (ShardedDirectory, "write"),
     "vote": (Vote, "arrive"),
     "commit": (ShardedDirectory, "commit"),
-    "release": (Vote, "release"),
+    "answer": (SaveTask, "_conclude"),
 }
 
 

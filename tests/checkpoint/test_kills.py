@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
-from kill_points import attempt, die_at_size, kill_at_every_step
+from kill_points import attempt, die_at_size, kill_at_every_step, refuse_new_names
 from parts import new_state, save_batch, temporaries, tree, value_in
 
 from composerlite.callbacks import CheckpointSaver
@@ -51,6 +51,12 @@ def first(folder: Path) -> None:
     new.save(state)
 
 
+def first_by_link(folder: Path) -> None:
+    """The same on a file system that renames to any name only: the file gets its name as a hard link."""
+    refuse_new_names()
+    first(folder)
+
+
 def next_with_retention(folder: Path) -> None:
     """A save after which the oldest checkpoint goes."""
     new, state = saver(folder, filename="ba{batch}.pt", num_checkpoints_to_keep=2)
@@ -80,6 +86,7 @@ def killed_saves(folder: Path) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None] | None, Callable[[Path], None]]] = {
     "first": (None, first),
+    "first by link": (None, first_by_link),
     "next": (two_batches, next_with_retention),
     "overwrite": (a_fixed_name, overwrite),
     "clean up": (killed_saves, clean_up),
@@ -129,7 +136,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attempts]:
     return kills
 
 
-@pytest.fixture(params=["first", "next", "overwrite", "clean up"])
+@pytest.fixture(params=["first", "first by link", "next", "overwrite", "clean up"])
 def what(request: pytest.FixtureRequest) -> str:
     """The scenario: what was being done."""
     return request.param
@@ -153,13 +160,13 @@ def test_the_kills_hit_every_part_of_a_save(killed: Attempts, what: str) -> None
     if what == "clean up":
         assert (where.count("os.rename"), where.count("os.remove")) == (0, 3)
     else:
-        is_new = what != "overwrite"  # then the file gets its name by a hard link, and loses its temporary name
-        assert (where.count("os.link"), where.count("os.rename")) == ((1, 1) if is_new else (0, 2))
+        assert where.count("os.rename") == 2  # the file and the link
         assert where.count("at byte") == len(SIZES)
-        assert where.count("os.remove") == is_new + (what == "next")
+        assert where.count("os.remove") == (what in ("next", "first by link"))
+        assert where.count("os.link") == (what == "first by link")
 
 
-VALUES = {"first": (3,), "next": (2, 3), "overwrite": (2, 3), "clean up": (2,)}
+VALUES = {"first": (3,), "first by link": (3,), "next": (2, 3), "overwrite": (2, 3), "clean up": (2,)}
 """The batches of the newest checkpoint after a kill, by scenario: the old one or the new one."""
 
 
@@ -208,7 +215,7 @@ def test_no_checkpoint_is_deleted_before_a_newer_one_is_committed(kills: dict[st
     assert {len(Catalog(folder).manifests()) for folder, _ in kills["next"]} == {2, 3}
 
 
-@pytest.mark.parametrize("what", ["first", "next", "overwrite"])
+@pytest.mark.parametrize("what", ["first", "first by link", "next", "overwrite"])
 def test_a_file_that_has_its_name_is_committed(killed: Attempts, what: str) -> None:
     """Its rename is the commit: the checkpoint is listed at once, whole, with no start in between."""
     named = 0

@@ -80,7 +80,7 @@ def _check_kill(
     assert after["users"], after
 
 
-@pytest.mark.parametrize(("kind", "where"), CELLS)
+@pytest.mark.parametrize(("kind", "where"), [*CELLS, ("file", "NFS"), ("function", "NFS"), ("disks", "NFS")])
 def test_a_kill_in_a_first_save_leaves_a_checkpoint_or_nothing(kind: str, where: str) -> None:
     """The next start removes what the kill has left, and the next save has the name. A kill in that start or in that
     save is harmless, too."""

@@ -106,7 +106,7 @@ def test_what_is_spread_over_ranks_is_gathered_in_one_file(tmp_path: Path) -> No
         (1, "write"),
         pytest.param(0, "vote", marks=pytest.mark.soak),
         (0, "commit"),
-        (0, "release"),
+        (0, "answer"),
     ],
 )
 def test_a_killed_rank_is_named_and_the_last_checkpoint_stands(tmp_path: Path, rank: int, stage: str) -> None:
@@ -119,7 +119,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_stands(tmp_path: Path, r
     place = catalog.place
     place.delete(garbage(place, place.files(), re.compile(r"ba\d")), folders=True)
     found = [manifest.name for manifest in catalog.manifests()]
-    assert found == (["ba1", "ba2"] if stage == "release" else ["ba1"])
+    assert found == (["ba1", "ba2"] if stage == "answer" else ["ba1"])
     for manifest in catalog.manifests():
         catalog.verify(manifest)
     left = [path.name for path in tmp_path.iterdir() if path.suffix != ".lease"]

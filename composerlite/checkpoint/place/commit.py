@@ -7,8 +7,8 @@ download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quaranti
 A checkpoint exists if the deciding file exists. The deciding file contains the record of the checkpoint
 (:mod:`composerlite.checkpoint.record.record`). The deciding file of a checkpoint in one file is that file, the deciding
 file of a directory is its index. The commit is a single atomic put of the deciding file, after all other files are
-durable: in a folder a rename, or a hard link for a new name; in a bucket a request. There is no state between "absent"
-and "committed", so there is nothing to recover.
+durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so there is
+nothing to recover.
 
 The name of each data file in a directory contains the id of the save, and only the record with this id names the file.
 To replace a directory, a save writes new files beside the old files, commits, and then deletes the old files. The files

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 """Names of files, folders and links before they get their final names."""
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """On a file system without locks, a temporary file without a change for this time is abandoned."""
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 BLOCK_BYTES = 4096  # O_DIRECT requires multiples of this for offsets in files, sizes and addresses
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
@@ -194,23 +197,18 @@ class StagedFile:
         """Rename the temporary file to :attr:`path` and make the name durable. Call after :meth:`flush`.
 
         Args:
-            overwrite: replace an existing file, atomically. False: the file gets the new name by a hard link.
+            overwrite: replace an existing file, atomically.
 
         Raises:
             FileExistsError: ``path`` exists, and ``overwrite`` is false.
-            OSError: the rename failed, or ``overwrite`` is false and the file system has no hard links.
+            OSError: the rename failed, or ``overwrite`` is false and the file system can neither rename without
+                replacement nor make hard links.
         """
         # The lock is still held: abandoned_temporaries finds either a locked file or none.
         if overwrite:
             self.temporary.replace(self.path)
-        else:
-            try:
-                os.link(self.temporary, self.path)
-            except OSError as e:
-                if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                rule = "new files need a file system with hard links: take another one, or let files be replaced"
-                raise OSError(e.errno, rule, str(self.path)) from e
+        elif not _renamed_to_new(self.temporary, self.path):
+            os.link(self.temporary, self.path)
             self.temporary.unlink()
         self.stays = True
         fsync_folder(self.path.parent)
@@ -226,6 +224,23 @@ class StagedFile:
         finally:
             with contextlib.suppress(OSError):  # buffered bytes that a full disk refuses are not needed
                 self.file.close()
+
+
+def _renamed_to_new(temporary: Path, path: Path) -> bool:
+    """Rename ``temporary`` to ``path`` unless ``path`` exists; return false if the file system cannot do that.
+
+    A hard link would need room on a full disk, so that the commit could fail on one node of several.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    sys.audit("os.rename", str(temporary), str(path), -1, -1)
+    if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(temporary), None, str(path))
 
 
 @contextlib.contextmanager
