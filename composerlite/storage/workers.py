@@ -97,10 +97,8 @@ class WorkerPool(Closing):
             seconds: longest wait; ``None``: no limit. A thread that needs longer finishes all submitted jobs and ends.
         """
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for _ in self._threads:
-                    self._queue.put(None)
+            self._closed = True
+            self._queue.put(None)
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
@@ -116,7 +114,8 @@ class WorkerPool(Closing):
         The job is a local variable here, so an idle thread keeps no reference to a finished job.
         """
         item = self._queue.get()
-        if item is None:
+        if item is None:  # for all threads, also for one whose start was interrupted and which close() does not know
+            self._queue.put(None)
             return False
         future, work = item
         if future.set_running_or_notify_cancel():
