@@ -1,6 +1,6 @@
-r"""The record of a checkpoint (class :class:`Manifest`), and the tail of a file, which has the record.
+r"""The record of a checkpoint (class :class:`Manifest`), and how a file keeps the record in its tail.
 
-A checkpoint exists if its deciding file exists. The record is the tail of this file, after the data.
+A checkpoint exists if its deciding files exist: one file, or two of a step. One of them has the record in its tail.
 
 A tail is a line of ASCII JSON and a footer with the length and the digest of the line::
 
@@ -16,7 +16,7 @@ deciding file                  place of the tail
 ``model.safetensors.index…``   in the JSON, under ``metadata``
 ============================== ========================================================================================
 
-Every program that reads these formats ignores the tail. A file and its record are one object: renamed, copied and
+Other programs that read these formats ignore the tail. A file and its record are one object: renamed, copied and
 deleted together.
 """
 
@@ -379,7 +379,7 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
-_EMPTY = FileDigest(2**63 - 1, "0" * 32, 2**40)
+_LONGEST_DIGEST = FileDigest(2**63 - 1, "0" * 32, 2**40)
 """A digest whose fields have the largest number of characters, except ``chunks``."""
 
 
@@ -398,7 +398,7 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     """
     most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
-    longest = dataclasses.replace(_EMPTY, chunks=chunks)
+    longest = dataclasses.replace(_LONGEST_DIGEST, chunks=chunks)
     room = 0
     for kept in (manifest, _shortened(manifest)):
         room = len(_tail(_fields(kept, longest, longest))) + _VARIABLE_BYTES
