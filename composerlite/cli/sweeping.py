@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.record import Manifest
@@ -93,7 +92,7 @@ def prune(
             _check_metric(best_metric, groups)
         seen: set[str] = set()
         for place, chosen, gone in plans:
-            used = _with_folders(Catalog(place).in_use()) if gone else set[str]()
+            used = _with_folders({*place.links().values()}) if gone else set[str]()
             for found in chosen:
                 if _is_known(place.uri(found.name), seen):
                     continue

@@ -66,7 +66,7 @@ _CHANGES = ("put*", "upload*", "swap*", "delete*", "start_parts", "send", "compl
 """Requests that change a bucket."""
 _MOST = 200
 _ID = re.compile(r"[0-9a-f]{16}")
-_NOT_COUNTED = re.compile(r"\.lease|\.next$|\.symlink$|latest|(?:^|/)\.bucket-|\.deletable")
+_NOT_COUNTED = re.compile(r"\.lease|\.symlink$|latest|(?:^|/)\.bucket-|\.deletable")
 """Files that are no part of a checkpoint and are made anew by each run."""
 
 

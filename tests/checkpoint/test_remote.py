@@ -92,15 +92,14 @@ def test_the_file_comes_before_the_link(remote: Catalog, store: FaultyStore, tmp
     """Its upload is the commit. Whoever follows the link can read the file."""
     publish(remote, tmp_path, 1)
     written = [name for verb, name in store.calls if verb in ("put_bytes", "upload_object")]
-    assert written == ["run/.latest.pt.next", "run/ba1.pt", f"{LINK}.symlink"]
+    assert written == ["run/ba1.pt", f"{LINK}.symlink"]
 
 
 @pytest.mark.parametrize(
     ("verb", "after", "expected"),
     [
-        ("put_bytes", 0, "ba1.pt"),
         ("upload_object", 0, "ba1.pt"),
-        ("put_bytes", 1, "ba2.pt"),
+        ("put_bytes", 0, "ba2.pt"),
     ],
 )
 def test_a_publication_that_breaks_off_anywhere_leaves_the_one_before(
@@ -165,10 +164,8 @@ def test_three_requests_find_the_newest_of_any_number(remote: Catalog, store: Fa
     assert len(store.calls) <= 3
 
 
-def test_a_resume_reads_no_record_but_the_newest_and_those_that_links_lead_to(
-    remote: Catalog, store: FaultyStore, tmp_path: Path
-) -> None:
-    """However many checkpoints there are; another saver has a link of its own, as for the weights alone."""
+def test_a_resume_reads_no_record_but_those_that_came_last(remote: Catalog, store: FaultyStore, tmp_path: Path) -> None:
+    """However many checkpoints there are. The weights of another saver came later than the newest."""
     publish(remote, tmp_path, *range(1, 30))
     manifest, path = saved(tmp_path / "weights", 29, template="weights-{batch}.pt", weights_only=True)
     publish_files(remote, manifest, {manifest.name: path}, link="run/latest-weights.pt")
@@ -194,7 +191,6 @@ def test_a_damaged_newest_is_passed_over(
         store.delete_object("run/ba2.pt")
     else:
         store.delete_object(f"{LINK}.symlink")
-        store.delete_object("run/.latest.pt.next")
     found = elsewhere(remote, tmp_path)
     assert found == tmp_path / "elsewhere" / ("ba2.pt" if damage == "link" else "ba1.pt")
     if damage not in ("link", "gone"):
@@ -303,7 +299,7 @@ def test_one_of_two_runs_gets_a_name(store: FaultyStore, tmp_path: Path, part_by
         remote = Catalog(Bucket(transfer, "run"))
         (manifest,) = remote.manifests()
         remote.verify(manifest)
-        assert remote.latest(LINK, first, announced=False) == manifest
+        assert remote.latest(LINK, first) == manifest
     assert list(store.unfinished_parts("")) == []
 
 
@@ -366,9 +362,8 @@ def test_a_damaged_link_leads_nowhere(
 ) -> None:
     """The next start sees that it is behind, and finds the checkpoint by its record."""
     (manifest,) = publish(remote, tmp_path, 1)
-    assert remote.latest(LINK, "run", announced=False) == manifest
-    for link in (f"{LINK}.symlink", "run/.latest.pt.next"):
-        store.put_bytes(link, content)
+    assert remote.latest(LINK, "run") == manifest
+    store.put_bytes(f"{LINK}.symlink", content)
     assert remote.latest(LINK, "run") is None
     assert "latest.pt does not lead to a checkpoint" in caplog.text
     assert remote.manifests() == [manifest]
@@ -388,7 +383,7 @@ def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.Fixture
         keys = {
             f"run/{folder}{key}"
             for folder in ("", "b//", "a/../", "./")
-            for key in ("/x.pt", "/x.symlink", "/.x.next", "//.metadata", "../x.pt", "./x.pt")
+            for key in ("/x.pt", "/x.symlink", "//.metadata", "../x.pt", "./x.pt")
         }
         client = boto3.client(
             "s3",
@@ -401,7 +396,7 @@ def test_objects_whose_names_cannot_be_ours_are_not_seen(request: pytest.Fixture
             client.put_object(Bucket=bucket, Key=key, Body=content)
         assert remote.manifests() == [manifest]
         assert remote.names() == ["ba1.pt"]
-        assert remote.in_use() == {"ba1.pt"}
+        assert {*remote.place.links().values()} == {"ba1.pt"}
         assert place.sweep(timedelta(), dry_run=True) == []
         place.sweep(timedelta())
         delete_checkpoint(place, manifest)

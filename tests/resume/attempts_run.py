@@ -61,7 +61,7 @@ class SayAndDie(Callback):
         if here is None or here.run.lineage != state.lineage:
             return False
         for one in saver.manager.publishers:
-            latest = None if one.link is None else one.remote.latest(one.link, state.run_name, announced=False)
+            latest = None if one.link is None else one.remote.latest(one.link, state.run_name)
             if latest is None or latest.files != here.files or latest.name != name:
                 return False
         return True

@@ -78,9 +78,8 @@ def test_a_file_cut_short_by_a_kill_does_not_stop_later_runs(
     *_, before, newest = sorted(run_folder.glob("ep*.pt"), key=lambda path: batch_of(path.name))
     data = newest.read_bytes()
     newest.write_bytes(data[: {"nothing": 0, "a half": len(data) // 2}.get(left, -100)])
-    if link != "as it was":  # it is moved after the file is there, and what is about to be saved is named before
+    if link != "as it was":  # it is moved after the file is there
         (run_folder / "latest-rank0.pt.symlink").write_text(f"run/{before.name}")
-        (run_folder / ".latest-rank0.pt.next").write_text(f"{newest.name}\n{'0' * 16}")
     code, said, log = launch(tmp_path / "machine1", uri, environment)
     assert (code, min(said)) == (0, batch_of(before.name) + 1)
     assert ("cannot be read" if "record" in left else "has no record") in log

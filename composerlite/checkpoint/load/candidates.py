@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple, TypeAlias, final
 
 from composerlite import dist
@@ -108,8 +108,8 @@ def list_checkpoints(
         places: the places of each saver of the run.
         run_name: name of the run.
         replicas: checkpoints in the memory of several nodes, by the index of their place.
-        whole_buckets: list each bucket as a whole. Otherwise follow the link of the bucket to the latest checkpoint, in
-            three requests, and list the bucket only if the link cannot be read or another link leads further.
+        whole_buckets: read all records of each bucket. Otherwise follow the link of the bucket to the latest
+            checkpoint. Then read all records only if the link cannot be read, or a newer checkpoint was written later.
 
     Raises:
         IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run. This may be
@@ -141,16 +141,20 @@ def list_checkpoints(
 def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
 
-    The bucket must be listed if another link leads to a newer checkpoint. Then the link of this bucket is old: the user
-    gave the link another name, or the run saved directories in between.
+    The link leads to an older one after a kill between a commit and the move of the link, and if the run had other
+    names in between. So the records of files that were written later are read, too.
     """
-    latest = None if bucket.link is None else bucket.catalog.latest(bucket.link, run_name)
-    if bucket.link is None or latest is None or latest.kind not in RESUMABLE or latest.left_out:
+    catalog = bucket.catalog
+    latest = None if bucket.link is None else catalog.latest(bucket.link, run_name)
+    if latest is None or latest.kind not in RESUMABLE or latest.left_out:
         return None
-    links = {*bucket.catalog.announcements()} - {PurePosixPath(bucket.link).name}
-    others = [bucket.catalog.latest(link, run_name) for link in links]
-    is_newest = all(one is not None and (one.kind not in RESUMABLE or one.order <= latest.order) for one in others)
-    return latest if is_newest else None
+    later = catalog.written_since(latest)
+    records, faults = catalog.records_at(later)
+    has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
+    without_record = {*later}.difference(m.deciders[0] for m in records)
+    names = name_pattern(bucket.template or "", run_name)
+    has_cut = bucket.template is not None and any(names.fullmatch(path) for path in without_record)
+    return None if has_newer or has_cut or faults else latest
 
 
 def newest_first(known: Sequence[Candidate]) -> list[Candidate]:

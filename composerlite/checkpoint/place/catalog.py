@@ -6,10 +6,9 @@ checkpoint in one file is that file, the deciding file of a directory is its ind
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, final
@@ -32,10 +31,6 @@ from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigEr
 log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason for an unreadable record."""
-ANNOUNCED = ".next"
-"""Suffix of an announcement: an object, written before the commit of an upload, with the name and the id of the
-checkpoint. The announced checkpoint may be newer than the target of the link.
-"""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 """Suffixes of files without a record, other than the index of weights."""
@@ -44,7 +39,7 @@ _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 def may_be_decider(path: str) -> bool:
     """Return true if a file of this name may contain the record of a checkpoint."""
     folder, _, last = path.rpartition("/")
-    if any(part.startswith(".") for part in folder.split("/")):
+    if _is_hidden(folder):
         return False
     return last in INDEXES or not (last.startswith(".") or last.endswith(_NEVER))
 
@@ -159,7 +154,12 @@ class Catalog:
 
         Only CorruptCheckpointError may justify a rename or a deletion. An OSError of a bucket is raised.
         """
-        listed = self.place.files() if names is None else [path for name in names for path in _deciders_of(name)]
+        return self.records_at(
+            self.place.files() if names is None else (p for name in names for p in _deciders_of(name))
+        )
+
+    def records_at(self, listed: Iterable[str]) -> tuple[list[Manifest], dict[str, Fault]]:
+        """Return the records in those of the ``listed`` files that can have one, and the faults, by name."""
         paths = [path for path in listed if may_be_decider(path)]
         faults: dict[str, Fault] = {}
         manifests: list[Manifest] = []
@@ -203,57 +203,40 @@ class Catalog:
         return None
 
     # ── the latest in a bucket ───────────────────────────────────────────────────────────────────────────────────
-    def latest(self, link: str, run_name: str, *, announced: bool = True) -> Manifest | None:
-        """Find the newest checkpoint of a run in a bucket, with two or three requests.
+    def latest(self, link: str, run_name: str) -> Manifest | None:
+        """Return the record of the checkpoint that ``link`` leads to in a bucket, with two or three requests.
+
+        After a kill between a commit and the move of the link, another checkpoint is newer: see :meth:`written_since`.
 
         Args:
             link: full name of the link to the newest checkpoint, from the top of the bucket, without ``.symlink``.
             run_name: name of the run.
-            announced: try the announced checkpoint first: the target of the link may be older.
 
         Returns:
-            The record; ``None`` if the link leads to no record of this run, the record is damaged (this is logged), or
-            the announced upload did not end. Then call :meth:`manifests`, which lists all checkpoints.
+            The record; ``None`` if the link leads to no record of this run, or the record is damaged (this is logged).
+            Then call :meth:`manifests`, which lists all checkpoints.
 
         Raises:
             NewerManifestError: a newer version wrote the record.
         """
         found: Manifest | None = None
         try:
-            if announced:
-                with contextlib.suppress(FileNotFoundError):
-                    target, save_id = self.announced(PurePosixPath(link).name)
-                    found = self.manifest_of(target)
-                    if self.place.exists(target) if found is None else found.id != save_id:
-                        return None  # a kill interrupted the upload, or another upload replaced the checkpoint
-            if found is None:
-                target = self.place.target_of(f"/{link}")
-                found = self.manifest_of(target)
+            found = self.manifest_of(self.place.target_of(f"/{link}"))
         except FileNotFoundError as e:
             log.debug("%s does not lead to a checkpoint: %s", link, e)
         except (CorruptCheckpointError, ConfigError) as e:
             log.warning("%s does not lead to a checkpoint: %s", self.place.uri(PurePosixPath(link).name), e)
         return found if found is not None and found.run_name == run_name else None
 
-    def announced(self, link: str) -> tuple[str, str]:
-        """Return the name and the id of the checkpoint that becomes, or is, the target of ``link`` in a bucket.
+    def written_since(self, manifest: Manifest) -> list[str]:
+        """Return the paths of files in a bucket that can have a record, and are at most as old as ``manifest``.
 
-        If the stored checkpoint has another id, the upload of the announced checkpoint did not end.
-
-        Raises:
-            FileNotFoundError: there is no announcement.
+        Lists the bucket. The times are those of the store's clock; if there are none, all files are returned.
         """
-        name, _, save_id = self.place.read(f".{link}{ANNOUNCED}").decode(errors="replace").partition("\n")
-        return name, save_id
-
-    def announcements(self) -> list[str]:
-        """Return the names of all links with an announcement."""
-        names = self.place.names("")
-        return [name[1:].removesuffix(ANNOUNCED) for name in names if name.startswith(".") and name.endswith(ANNOUNCED)]
-
-    def in_use(self) -> set[str]:
-        """Return the targets of all links, also announced targets."""
-        return {*self.place.links().values(), *(self.announced(link)[0] for link in self.announcements())}
+        times = {path: file.modified_at for path, file in self.place.files().items() if may_be_decider(path)}
+        since = times.get(manifest.deciders[0])
+        later = [path for path, at in times.items() if since is None or at is None or at >= since]
+        return [path for path in later if path not in manifest.deciders]
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────
     def check_sizes(self, manifest: Manifest, files: Sequence[FileRecord]) -> None:
@@ -298,13 +281,14 @@ class Catalog:
 
     def files(self) -> list[str]:
         """Return the paths of all files that are not hidden."""
-        return [path for path in self.place.files() if not any(part.startswith(".") for part in path.split("/"))]
+        return [path for path in self.place.files() if not _is_hidden(path)]
 
     def names(self) -> list[str]:
         """Return all names that a new checkpoint may not have: visible files, and the folders above."""
-        visible = [path for path in self.files() if not path.endswith(LINK_SUFFIX)]
+        every = list(self.place.files())
+        visible = [path for path in every if not (_is_hidden(path) or path.endswith(LINK_SUFFIX))]
         in_bucket = self.place.path_of("") is None  # where a directory without an index is no conflict
-        whole = [path for path in self.place.files() if path.endswith(f"/{INDEX}")] if in_bucket else visible
+        whole = [path for path in every if path.endswith(f"/{INDEX}")] if in_bucket else visible
         return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
 
     def check_free(self, name: str) -> None:
@@ -320,6 +304,10 @@ class Catalog:
                 "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
                 "give each run a folder of its own."
             )
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
 
 
 def _deciders_of(name: str) -> tuple[str, ...]:

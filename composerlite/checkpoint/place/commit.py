@@ -21,10 +21,10 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from composerlite.checkpoint.format import INDEXES, MOST_TAIL_BYTES
-from composerlite.checkpoint.place.catalog import ANNOUNCED, record_in
+from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.record import Manifest, NewerManifestError, unseal
@@ -138,8 +138,6 @@ def commit_sent(
     """
     path = manifest.files[0].path
     if existing is None or existing.id != manifest.id:
-        for link in list(links)[:1]:  # read by a start after a kill before the link is moved
-            place.put(f".{PurePosixPath(link).name}{ANNOUNCED}", f"{manifest.name}\n{manifest.id}".encode())
         try:
             place.put(path, decider, create_only=existing is None and not overwrite)
         except FileExistsError as e:

@@ -135,7 +135,7 @@ class Publisher:
 
     def is_behind(self, manifest: Manifest) -> bool:
         """Return true if the link to the latest checkpoint is missing or has a target older than ``manifest``."""
-        latest = None if self.link is None else self.remote.latest(self.link, manifest.run_name, announced=False)
+        latest = None if self.link is None else self.remote.latest(self.link, manifest.run_name)
         return latest is None or latest.order < manifest.order
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────
