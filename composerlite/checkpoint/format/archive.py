@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast, final
 
-from composerlite.checkpoint.format.byte_sources import ByteSource, SourceFile, Window
+from composerlite.checkpoint.format.byte_sources import ByteSource, Window
 from composerlite.checkpoint.format.compression import PackedSink
+from composerlite.checkpoint.format.zip_file import SourceFile
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter
 

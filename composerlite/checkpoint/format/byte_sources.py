@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
-import os
 from collections.abc import Callable, Sequence
 from typing import IO, NamedTuple, Protocol, final
 
@@ -80,37 +78,3 @@ class Window(NamedTuple):
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory."""
         self.source.read_into([(self.start + offset, address, size) for offset, address, size in targets], progress)
-
-
-@final
-class SourceFile:
-    """The part of the interface of a file that :mod:`tarfile` and :mod:`zipfile` need.
-
-    Args:
-        read: reads exactly the bytes at an offset, of a size.
-        size_bytes: size of the file.
-    """
-
-    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
-        self._read = read
-        self._size_bytes = size_bytes
-        self._position = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
-        """Change the position; from the end if ``whence`` is ``os.SEEK_END``."""
-        position = offset + (self._size_bytes if whence == os.SEEK_END else 0)
-        if position < 0:
-            raise io.UnsupportedOperation("a position before the beginning")  # an OSError and a ValueError
-        self._position = position
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        """Read ``size`` bytes, or fewer at the end; all remaining bytes if ``size`` is negative."""
-        left = max(0, self._size_bytes - self._position)
-        size = left if size < 0 else min(size, left)
-        data = self._read(self._position, size) if size else b""
-        self._position += size
-        return data

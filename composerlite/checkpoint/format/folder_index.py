@@ -37,7 +37,7 @@ from composerlite.checkpoint.format.weight_files import (
     are_safetensors,
     weight_files,
 )
-from composerlite.checkpoint.trust.trusted import RefusedError
+from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 
 _MOST_DIMENSIONS = 64

@@ -19,8 +19,7 @@ from composerlite._torch_compat import dcp_memory_format_class, dcp_storage_info
 from composerlite.checkpoint.format import INDEX
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.format.torch_reader import untrusted
-from composerlite.checkpoint.trust.trusted import RefusedError
-from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
+from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler
 from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.types import StateDict, items_of
 

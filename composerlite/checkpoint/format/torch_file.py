@@ -35,8 +35,7 @@ from composerlite._torch_compat import (
 )
 from composerlite.checkpoint.format.packing import Sink
 from composerlite.checkpoint.format.zip_file import ZipRecord, archive_bytes, data_records, laid_out, trailer
-from composerlite.checkpoint.trust.trusted import RefusedError, check_shape, is_loadable
-from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
+from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, check_shape, is_loadable
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError

@@ -19,8 +19,7 @@ from isal import isal_zlib
 
 from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.zip_file import ZipRecord, entries
-from composerlite.checkpoint.trust.trusted import RefusedError, storage_dtype
-from composerlite.checkpoint.trust.unpickler import RestrictedUnpickler
+from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, storage_dtype
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.types import Piece, batches

@@ -23,7 +23,7 @@ from composerlite.checkpoint.load.candidates import (
     quarantine_damaged,
     repair_links,
 )
-from composerlite.checkpoint.load.progress import progress_of
+from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint

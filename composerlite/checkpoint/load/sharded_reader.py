@@ -39,7 +39,7 @@ from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.record import FileRecord, Manifest
-from composerlite.checkpoint.trust.trusted import RefusedError
+from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
 from composerlite.dist import local_shard
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming

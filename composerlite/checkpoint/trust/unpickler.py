@@ -1,25 +1,459 @@
-"""An unpickler with a list of allowed calls, from :mod:`composerlite.checkpoint.trust.trusted`.
+"""An unpickler with a list of allowed calls: what may be in a checkpoint without ``trust_checkpoint=True``.
 
-Reading a pickle imports no module.
+The tables of the allowed classes and functions are above the unpickler. The functions above the tables check the
+arguments and create the values. Nothing else is called, imported or given attributes: reading a pickle imports no
+module. The size of the pickle bounds time and memory. Classes allowed by users with
+``torch.serialization.add_safe_globals`` are called as the pickle asks.
 """
 
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import io
 import math
+import pathlib
 import pickle
+import re
 import struct
+import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast, final
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from composerlite.checkpoint.trust import trusted
+from composerlite._torch_compat import (
+    negative_view,
+    storage_dtypes,
+    untyped_storage,
+    wrapper_tensor,
+)
 
+_MOST_DEPTH = 200
+_MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
+"""Limits of tuples and frozensets that are keys of dicts or items of sets: the time to hash a key is bounded."""
+_MOST_NAME_CHARACTERS = 1000
+_MOST_DIMENSIONS = 64
+_SPARE_ITEMS = 1_000_000
+"""Number of objects that a pickle of any size may create."""
+_BLOCKED = ("sys", "os", "posix", "nt", "subprocess", "builtins.eval", "builtins.exec")
+"""Modules and functions that are refused even if a user allows the names."""
+_DTYPE = re.compile(r"[<>|=]?([?bBhHiIlLqQpPefdgFDG]|[iufcb]\d{1,2}|[SU]\d{0,9})")
+
+
+class RefusedError(Exception):
+    """The pickle names a class or function outside of the allowed list.
+
+    Attributes:
+        name: the class or function, as ``module.name``.
+        allowable: true if ``torch.serialization.add_safe_globals`` can allow the class or function.
+    """
+
+    def __init__(self, name: str, *, allowable: bool) -> None:
+        super().__init__(name)
+        self.name = name
+        self.allowable = allowable
+
+
+def storage_dtype(module: str, name: str) -> torch.dtype | None:
+    """Return the type of the numbers in a storage of torch's class ``module.name``. ``None``: no class of storages."""
+    return _STORAGE_DTYPES.get(name) if module in ("torch", "torch.storage", "torch.cuda") else None
+
+
+def _user_types() -> dict[str, Any]:
+    """Return the classes and functions allowed by the user, by full name."""
+    allowed: dict[str, Any] = {}
+    for item in torch.serialization.get_safe_globals():
+        if isinstance(item, tuple):
+            thing, name = cast("tuple[Any, str]", item)
+            allowed[name] = thing
+        else:
+            allowed[f"{item.__module__}.{item.__qualname__}"] = item
+    return allowed
+
+
+def _own_enum(name: str) -> type[enum.Enum] | None:
+    """Return the enumeration of composerlite with the full name ``name``, or with this full name in Composer.
+
+    ``None``: there is no such enumeration, or its module is not imported.
+    """
+    module, _, kind = name.rpartition(".")
+    module = f"composerlite.{rest}" if (rest := module.removeprefix("composer.")) != module else module
+    is_ours = module.startswith("composerlite.") and module in sys.modules
+    found = vars(sys.modules[module]).get(kind) if is_ours else None
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
+
+
+def is_loadable(thing: Any) -> bool:
+    """Return true if checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
+    module, name = thing.__module__, thing.__qualname__
+    full = f"{module}.{name}"
+    known = full in _KNOWN or full in _user_types()
+    return known or _own_enum(full) is not None or storage_dtype(module, name) is not None
+
+
+@final
+class _Described(dict[str, Any]):
+    """An object of a class of Composer, as a dict: the class name, the arguments and the state."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Stands for an allowed function on the stack of the unpickler.
+
+    ``call`` checks the arguments, and does what the function does. It is called with the unpickler and the arguments.
+    """
+
+    call: Callable[..., Any]
+
+
+# ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _check_key(key: Any, budget: list[int], depth: int) -> None:
+    """Refuse a key of a dict, or an item of a set, that takes long to hash.
+
+    Args:
+        key: the key.
+        budget: a list with the number of parts that may follow; counted down in place.
+        depth: number of tuples and frozensets around the key.
+
+    Raises:
+        ValueError: the key has too many parts, or is nested too deeply.
+    """
+    budget[0] -= 1
+    if budget[0] < 0 or depth > _MOST_KEY_DEPTH:
+        raise ValueError("a key of many parts")
+    if isinstance(key, tuple | frozenset):
+        for part in cast("Iterable[Any]", key):
+            _check_key(part, budget, depth + 1)
+
+
+def _check_counts(shape: Any) -> None:
+    """Refuse a shape or strides that are no tuple of whole numbers from 0 to 2**62 - 1. Raises ValueError."""
+    if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+        raise ValueError(f"{_short(shape)} is no shape")
+
+
+def _check_numbers(dtype: Any, raw: Any, count: int) -> None:
+    """Check that ``raw`` is ``count`` numbers or texts of ``dtype``, and that ``dtype`` has no object references."""
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(raw) not in (bytes, bytearray):
+        raise ValueError(f"{_short(raw)} as numbers of {_short(dtype)}")
+    if count * dtype.itemsize != len(raw):
+        raise ValueError(f"{count} numbers of {dtype} in {len(raw)} bytes")
+
+
+def check_shape(contents: Any, size_bytes: int) -> None:
+    """Refuse contents with cycles, great depth, or exponentially repeated references.
+
+    Args:
+        contents: the loaded contents of a pickle.
+        size_bytes: size of the pickle.
+
+    Raises:
+        ValueError: a walk over the contents would take too long.
+    """
+    most = 4 * size_bytes + _SPARE_ITEMS
+    sizes: dict[int, tuple[int, int]] = {}  # items and depth of each container
+
+    def visit(node: Any, depth: int) -> tuple[int, int]:
+        known = sizes.get(id(node))
+        if known is not None:
+            return known
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"its contents are nested more than {_MOST_DEPTH} deep, or hold themselves")
+        size, below = 1, 0
+        for child in cast("Iterable[Any]", node.values() if isinstance(node, dict) else node):
+            size += 1
+            if isinstance(child, _CONTAINERS):
+                inner_size, inner_below = visit(child, depth + 1)
+                size, below = size + inner_size, max(below, inner_below + 1)
+        if size > most or depth + below > _MOST_DEPTH:
+            raise ValueError("its contents unfold to many times their size")
+        sizes[id(node)] = size, below
+        return size, below
+
+    if isinstance(contents, _CONTAINERS):
+        visit(contents, 0)
+
+
+def _short(value: object) -> str:
+    """Return a text of bounded length for a value of a pickle."""
+    if isinstance(value, Exception):
+        return f"{type(value).__name__}: {str(value)[:200]}"
+    if isinstance(value, int):
+        return hex(value)[:40]
+    return repr(value)[:80] if isinstance(value, str | bytes | float | None) else f"a {type(value).__name__}"
+
+
+# ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
+def _set_attributes(target: Any, state: Any) -> None:
+    """Set the attributes in ``state``, a dict, or a tuple of two dicts. Names of attributes of the class are refused.
+
+    So no method of the class can be replaced.
+
+    Raises:
+        ValueError: a name is refused.
+    """
+    parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
+    for part in cast("tuple[Any, ...]", parts):
+        for name, value in (part or {}).items():
+            if type(name) is not str or not name.isidentifier() or hasattr(type(target), name):
+                raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
+            setattr(target, name, value)
+
+
+def _restore(target: Any, state: Any) -> None:
+    """Restore an object of a class allowed by the user, as pickle does."""
+    own = getattr(type(target), "__setstate__", None)
+    if own is not None and own is not Tensor.__setstate__:  # the method of tensors is for files of older torch
+        target.__setstate__(state)
+        return
+    parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state, None)
+    attributes, slots = cast("tuple[Any, Any]", parts)
+    if attributes:
+        target.__dict__.update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+def _set_byte_order(dtype: np.dtype[Any], state: Any) -> None:
+    """Give ``dtype``, a new object, the byte order in ``state``, a tuple as numpy pickles it. Other state is refused.
+
+    numpy's ``__setstate__`` checks nothing: with another size, arrays of this dtype would reach beyond their memory.
+
+    Raises:
+        RefusedError: the dtype has fields, a shape or another property that is not allowed.
+    """
+    order, *rest, size, alignment, _ = state[1:]
+    is_same = rest == [None, None, None] and (size, alignment) in ((-1, -1), (dtype.itemsize, dtype.alignment))
+    if dtype.kind in "mMV" or not is_same or order not in ("<", ">", "|", "="):
+        raise RefusedError(f"numpy.dtype({dtype})", allowable=False)
+    if order in "<>" and dtype.byteorder != "|":
+        cast("Any", dtype).__setstate__((3, order, None, None, None, dtype.itemsize, dtype.alignment, dtype.flags))
+
+
+# ── how objects are created. ``own`` is the RestrictedUnpickler ────────────────────────────────────────────────
+def _bytes(own: Any, data: Any = b"", encoding: Any = "latin1") -> bytes:
+    """Return bytes. Protocol 2 writes bytes as text. A number is refused: ``bytes(n)`` allocates n bytes."""
+    if type(data) not in (str, bytes) or encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"bytes from {type(data).__name__} with {_short(encoding)}")
+    return data.encode("latin-1") if type(data) is str else data
+
+
+def _defaultdict(own: Any, factory: Any = None, items: Any = None) -> collections.defaultdict[Any, Any]:
+    is_class = isinstance(factory, type) and (factory in _FACTORIES or own.is_users(factory))
+    if not (factory is None or is_class) or not (items is None or own.is_dict(items)):
+        raise ValueError("a defaultdict that calls something else than a class, or of no dict")
+    return collections.defaultdict(cast("Any", factory), items or {})
+
+
+def _ordered_dict(own: Any, items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    pairs = list(items.items()) if own.is_dict(items) else [(key, value) for key, value in items]
+    own.keys([key for key, _ in pairs])
+    return collections.OrderedDict(pairs)
+
+
+def _enum_member(own: Any, kind: Any, name: Any) -> Any:
+    """Return ``getattr(Color, 'RED')`` for a member of an enumeration, the form of Python 3.11."""
+    allowed = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    if not allowed or type(name) is not str or name not in kind.__members__:
+        raise RefusedError("builtins.getattr", allowable=False)
+    return kind.__members__[name]
+
+
+def _dtype(own: Any, text: Any, *_: Any) -> np.dtype[Any]:
+    if type(text) is not str or _DTYPE.fullmatch(text) is None:
+        raise RefusedError(f"numpy.dtype({str(text)[:40]!r})", allowable=False)
+    return np.dtype(text, copy=True)  # a shared object would get the byte order
+
+
+def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> np.ndarray[Any, Any]:
+    _check_counts(shape)
+    _check_numbers(dtype, data, math.prod(shape))
+    own.charge(math.prod(shape))
+    return np.frombuffer(data, dtype, math.prod(shape)).reshape(shape, order=order).copy(order)
+
+
+def _empty_array(own: Any, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
+    """Return an empty array. The unpickler fills the array once."""
+    if kind is not np.ndarray or shape != (0,):
+        raise ValueError("an array in a form that numpy does not write")
+    array = np.empty(0, np.int8)
+    own.fresh_arrays[id(array)] = array
+    return array
+
+
+def _scalar(own: Any, dtype: Any, data: Any) -> Any:
+    _check_numbers(dtype, data, 1)
+    return np.frombuffer(data, dtype)[0]
+
+
+def _tensor(
+    own: Any, storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *rest: Any
+) -> Tensor:
+    """Return a dense tensor with the type of the storage. ``rest``: hooks, metadata."""
+    return _tensor_v3(own, storage, offset, shape, stride, requires_grad, None, storage.dtype, *rest[1:])
+
+
+def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
+    """Return a dense tensor of any type, within its storage. ``rest``: requires_grad, hooks, type, metadata."""
+    requires_grad, _, dtype, *metadata = rest
+    if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or offset < 0:
+        raise ValueError(f"a tensor in {type(storage).__name__} at {_short(offset)}")
+    _check_counts(shape)
+    _check_counts(stride)
+    if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
+    items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    untyped = untyped_storage(storage)
+    have = untyped.nbytes()
+    if (offset + items) * dtype.itemsize > have or math.prod(shape) >= 1 << 62:
+        raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
+    made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
+    if requires_grad:
+        made.requires_grad_(True)
+    for name, value in (metadata[0] if metadata and metadata[0] else {}).items():
+        if name == "conj" and value is True:
+            made = made.conj()
+        elif name == "neg" and value is True:
+            made = negative_view(made)
+    return made
+
+
+def _sparse(own: Any, layout: Any, data: Any) -> Tensor:
+    """Return a sparse tensor. Indices outside of the shape are refused."""
+    own.read_now()
+    with torch.sparse.check_sparse_tensor_invariants():
+        if layout is torch.sparse_coo:
+            indices, values, shape, *coalesced = data
+            return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced[0] if coalesced else None)
+        return torch.sparse_compressed_tensor(*data, layout=layout)
+
+
+def _parameter(own: Any, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> nn.Parameter:
+    made = nn.Parameter(data, bool(requires_grad))
+    if state is not None:
+        _set_attributes(made, state)
+    return made
+
+
+def _with_type(own: Any, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Return a tensor with attributes, or of a class allowed by the user."""
+    made = own.make(arguments, make)
+    if not isinstance(made, Tensor):
+        raise ValueError("attributes of what is no tensor")
+    if type(made) is not kind:
+        if not own.is_users(kind):
+            raise RefusedError(getattr(kind, "__qualname__", "?"), allowable=True)
+        made = made.as_subclass(kind)
+    (_restore if own.is_users(kind) else _set_attributes)(made, state)
+    return made
+
+
+def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: Any) -> Any:
+    """Return a tensor of a class allowed by the user. The numbers are in attributes of the tensor.
+
+    ``rest``: offset, layout, device, requires_grad.
+    """
+    if not own.is_users(kind):
+        name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '?')}"
+        raise RefusedError(name, allowable=True)
+    offset, layout, _, requires_grad = rest
+    _check_counts(shape)
+    _check_counts(stride)
+    how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
+    return wrapper_tensor(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))
+
+
+# ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
+_OF_COMPOSER = ("composer.", "torchmetrics.")
+"""Beginnings of the names of Composer's classes. Their objects become ``_Described``."""
+_CONTAINERS = (dict, list, tuple, collections.deque)
+_DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *_DICTS}
+_FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *_DICTS, collections.deque)
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
+
+_SCALARS = {int, float, bool, str, bytes, type(None)}
+_TIMES = {*_SCALARS, datetime.timedelta, datetime.timezone}
+_CLASSES: dict[type, set[type]] = {
+    datetime.timedelta: _TIMES,
+    datetime.datetime: _TIMES,
+    datetime.date: _TIMES,
+    datetime.time: _TIMES,
+    pathlib.PosixPath: {str},
+    pathlib.PurePosixPath: {str},
+    TorchVersion: {str},
+    collections.Counter: {dict, type(None)},
+    collections.deque: {list, tuple, int, type(None)},
+    complex: {int, float},
+    datetime.timezone: {datetime.timedelta, str},
+    slice: _SCALARS,
+    torch.Size: {tuple, list},
+    torch.device: {str, int},
+}
+"""Allowed types of arguments, by class. The class itself is called."""
+_MAKERS: dict[type, Callable[..., Any]] = {
+    set: lambda own, *items: set(own.keys(*items)),
+    frozenset: lambda own, *items: frozenset(own.keys(*items)),
+    bytes: _bytes,
+    bytearray: lambda own, *arguments: bytearray(_bytes(own, *arguments)),
+    collections.defaultdict: _defaultdict,
+    collections.OrderedDict: _ordered_dict,
+    np.dtype: _dtype,
+}
+"""Functions that create an instance, by class."""
+_NAMED: dict[str, Any] = {
+    **{f"builtins.{kind.__name__}": kind for kind in (list, dict, set, int, float, str, bool, tuple)},
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_CLASSES, *_MAKERS)},
+    "builtins.long": int,  # the names of protocol 2
+    "builtins.unicode": str,
+    "torch.nn.parameter.Parameter": nn.Parameter,
+    "torch.Tensor": Tensor,
+    "torch._tensor.Tensor": Tensor,
+    "numpy.ndarray": np.ndarray,
+    # Python 3.13 calls the module pathlib._local. Every version of Python reads the files of all versions.
+    **{f"{module}.{kind.__name__}": kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
+}
+"""Allowed classes, by full name."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_codecs.encode": _bytes,
+    "builtins.getattr": _enum_member,
+    **{f"numpy.{core}.multiarray._reconstruct": _empty_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _array for core in ("core", "_core")},
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_type,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch.serialization._get_layout": lambda own, name: _LAYOUTS[name],
+}
+"""Allowed functions, by full name."""
+_CONSTANTS = {
+    str(value): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype | torch.qscheme | torch.layout | torch.memory_format)
+}
+_LAYOUTS = {str(value): value for value in _CONSTANTS.values() if isinstance(value, torch.layout)}
+_KNOWN: dict[str, Any] = {**_CONSTANTS, **_NAMED, **{name: _Maker(call) for name, call in _FUNCTIONS.items()}}
+_STORAGE_DTYPES = {"UntypedStorage": torch.uint8} | {
+    name: dtype
+    for name, dtype in storage_dtypes().items()
+    if dtype not in (torch.quint4x2, torch.quint2x4)  # several numbers in a byte: no size can be checked
+}
+
+
+# ── the unpickler ────────────────────────────────────────────────────────────────────────────────────────────────────
 _MALFORMED = (
     *(struct.error, pickle.UnpicklingError, IndexError, KeyError, TypeError, ValueError, AttributeError),
     *(OverflowError, RuntimeError),
@@ -65,8 +499,8 @@ class RestrictedUnpickler(_PYTHONS):
         self._size_bytes = len(data)
         super().__init__(self._file)
         self.persistent_load, self.read_now = persistent_load, read_now
-        self._budget = 8 * len(data) + trusted.SPARE_ITEMS
-        self._user = {**trusted.user_types(), **(types or {})}
+        self._budget = 8 * len(data) + _SPARE_ITEMS
+        self._user = {**_user_types(), **(types or {})}
         self._user_ids = {id(thing) for thing in self._user.values()}
         self.fresh_arrays: dict[int, Any] = {}
 
@@ -87,25 +521,27 @@ class RestrictedUnpickler(_PYTHONS):
             contents = self.stack.pop()
         except _MALFORMED as e:
             at = f"byte {self._file.tell()} of {self._size_bytes}"
-            raise ValueError(f"its pickle is malformed at {at}: {trusted.short(e)}") from e
-        trusted.check_shape(contents, self._size_bytes)
+            raise ValueError(f"its pickle is malformed at {at}: {_short(e)}") from e
+        check_shape(contents, self._size_bytes)
         return contents
 
-    # ── what the functions of ``trusted`` need ───────────────────────────────────────────────────────────────────────
+    # ── what the functions above need ───────────────────────────────────────────────────────────────────────
     def is_users(self, kind: Any) -> bool:
         """Return true if the class ``kind`` is allowed by the user, or is in ``types``."""
         return id(kind) in self._user_ids
 
     def is_dict(self, target: Any) -> bool:
         """Return true if ``target`` is a dict in which the pickle may set keys."""
-        return type(target) in trusted.DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
+        return type(target) in _DICTS or (isinstance(target, dict) and self.is_users(type(target)))  # pyright: ignore[reportUnknownArgumentType]
 
-    def keys(self, items: list[Any]) -> list[Any]:
-        """Return ``items``, after a check that the time to hash each item is bounded. Raises ValueError."""
-        for item in items:
+    def keys(self, items: Any = ()) -> list[Any]:
+        """Return ``items`` as a list, after a check that the time to hash each item is bounded. Raises ValueError."""
+        if type(items) not in _SIZED:
+            raise ValueError(f"items that are {type(items).__name__}")
+        for item in (keys := list(items)):
             if type(item) is not str:
-                trusted.check_key(item, [trusted.MOST_KEY_PARTS], 0)
-        return items
+                _check_key(item, [_MOST_KEY_PARTS], 0)
+        return keys
 
     def charge(self, items: int) -> None:
         """Count ``items`` created objects or bytes.
@@ -126,15 +562,15 @@ class RestrictedUnpickler(_PYTHONS):
         """
         if type(arguments) is not tuple:
             raise ValueError(f"arguments that are {type(arguments).__name__}")
-        self.charge(sum(len(value) for value in arguments if type(value) in trusted.SIZED))
-        if type(kind) is trusted.Maker:
+        self.charge(sum(len(value) for value in arguments if type(value) in _SIZED))
+        if type(kind) is _Maker:
             return kind.call(self, *arguments)
         if isinstance(kind, type):
-            if (takes := trusted.CLASSES.get(kind)) is not None:
+            if (takes := _CLASSES.get(kind)) is not None:
                 if not all(type(value) in takes for value in arguments):
-                    raise ValueError(f"{kind.__name__} of {', '.join(map(trusted.short, arguments))}")
+                    raise ValueError(f"{kind.__name__} of {', '.join(map(_short, arguments))}")
                 return kind(*arguments)
-            if (maker := trusted.MAKERS.get(kind)) is not None:
+            if (maker := _MAKERS.get(kind)) is not None:
                 return maker(self, *arguments)
             if issubclass(kind, enum.Enum):
                 (value,) = arguments
@@ -142,9 +578,7 @@ class RestrictedUnpickler(_PYTHONS):
         if id(kind) in self._user_ids:
             return kind(*arguments)
         if isinstance(kind, type):
-            raise trusted.RefusedError(
-                f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in trusted.NAMED.values()
-            )
+            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in _NAMED.values())
         raise ValueError(f"a call of {type(kind).__name__}")
 
     # ── operations of pickles ────────────────────────────────────────────────────────────────────────────────────────
@@ -158,25 +592,25 @@ class RestrictedUnpickler(_PYTHONS):
             RefusedError: the class or function is not allowed.
             ValueError: the name is too long.
         """
-        if len(module) + len(name) > trusted.MOST_NAME_CHARACTERS:
+        if len(module) + len(name) > _MOST_NAME_CHARACTERS:
             raise ValueError(f"a name of {len(module) + len(name)} characters")
         if f"{module}.{name}" not in self._user:  # protocol 2 has the names of Python 2, such as xrange
             module, name = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
         full = f"{module}.{name}"
-        if module in trusted.BLOCKED or full in trusted.BLOCKED:
-            raise trusted.RefusedError(full, allowable=False)
-        if (dtype := trusted.storage_dtype(module, name)) is not None:
+        if module in _BLOCKED or full in _BLOCKED:
+            raise RefusedError(full, allowable=False)
+        if (dtype := storage_dtype(module, name)) is not None:
             return dtype
-        if full in trusted.KNOWN:
-            return trusted.KNOWN[full]
+        if full in _KNOWN:
+            return _KNOWN[full]
         if full in self._user:
             self.read_now()  # the user's code may read the numbers of tensors
             return self._user[full]
-        if (own := trusted.own_enum(full)) is not None:
+        if (own := _own_enum(full)) is not None:
             return own
-        if full.startswith(trusted.OF_COMPOSER):
-            return trusted.Maker(lambda _, *arguments: trusted.Described({"class": full, "arguments": arguments}))
-        raise trusted.RefusedError(full, allowable=True)
+        if full.startswith(_OF_COMPOSER):
+            return _Maker(lambda _, *arguments: _Described({"class": full, "arguments": arguments}))
+        raise RefusedError(full, allowable=True)
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -218,23 +652,23 @@ class RestrictedUnpickler(_PYTHONS):
         state, target = self.stack.pop(), self.stack[-1]
         kind = type(target)
         if isinstance(target, np.dtype):
-            trusted.set_byte_order(target, state)
+            _set_byte_order(target, state)
         elif kind is np.ndarray:
             if self.fresh_arrays.pop(id(target), None) is None:
                 raise ValueError("the state of an array that has one")
             _, shape, dtype, _, raw = state
-            trusted.check_counts(shape)
-            trusted.check_numbers(dtype, raw, math.prod(shape))
+            _check_counts(shape)
+            _check_numbers(dtype, raw, math.prod(shape))
             self.charge(max(len(raw), math.prod(shape)))
             target.__setstate__(state)
         elif kind in (collections.OrderedDict, TorchVersion):
-            trusted.set_attributes(target, state)
+            _set_attributes(target, state)
         elif self.is_users(kind):
-            trusted.restore(target, state)
-        elif kind is trusted.Described:
+            _restore(target, state)
+        elif kind is _Described:
             target["state"] = state
         else:
-            raise trusted.RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
+            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
 
     _STEPS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
         **{code: _PYTHONS.dispatch[code[0]] for code in _MOVES},

@@ -33,8 +33,8 @@ _CACHESTAT = 451  # number of the system call, on all processors
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
-UNIT_BYTES = 4 << 20  # size of a job of a thread, unless a chunk is larger
-_DIRECT_THREADS = 4  # additional threads for O_DIRECT, which mostly wait for the disk
+UNIT_BYTES = 1 << 20  # size of a job of a thread, unless a chunk is larger: stays in the cache of the processor
+_DIRECT_THREADS = 6  # additional threads for O_DIRECT, which mostly wait for the disk
 
 Unit = tuple[int, int]
 """A part of a file: offsets of the beginning and the end."""
@@ -146,7 +146,7 @@ class ParallelReader(Closing):
     Args:
         path: the file.
         digest: expected digest, see :class:`FileDigest`; ``None``: nothing is verified.
-        threads: number of reading threads, the calling thread included. Reads with O_DIRECT use four more.
+        threads: number of reading threads, the calling thread included. Reads with O_DIRECT use six more.
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.
