@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.load.resolve import progress_of
-from composerlite.checkpoint.place.place import Place, set_link
+from composerlite.checkpoint.place.place import Place, progress_of, set_link
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, checkpoint_at, newest, survey

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from composerlite.checkpoint.load.resolve import progress_of
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import Place, progress_of
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
 from composerlite.cli import options

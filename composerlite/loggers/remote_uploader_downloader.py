@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.checkpoint.load.resolve import download_bar
+from composerlite.checkpoint.place.place import download_bar
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, checked_arguments

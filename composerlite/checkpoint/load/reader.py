@@ -15,10 +15,9 @@ from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFi
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.load.resolve import progress_of
 from composerlite.checkpoint.place.catalog import Catalog, record_in
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import OnBytes
+from composerlite.checkpoint.place.place import OnBytes, progress_of
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import (
     CheckpointNotFoundError,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, final
 
@@ -26,7 +25,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, download_bar, progress_of
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     ObjectStore,
@@ -41,8 +40,6 @@ from composerlite.storage.disk.files import replace_symlink
 from composerlite.storage.uri import download_url
 
 _MOST_LINKS = 8
-_LARGE_BYTES = 1 << 28
-"""Size from which a progress bar is shown."""
 
 
 @final
@@ -400,42 +397,3 @@ def _download(place: Place, name: str, folder: Path, progress_bar: bool) -> Path
     with progress_of("downloading a checkpoint", place.size(name), progress_bar) as progress:
         place.fetch(name, folder / name, None if record is None else record.files[0].digest, progress)
     return folder / name
-
-
-# ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
-@contextlib.contextmanager
-def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
-    """Show a bar for ``total_bytes`` as :func:`download_bar` does, with ``what`` as its text.
-
-    Yields a callback for one thread, to be called with the number of bytes since the last call.
-    """
-    done = 0
-    with download_bar(wanted, what) as update:
-
-        def progress(size: int) -> None:
-            nonlocal done
-            done += size
-            update(done, total_bytes)
-
-        yield progress
-
-
-@contextlib.contextmanager
-def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
-    """Show a progress bar on a terminal if it is ``wanted``, and the total is 256 MiB or more.
-
-    Yields a callback for one thread, to be called with (bytes received so far, total bytes).
-    """
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, visible=False)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=total >= _LARGE_BYTES)
-
-        yield update

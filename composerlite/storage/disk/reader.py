@@ -370,8 +370,9 @@ class ParallelReader(Closing):
         while left:
             count = os.preadv(self._buffered, left, position)
             if not count:
+                end = os.fstat(self._buffered).st_size
                 raise CorruptCheckpointError(
-                    f"{str(self._path)!r} ends at byte {position}: it became shorter while it was read."
+                    f"{str(self._path)!r} ends at byte {end}: it became shorter while it was read."
                 )
             position += count
             while left and count >= len(left[0]):
