@@ -336,13 +336,13 @@ class RestorePlan:
     contents: StateDict = field(default_factory=dict[str, Any], init=False)
     verified: Mapping[str, Collection[int]] = field(default_factory=dict[str, Collection[int]], init=False)
 
-    def wanted(self, contents: Any) -> StateDict:
-        """Select the parts of ``contents``, from any program, to load. Values of tensors are not used.
+    def matched(self, contents: Any) -> tuple[StateDict, StateDict]:
+        """Return the parts of ``contents``, from any program, to load, and the live tensors to load these parts into.
 
-        ``weights_only`` is set if ``contents`` has nothing but weights.
+        Values of tensors are not used. ``weights_only`` is set if ``contents`` has nothing but weights.
 
         Raises:
-            IncompatibleCheckpointError: ``contents`` are no checkpoint.
+            IncompatibleCheckpointError: ``contents`` are no checkpoint, or do not fit.
             ConfigError: ``key_map`` names a missing key.
         """
         metadata = contents["state"].get("metadata") if is_of_a_run(contents) else None
@@ -368,14 +368,10 @@ class RestorePlan:
             contents = in_current_form(contents, source=self.source, weights_only=self.weights_only)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
         contents = without(contents, self.ignore_keys)
-        state = contents.get("state", {})
+        wanted: StateDict = {"state": contents.get("state", {}), "rng": contents.get("rng")}
         if self.weights_only:
-            return {"state": {key: value for key, value in state.items() if key in WEIGHTS_ONLY}}
-        return {"state": state, "rng": contents.get("rng")}
-
-    def places(self, wanted: StateDict) -> StateDict:
-        """Return the live tensors to load ``wanted`` into. Raises IncompatibleCheckpointError if ``wanted`` misfits."""
-        return {"state": self.state.places_for(wanted["state"], **self._how)}
+            wanted = {"state": {key: value for key, value in wanted["state"].items() if key in WEIGHTS_ONLY}}
+        return wanted, {"state": self.state.places_for(wanted["state"], **self._how)}
 
     @property
     def _how(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.place import Place, progress_of, set_link
+from composerlite.checkpoint.place.place import Place, set_link
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, checkpoint_at, newest, survey
@@ -15,6 +15,7 @@ from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
 from composerlite.storage import is_uri
+from composerlite.storage.progress import progress_of
 
 _names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' names them; the newest if none is given.")
 _everything = click.option("--all", "everything", is_flag=True, help="All that are committed.")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from composerlite.checkpoint.place.place import Place, progress_of
+from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.pointing import place_at, pointed
 from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
 from composerlite.cli import options
@@ -24,6 +24,7 @@ from composerlite.errors import (
     bytes_text,
     did_you_mean,
 )
+from composerlite.storage.progress import progress_of
 
 _FAULTS_SHOWN = 3
 _COLUMNS = ("name", "run", "epoch", "batch", "sample", "saved", "size", "kind", "ranks", "metrics", "where", "state")

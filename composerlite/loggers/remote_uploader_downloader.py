@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.checkpoint.place.place import download_bar
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError, checked_arguments
@@ -22,6 +21,7 @@ from composerlite.storage import (
     open_store,
     parse_uri,
 )
+from composerlite.storage.progress import download_bar
 from composerlite.storage.workers import StagedFiles
 
 log = logging.getLogger(__name__)

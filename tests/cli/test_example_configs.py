@@ -120,7 +120,7 @@ def test_the_digits_go_on_from_the_bucket_on_another_machine(
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     bucket = s3_server.new_bucket()
     environment = {**s3_server.environment, "BUCKET": bucket, "RUN_NAME": "night"}
-    arguments = ["configs/digits-s3.yaml", "max_duration=4ep", "save_interval=8ba", "eval_interval=0"]
+    arguments = ["configs/digits-s3.yaml", "max_duration=12ep", "save_interval=8ba", "eval_interval=0"]
     killed = start(composerlite, *arguments, f"save_staging_folder={tmp_path}/a", environment=environment)
     with closing(s3_server.client()) as client:
         end = time.monotonic() + SECONDS
@@ -134,11 +134,11 @@ def test_the_digits_go_on_from_the_bucket_on_another_machine(
 
     said = ended(start(composerlite, *arguments, f"save_staging_folder={tmp_path}/b", environment=environment))
     assert f"checkpoints: s3://{bucket}/night (each 8ba)" in said
-    assert "run night ended at epoch 4, batch 92: " in said
-    assert int(re.search(r"run night: from batch (\d+) until 4ep", said)[1]) >= 8
+    assert "run night ended at epoch 12, batch 276: " in said
+    assert int(re.search(r"run night: from batch (\d+) until 12ep", said)[1]) >= 8
     with open_store(f"s3://{bucket}", **s3_server.store_kwargs) as store, Transfer(store) as transfer:
         batches = [manifest.batch for manifest in Catalog(Bucket(transfer, "night")).manifests()]
-    assert batches[-1] == 92
+    assert batches[-1] == 276
     assert len(batches) == 3, "save_num_remote_checkpoints_to_keep"
 
     report = [*composerlite, "report", f"s3://{bucket}/night", "--json"]

@@ -190,6 +190,5 @@ class _Load:
         """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""
         contents = self._of_first(archive, STATES)
         with self.group.all_or_none("comparing the checkpoint with the run"):
-            wanted = self.plan.wanted(contents)
-            self.plan.places(wanted)
+            wanted, _ = self.plan.matched(contents)
         return wanted

@@ -17,7 +17,7 @@ from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, 
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.place.catalog import Catalog, record_in
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import OnBytes, progress_of
+from composerlite.checkpoint.place.place import OnBytes
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import (
     CheckpointNotFoundError,
@@ -26,6 +26,7 @@ from composerlite.errors import (
     UntrustedCheckpointError,
 )
 from composerlite.storage import ParallelReader
+from composerlite.storage.progress import progress_of
 from composerlite.types import Piece
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Place, download_bar, progress_of
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Place
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     ObjectStore,
@@ -37,6 +37,7 @@ from composerlite.storage import (
     without_secrets,
 )
 from composerlite.storage.disk.files import replace_symlink
+from composerlite.storage.progress import download_bar, progress_of
 from composerlite.storage.uri import download_url
 
 _MOST_LINKS = 8

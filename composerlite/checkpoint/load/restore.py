@@ -164,8 +164,7 @@ def read_in_place(
         opening = opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name)
         with opening as file:
             with dist.get_group().all_or_none("comparing the checkpoint with the run"):
-                wanted = plan.wanted(file.contents)
-                live = plan.places(wanted)
+                wanted, live = plan.matched(file.contents)
             file.contents, addresses, sieves = placed(wanted, live, file.unread(), file.ring)
             del wanted  # what nothing refers to is not read
             naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())

@@ -27,11 +27,11 @@ from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.place.place import progress_of
 from composerlite.checkpoint.record.attempts import continued, highest_attempt, new_attempt
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.storage import ObjectStore, verify_file, without_secrets
+from composerlite.storage.progress import progress_of
 from composerlite.types import Lineage
 
 log = logging.getLogger(__name__)

@@ -83,8 +83,8 @@ def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, step: StepFol
     values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
     with group.all_or_none("comparing the checkpoint with the run"):
         held = nested(metadata, "", list(stored), {**values, **tensors})
-        wanted = plan.wanted(as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held)
-        live = plan.places(wanted)
+        whole = as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held
+        wanted, live = plan.matched(whole)
     targets: dict[str, Tensor] = {}
     wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
     fetch_from_nodes(reader, targets, plan.source)

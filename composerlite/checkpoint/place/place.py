@@ -1,4 +1,4 @@
-"""Place: the interface of a folder of this machine, and of the objects of a bucket below a prefix; progress bars.
+"""Place: the interface of a folder of this machine, and of the objects of a bucket below a prefix.
 
 Nothing here imports torch, which a listing does not need.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -29,8 +28,6 @@ LINK_SUFFIX = ".symlink"
 """Suffix of an object that is a link in a bucket."""
 _REQUESTS = 16
 """Number of small objects that are read from a bucket at the same time."""
-_LARGE_BYTES = 1 << 28
-"""Size from which a progress bar is shown."""
 T = TypeVar("T")
 R = TypeVar("R")
 OnBytes = Callable[[int], object]
@@ -301,42 +298,3 @@ def check_name(place: Place, name: str) -> None:
         new_name(name, on_disk=place.path_of(name) is not None)
     except ValueError as e:
         raise ConfigError(f"{place.uri(name)!r}: {e}. Give another name.") from e
-
-
-# ── progress bars ────────────────────────────────────────────────────────────────────────────────────────────────────
-@contextlib.contextmanager
-def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[OnBytes]:
-    """Show a bar for ``total_bytes`` as :func:`download_bar` does, with ``what`` as its text.
-
-    Yields a callback for one thread, to be called with the number of bytes since the last call.
-    """
-    done = 0
-    with download_bar(wanted, what) as update:
-
-        def progress(size: int) -> None:
-            nonlocal done
-            done += size
-            update(done, total_bytes)
-
-        yield progress
-
-
-@contextlib.contextmanager
-def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
-    """Show a progress bar on a terminal if it is ``wanted``, and the total is 256 MiB or more.
-
-    Yields a callback for one thread, to be called with (bytes received so far, total bytes).
-    """
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, visible=False)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=total >= _LARGE_BYTES)
-
-        yield update

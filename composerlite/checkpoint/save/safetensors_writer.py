@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -29,7 +29,7 @@ from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.sharded_plan import RankState, merge_pieces
 from composerlite.errors import ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, StreamWriter, chunk_bytes_for
-from composerlite.types import StateDict
+from composerlite.types import StateDict, batches
 
 log = logging.getLogger(__name__)
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -83,7 +83,11 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
         owner = min({rank for rank, _ in parts[entry.name]}, key=lambda rank: (loads[rank], rank))
         owned[owner].append(entry)
         loads[owner] += entry.size_bytes
-    files = [(owner, laid_out(group)) for owner, tensors in enumerate(owned) for group in _cut(tensors, largest_bytes)]
+    files = [
+        (owner, laid_out(group))
+        for owner, tensors in enumerate(owned)
+        for group in batches(tensors, largest_bytes, lambda entry: entry.size_bytes)
+    ]
     shares = [_Share(handle) for _ in tables]
     places: dict[str, str] = {}
     received = [0] * len(tables)  # number of tensors so far
@@ -105,19 +109,6 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
     total = {"total_size": sum(entry.size_bytes for entry in entries.values())}
     shares[0].index = json.dumps({"metadata": total, "weight_map": places}, indent=1, sort_keys=True).encode()
     return shares
-
-
-def _cut(entries: Sequence[TensorEntry], largest_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Yield the tensors of each file: at most ``largest_bytes``, unless a file has one tensor."""
-    group, size = list[TensorEntry](), 0
-    for entry in entries:
-        if group and size + entry.size_bytes > largest_bytes:
-            yield group
-            group, size = [], 0
-        group.append(entry)
-        size += entry.size_bytes
-    if group:
-        yield group
 
 
 def most_chunks(size_bytes: int, tensors: int) -> int:
