@@ -126,6 +126,11 @@ CODE = {
         *(tensor(), P.NEWFALSE, call("collections.OrderedDict")),
         P.EMPTY_DICT + text("copy_") + b"cposix\nsystem\n" + P.SETITEM,
     ),
+    "memory that numpy would read": lambda made: call(
+        "torch._utils._rebuild_parameter_with_state",
+        *(tensor(), P.NEWFALSE, call("collections.OrderedDict")),
+        P.EMPTY_DICT + text("__array_interface__") + P.EMPTY_DICT + P.SETITEM,
+    ),
     "methods of a dict": lambda made: (
         call("collections.OrderedDict") + P.EMPTY_DICT + text("items") + b"cbuiltins\nlist\n" + P.SETITEM + P.BUILD
     ),
@@ -249,6 +254,15 @@ TENSORS: dict[str, bytes] = {
         "torch._utils._rebuild_sparse_tensor",
         call("torch.serialization._get_layout", text("torch.sparse_coo")),
         P.MARK + tensor(key="1", kind="LongStorage", shape=(1, 4)) + tensor() + numbers(2) + P.TUPLE,
+    ),
+    "sparse, of lists that may hold others many times": call(
+        "torch._utils._rebuild_sparse_tensor",
+        call("torch.serialization._get_layout", text("torch.sparse_coo")),
+        P.MARK
+        + (P.EMPTY_LIST + (P.EMPTY_LIST + integer(0) + P.APPEND) + P.APPEND)
+        + (P.EMPTY_LIST + integer(1) + P.APPEND)
+        + numbers(2)
+        + P.TUPLE,
     ),
     "nested, beyond its memory": call("torch._utils._rebuild_nested_tensor", tensor(), tensor(), tensor(), tensor()),
 }

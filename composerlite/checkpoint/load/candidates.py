@@ -79,12 +79,13 @@ class Listing:
     """The checkpoints of a run.
 
     Attributes:
-        known: all checkpoints of the run, of every kind and attempt.
+        known: all checkpoints of the run, of every kind and attempt; of a bucket that was not listed as a whole, the
+            latest alone.
         damaged: files in folders with names of the run, without a readable record. They are renamed once a good
             checkpoint is found, since the run will save these names again.
         unusable: other files with names of the run and without a readable record. They stay, and may be newer
             checkpoints.
-        is_complete: every bucket was listed as a whole.
+        is_complete: all records of every bucket were read.
     """
 
     known: list[Candidate] = field(default_factory=list[Candidate])
@@ -141,8 +142,8 @@ def list_checkpoints(
 def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     """Return the latest checkpoint of a run in a bucket; ``None``: the bucket must be listed as a whole.
 
-    The link leads to an older one after a kill between a commit and the move of the link, and if the run had other
-    names in between. So the records of files that were written later are read, too.
+    The link leads to an older checkpoint after a kill between a commit and the move of the link, or if the user changed
+    the names of the checkpoints and changed them back. So the records of files that were written later are read, too.
     """
     catalog = bucket.catalog
     latest = None if bucket.link is None else catalog.latest(bucket.link, run_name)
@@ -153,8 +154,8 @@ def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
     without_record = {*later}.difference(m.deciders[0] for m in records)
     names = name_pattern(bucket.template or "", run_name)
-    has_cut = bucket.template is not None and any(names.fullmatch(path) for path in without_record)
-    return None if has_newer or has_cut or faults else latest
+    has_unrecorded = bucket.template is not None and any(names.fullmatch(path) for path in without_record)
+    return None if has_newer or has_unrecorded or faults else latest
 
 
 def newest_first(known: Sequence[Candidate]) -> list[Candidate]:

@@ -130,7 +130,7 @@ def commit_sent(
         manifest: the record for the bucket.
         decider: the deciding file, or the content.
         existing: what :func:`send_files` returned.
-        links: path of the target by full name of the link, without ``.symlink``; ``latest`` first.
+        links: path of the target by full name of the link, without ``.symlink``.
         overwrite: as for :func:`send_files`.
 
     Raises:

@@ -1,9 +1,9 @@
 """An unpickler with a list of allowed calls: what may be in a checkpoint without ``trust_checkpoint=True``.
 
 The tables of the allowed classes and functions are above the unpickler. The functions above the tables check the
-arguments and create the values. Nothing else is called, imported or given attributes: reading a pickle imports no
-module. The size of the pickle bounds time and memory. Classes allowed by users with
-``torch.serialization.add_safe_globals`` are called as the pickle asks.
+arguments and create the values. Classes allowed by users with ``torch.serialization.add_safe_globals`` are called as
+the pickle asks. Nothing else is called, imported or given attributes: reading a pickle imports no module. The size of
+the pickle bounds time and memory, except in classes of users.
 """
 
 from __future__ import annotations
@@ -193,9 +193,10 @@ def _short(value: object) -> str:
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
 def _set_attributes(target: Any, state: Any) -> None:
-    """Set the attributes in ``state``, a dict, or a tuple of two dicts. Names of attributes of the class are refused.
+    """Set the attributes in ``state``, a dict, or a tuple of two dicts.
 
-    So no method of the class can be replaced.
+    Names of attributes of the class are refused, so no method of the class can be replaced. Names that begin with two
+    underscores are refused: numpy would read any memory named by ``__array_interface__``.
 
     Raises:
         ValueError: a name is refused.
@@ -203,7 +204,8 @@ def _set_attributes(target: Any, state: Any) -> None:
     parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
     for part in cast("tuple[Any, ...]", parts):
         for name, value in (part or {}).items():
-            if type(name) is not str or not name.isidentifier() or hasattr(type(target), name):
+            is_free = type(name) is str and name.isidentifier() and not hasattr(type(target), name)
+            if not is_free or name.startswith("__"):
                 raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
             setattr(target, name, value)
 
@@ -327,8 +329,10 @@ def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *re
 
 
 def _sparse(own: Any, layout: Any, data: Any) -> Tensor:
-    """Return a sparse tensor. Indices outside of the shape are refused."""
+    """Return a sparse tensor. Indices outside of the shape are refused, and indices or values that are no tensors."""
     own.read_now()
+    if not all(isinstance(part, Tensor) for part in data[: 2 if layout is torch.sparse_coo else 3]):
+        raise ValueError("a sparse tensor of other parts than tensors")
     with torch.sparse.check_sparse_tensor_invariants():
         if layout is torch.sparse_coo:
             indices, values, shape, *coalesced = data
@@ -373,7 +377,7 @@ def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: An
 
 # ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
 _OF_COMPOSER = ("composer.", "torchmetrics.")
-"""Beginnings of the names of Composer's classes. Their objects become ``_Described``."""
+"""Beginnings of the names of classes of Composer and torchmetrics. Their objects become ``_Described``."""
 _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *_DICTS}
