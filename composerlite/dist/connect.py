@@ -184,6 +184,7 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
     if not is_initialized():
         return
     torch.distributed.destroy_process_group(group.process_group)
+    group.process_group = None
     if _owns_training_group:
         torch.distributed.destroy_process_group()
         _owns_training_group = False

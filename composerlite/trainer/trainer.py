@@ -649,6 +649,7 @@ class Trainer:
                 self.engine.close()
                 self._ranks.parallel.close()
         finally:
+            self._ranks.parallel.give_up()
             self._membership.leave()
 
     def __enter__(self) -> Trainer:

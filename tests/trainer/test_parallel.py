@@ -57,6 +57,11 @@ def test_the_losses_that_training_ends_with_are_those_of_all_ranks() -> None:
             assert losses == pytest.approx(alone)
 
 
+def test_a_closed_trainer_holds_no_connection() -> None:
+    """If it did, the process could hang when the trainer is released, after the connection was closed."""
+    assert run_ranks(parallel_ranks.close_and_hold, 2, dist_timeout=None, fresh=True) == [[], []]
+
+
 def test_what_happens_on_one_rank_holds_for_all(tmp_path: Path) -> None:
     """A stop on one rank ends all after the same batch; a loader that ends early ends the epoch for all; ranks that
     run out of memory find one microbatch size, and train as if they had not. They reduce once in a batch."""

@@ -98,7 +98,7 @@ class Parallel:
         """Reshard parameters that forward passes without a backward pass have left gathered."""
 
     def give_up(self) -> None:
-        """Release, on a rank that failed, everything on which other ranks could wait for it."""
+        """Release what holds the connection to the other ranks: on a rank that failed, and before it is closed."""
 
     def close(self) -> None:
         """Free resources when the trainer is closed, on every rank. May be called twice."""
@@ -161,7 +161,9 @@ class Replicated(Parallel):
 
     def give_up(self) -> None:
         wrapper, self._wrapper = self._wrapper, None
-        if wrapper is not None:  # an exception may hold it for long, and it would hold the connection to the others
+        # An exception may hold the wrapper for long. And if its reducer were the last to hold the process group, it
+        # would wait for the threads of the group, which wait for the interpreter lock that it holds.
+        if wrapper is not None:
             del wrapper.reducer, wrapper.logger, wrapper.process_group
 
 
