@@ -28,6 +28,7 @@ from composerlite.checkpoint.load.reader import opened, readable
 from composerlite.checkpoint.load.resolve import located
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
+from composerlite.on_demand import uncollected
 from composerlite.storage import ObjectStore, without_secrets
 from composerlite.types import StateDict, items_of, with_items
 
@@ -155,7 +156,8 @@ def read_in_place(
     Raises:
         CheckpointError: as :func:`load_checkpoint`.
     """
-    with located(name, object_store, progress_bar=progress_bar, trust=trust) as place:
+    # The garbage collector would look through all objects of the process several times while objects are created.
+    with located(name, object_store, progress_bar=progress_bar, trust=trust) as place, uncollected():
         if place.kind != "file":
             from composerlite.checkpoint.load.sharded import load_directory
 
