@@ -36,7 +36,7 @@ from composerlite.types import CheckpointNews, StateDict
 
 log = logging.getLogger(__name__)
 _LEASE_WAIT_SECONDS = 10.0
-"""Seconds to wait for another process to end, except in an autoresume of the Trainer."""
+"""Seconds to wait for the lease of another process, except in an autoresume of the Trainer."""
 _LONG_WAIT_SECONDS = 1.0
 """Shortest wait for the previous save that is logged at INFO, in seconds."""
 
@@ -221,7 +221,7 @@ class CheckpointManager:
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
             if options.replication is not None:
                 saver.where.share_key()
-            # After a removal of the folder or the bucket and a new creation the key differs.
+            # A folder or bucket that was removed and made again has another key: older copies in memory do not count.
             buckets = [publisher.bucket for publisher in saver.publishers]
             key = group.from_first("telling the folder in memory from others", lambda: saver.where.key(buckets))
             where.keep_in_memory(state, key)
@@ -312,7 +312,7 @@ class CheckpointManager:
         """
         group, state = dist.get_group(), self.state
         if self._publishing.buckets:
-            leave_by()  # clear the deadline of a cancelled shutdown
+            leave_by()  # no deadline: an earlier shutdown may have been cancelled
             if several:
                 self.where.check_remote_name()
         with group.all_or_none("looking at what checkpoints are to hold"):
@@ -434,7 +434,7 @@ class CheckpointManager:
             step: number of finished steps, in a loop without a Trainer.
             ephemeral: delete the checkpoint as soon as there is a newer checkpoint.
             metrics: numbers for the record, by name.
-            lazy: the copy may last until the next optimizer step. Nothing else may change weights before that step.
+            lazy: copying may continue until the next optimizer step. Nothing else may change weights before that step.
 
         Returns:
             The save, still in progress or finished. ``None``: the save failed, and the failure is tolerated.
@@ -456,6 +456,7 @@ class CheckpointManager:
         if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
             self.outcomes.warn_of_missing_metric(name, options.best_metric)
         overwrite = self._may_overwrite(name)
+        self._deletes = self._deletes or ephemeral
         kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
         after_commit = AfterCommit(retention=retention, is_routine=options.in_memory)
@@ -486,6 +487,7 @@ class CheckpointManager:
         self.pending = pending
         if not options.asynchronous:
             self.collect()
+            return None if self.outcomes.last_is_unconfirmed else pending
         return pending
 
     def save_after_exception(self, error: Exception) -> None:
@@ -610,7 +612,7 @@ class CheckpointManager:
             return
         outcomes = self._publishing.take_news()
         outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
-        # Besides the upload itself these are deletions from the folder. Rank 0 may name the folder otherwise.
+        # An upload may delete its checkpoint from the folder. Compare names: paths may differ between ranks.
         uploads = [one for one in outcomes if one.work == "published"]
         self._forget(*(event.name for one in uploads for event in one.events if event.what == "deleted"))
         for outcome in outcomes:
@@ -649,7 +651,7 @@ class CheckpointManager:
         """
         with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
             stack.callback(self._publishing.close_store)
-            stack.callback(self.where.release)  # after uploads, from which another launch resumes
+            stack.callback(self.where.release)  # after the uploads: the next launch resumes from them
             stack.callback(self._publishing.close)
             stack.callback(self._note_publishing, alone=True)
             stack.callback(self._publishing.wait, dist.Group())

@@ -213,7 +213,7 @@ def _found(
     with pointed(text) as target:
         if target.name is None:
             listed = [one for one in target.found() if run_name in (None, one.run_name)]
-            found = newest(one for one in listed if one.manifest is None or not one.manifest.not_finite)
+            found = newest(one for one in listed if one.manifest is None or not one.manifest.run.not_finite)
             if found is None:
                 of_run = "" if run_name is None else f" of run {run_name!r}"
                 raise CheckpointNotFoundError(

@@ -131,7 +131,7 @@ def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, 
         "file_count": len(found.files),
         "world_size": None if manifest is None else manifest.run.world_size,
         "ephemeral": None if manifest is None else manifest.ephemeral,
-        "metrics": None if manifest is None else dict(manifest.metrics),
+        "metrics": None if manifest is None else dict(manifest.run.metrics),
     }
 
 
@@ -143,7 +143,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 def _row(one: _Listed) -> list[str]:
     facts = described(*one)
     metrics = metrics_text(facts["metrics"] or {})
-    is_marked = one.found.manifest is not None and bool(one.found.manifest.not_finite)
+    is_marked = one.found.manifest is not None and bool(one.found.manifest.run.not_finite)
     marks = ("ephemeral" if facts["ephemeral"] else "", "not finite" if is_marked else "")
     kind = " ".join(part for part in (facts["kind"], *marks) if part)
     counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]

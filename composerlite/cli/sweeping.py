@@ -165,11 +165,11 @@ def _check_metric(metric: str, groups: Sequence[tuple[str, Sequence[Manifest], S
     Raises:
         ConfigError: no checkpoint has it, or none of a group of which some would go.
     """
-    blind = [one for one in groups if not any(metric in manifest.metrics for manifest in one[1])]
+    blind = [one for one in groups if not any(metric in manifest.run.metrics for manifest in one[1])]
     at_risk = [one for one in blind if one[2]] or (blind if len(blind) == len(groups) else [])
     if at_risk:
         where, group, _ = at_risk[0]
-        known = {name for manifest in group for name in manifest.metrics}
+        known = {name for manifest in group for name in manifest.run.metrics}
         hint = did_you_mean(metric, known) if known else " They have no metrics: name another rule."
         of_run = f" of run {group[0].run_name!r}" if group[0].run_name else ""
         raise ConfigError(

@@ -88,7 +88,7 @@ def stored_at(place: Place, found: Found) -> Stored:
         saved_at=None if manifest is None else _seconds(manifest.saved_at),
         size_bytes=found.size_bytes,
         ephemeral=manifest is not None and manifest.ephemeral,
-        metrics={} if manifest is None else dict(manifest.metrics),
+        metrics={} if manifest is None else dict(manifest.run.metrics),
         seconds={} if manifest is None else dict(manifest.timings),
     )
 

@@ -59,7 +59,8 @@ def new_state(
 
 def save_batch(folder: Path, batch: int, **arguments: Any) -> Path:
     """Save a checkpoint ``ba<batch>.pt`` whose weights are all the number of its batch."""
-    state = new_state(batch, value=float(batch), run_name=arguments.pop("run_name", "run"))
+    run_name, width = arguments.pop("run_name", "run"), arguments.pop("width", 2)
+    state = new_state(batch, value=float(batch), run_name=run_name, width=width)
     how: dict[str, Any] = {"template": "ba{batch}.pt", "latest": "latest.pt", **arguments}
     return save(SaveRequest(state=state, catalog=Catalog(folder), **how))
 

@@ -98,7 +98,7 @@ def test_the_record_of_a_compressed_file_is_read_before_and_after_decompression(
         staged.publish()
     read = unseal(path.name, path.stat().st_size, end_of(path), str(path))
     assert read is not None
-    assert (read.metrics, read.files[0].digest) == (record.metrics, digest)
+    assert (read.run.metrics, read.files[0].digest) == (record.run.metrics, digest)
 
     inside = decompressed(path)
     plain = tmp_path / "a.pt"

@@ -113,5 +113,5 @@ def test_a_save_without_loggers_knows_of_a_loss_that_is_not_finite(tmp_path: Pat
         trainer.state.devices = device
         trainer.fit()
     manifests = [Catalog(tmp_path).manifest_of(f"ba{batch}.pt") for batch in (2, 4)]
-    assert [manifest and manifest.not_finite for manifest in manifests] == [("loss/train/size",)] * 2
+    assert [manifest and manifest.run.not_finite for manifest in manifests] == [("loss/train/size",)] * 2
     assert device.fetches == 2 * (len(manifests) + 1)  # and once for who asks how the run ended

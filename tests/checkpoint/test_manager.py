@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,6 +109,28 @@ def test_poll_returns_what_happened(tmp_path: Path) -> None:
     events = Loop().train(tmp_path, keep=1, options={"asynchronous": False})
     assert events[:3] == ["begun step3.pt", "committed step3.pt", "begun step6.pt"]
     assert events.count("deleted step6.pt") == 1
+
+
+def test_an_ephemeral_checkpoint_is_deleted_when_there_is_a_newer_one(tmp_path: Path) -> None:
+    """Also in a loop that keeps all others."""
+    loop = Loop()
+    with CheckpointManager(tmp_path, **loop.parts) as checkpoints:
+        checkpoints.restore()
+        for step in (1, 2, 3):
+            checkpoints.save(step, ephemeral=step == 2)
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step1.pt", "step3.pt"]
+
+
+def test_a_tolerated_failure_of_a_synchronous_save_is_no_save(tmp_path: Path) -> None:
+    """The call that fails returns None, and the next one is whole."""
+    loop = Loop()
+    options = {"asynchronous": False, "failure_limit": 1}
+    with CheckpointManager(tmp_path, options=options, **loop.parts) as checkpoints:
+        checkpoints.restore()
+        with mock.patch.object(os, "fsync", side_effect=OSError(errno.EIO, "the disk")):
+            assert checkpoints.save(1) is None
+        assert checkpoints.save(2) is not None
+    assert [path.name for path in tmp_path.glob("step*")] == ["step2.pt"]
 
 
 def test_a_failed_save_is_raised_in_the_loop(tmp_path: Path) -> None:

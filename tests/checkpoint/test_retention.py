@@ -268,13 +268,13 @@ def test_no_measured_checkpoint_that_goes_is_better_than_one_that_stays(
     count, mode = data.draw(st.integers(1, 4)), data.draw(st.sampled_from(["max", "min"]))
     left = stay(manifests, retention_policy(best_k=count, best_metric=ACCURACY, best_mode=mode))
     newest = max(manifests, key=lambda m: m.order, default=None)
-    measured = [m for m in manifests if not math.isnan(m.metrics.get(ACCURACY, math.nan))]
+    measured = [m for m in manifests if not math.isnan(m.run.metrics.get(ACCURACY, math.nan))]
     best = [m for m in left if m in measured]
     assert {m.batch for m in left} - {m.batch for m in best} <= {newest.batch if newest else 0}
     assert len(best) in (min(count, len(measured)), min(count, len(measured)) + 1)
     sign = 1 if mode == "max" else -1
-    for gone in (m.metrics[ACCURACY] for m in measured if m not in left):
-        for value in (m.metrics[ACCURACY] for m in best if m is not newest):
+    for gone in (m.run.metrics[ACCURACY] for m in measured if m not in left):
+        for value in (m.run.metrics[ACCURACY] for m in best if m is not newest):
             assert sign * value >= sign * gone
 
 

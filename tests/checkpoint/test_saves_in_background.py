@@ -173,7 +173,7 @@ def test_metrics_and_what_is_ephemeral_are_in_the_manifest(saves: Saves, tmp_pat
     """For retention to decide by, in any later process."""
     save(saves, new_state(3), tmp_path, metrics={"eval/accuracy": 0.5}, occasion="ephemeral").wait()
     (manifest,) = Catalog(tmp_path).manifests()
-    assert (manifest.metrics, manifest.ephemeral) == ({"eval/accuracy": 0.5}, True)
+    assert (manifest.run.metrics, manifest.ephemeral) == ({"eval/accuracy": 0.5}, True)
 
 
 def test_other_programs_open_the_file(saves: Saves, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_record_that_is_too_large_has_no_metrics(caplog: pytest.LogCaptureFixt
     some = with_run(metrics=dict([*MANY.items()][:1000]))
     found = read(pt_file(some))
     assert found is not None
-    assert found.metrics == some.metrics
+    assert found.run.metrics == some.run.metrics
 
 
 def test_a_record_that_is_too_large_without_metrics_is_an_error() -> None:

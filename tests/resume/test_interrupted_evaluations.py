@@ -29,7 +29,7 @@ def launch(folder: Path, **order: Any) -> tuple[int, list[str]]:
 
 def measured(folder: Path) -> dict[str, Any]:
     """What the newest manifest of each batch says was measured."""
-    return {str(m.batch): m.metrics for m in Catalog(folder).manifests() if int(m.batch) == 8}
+    return {str(m.batch): m.run.metrics for m in Catalog(folder).manifests() if int(m.batch) == 8}
 
 
 @pytest.fixture(scope="module")

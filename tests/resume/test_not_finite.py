@@ -84,7 +84,7 @@ def launch(folder: Path | str, good_batches: int, until: str = "8ba", *, model: 
 
 def marks(folder: Path) -> dict[int, list[str]]:
     """The marks of the checkpoints, by batch."""
-    return {one.batch: list(one.not_finite) for one in Catalog(folder).manifests()}
+    return {one.batch: list(one.run.not_finite) for one in Catalog(folder).manifests()}
 
 
 @pytest.mark.parametrize("logs", [True, False])

@@ -127,6 +127,22 @@ def test_no_older_checkpoint_is_restored_into_a_model_that_was_changed_for_a_dam
     assert resume(folder, model=model, algorithms=[BlurPool(min_channels=1)])["batch"] == OLDER
 
 
+def test_parts_of_a_damaged_checkpoint_are_not_kept_beside_one_that_lacks_them(tmp_path: Path) -> None:
+    """The only other one was saved without its model: what was read of the newest must not be trained on. If all are
+    saved without it, nothing of it was read."""
+    whole = save_batch(tmp_path / "same", 1, width=1_000_000, ignore_keys=["rng"])
+    flip_last_tensor(save_batch(tmp_path / "same", 2, width=1_000_000, ignore_keys=["rng"]))
+    same = RunPlace(Catalog(tmp_path / "same"), "ba{batch}.pt")
+    assert choose([same], "run", new_state(width=1_000_000)).path == whole
+    save_batch(tmp_path, 1, width=1_000_000, ignore_keys=["state/model"])
+    damaged = save_batch(tmp_path, 2, width=1_000_000)
+    flip_last_tensor(damaged)
+    with pytest.raises(IncompatibleCheckpointError, match=r"ba1\.pt.*without.*state/model.*ba2\.pt.*delete"):
+        choose([RunPlace(Catalog(tmp_path), "ba{batch}.pt")], "run", new_state(width=1_000_000))
+    damaged.unlink()
+    assert choose([RunPlace(Catalog(tmp_path), "ba{batch}.pt")], "run", new_state(width=1_000_000)).path is not None
+
+
 def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
     """It is read from there, and damage shows while it is."""
     (tmp_path / "bucket").mkdir()

@@ -27,7 +27,7 @@ IN_BUCKET, IN_FOLDER, IN_REPLICAS, IN_MEMORY = range(4)
 @final
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Checkpoints of one saver of a run in a folder or in a bucket.
+    """The place for the checkpoints of one saver of a run: a folder or a bucket.
 
     Attributes:
         catalog: the folder, also for downloads of files from ``buckets``; or the bucket.
@@ -110,7 +110,7 @@ def list_checkpoints(
         run_name: name of the run.
         replicas: checkpoints in the memory of several nodes, by the index of their place.
         whole_buckets: read all records of each bucket. Otherwise follow the link of the bucket to the latest
-            checkpoint. Then read all records only if the link cannot be read, or a newer checkpoint was written later.
+            checkpoint, and read all records only if that may not be the latest checkpoint to resume from.
 
     Raises:
         IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run. This may be

@@ -106,6 +106,7 @@ def choose(
     """
     group = dist.get_group()
     algorithms = [] if state is None else list(state.algorithms)
+    read: Candidate | None = None  # the last one whose bytes may be in ``state``
     replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
     listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
     rejected = list[Rejected]()  # the same on every rank
@@ -122,7 +123,8 @@ def choose(
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
             if state is not None:
-                loaded = _read(candidate, state, algorithms, stores, trust=trust, progress_bar=progress_bar)
+                before, read = read, candidate
+                loaded = _read(candidate, before, state, algorithms, stores, trust=trust, progress_bar=progress_bar)
             _verify_rest(files, candidate, places[candidate.place_number].catalog, loaded)
         except RankError:
             raise  # the ranks can no longer reach each other
@@ -149,8 +151,8 @@ def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequ
         _NotFiniteError, CorruptCheckpointError, OSError: the candidate cannot be used; on every rank.
     """
     group, record, catalog = dist.get_group(), candidate.record, place.catalog
-    if record.not_finite:
-        raise _NotFiniteError(f"{', '.join(record.not_finite)} was not finite when it was saved.")
+    if record.run.not_finite:
+        raise _NotFiniteError(f"{', '.join(record.run.not_finite)} was not finite when it was saved.")
     if candidate.nearness == IN_REPLICAS and place.memory is not None:
         place.memory.bring(record)
     files = record.here if group.is_first and isinstance(candidate.path, Path) else ()
@@ -174,6 +176,7 @@ def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequ
 
 def _read(
     candidate: Candidate,
+    before: Candidate | None,
     state: TrainingState,
     algorithms: Sequence[object],
     stores: Sequence[ObjectStore],
@@ -181,13 +184,21 @@ def _read(
     trust: bool,
     progress_bar: bool,
 ) -> RestorePlan:
-    """Read a candidate into ``state``, which had these ``algorithms`` before any candidate was read. Collective.
+    """Read a candidate into ``state``. Collective.
+
+    ``state`` had these ``algorithms`` at first. Then the damaged candidate ``before`` may have been read in part.
 
     Raises:
-        IncompatibleCheckpointError: the candidate does not fit, or a candidate before has changed the model.
+        IncompatibleCheckpointError: the candidate does not fit, does not replace all that was read of ``before``, or
+            ``before`` has added algorithms to the model.
         CheckpointError, OSError: as :func:`read_in_place`.
     """
     name = str(candidate.path)
+    if before is not None and (lacks := {*candidate.record.left_out}.difference(before.record.left_out)):
+        raise IncompatibleCheckpointError(
+            f"checkpoint {name!r} was saved without {', '.join(sorted(lacks))}, and parts of the damaged checkpoint "
+            f"{before.source!r} may be in their place now: delete the damaged checkpoint, and start again."
+        )
     if added := [one for one in state.algorithms if one not in algorithms]:
         raise IncompatibleCheckpointError(
             f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the model: "

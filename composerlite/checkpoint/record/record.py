@@ -192,16 +192,6 @@ class Manifest:
         return self.run.timestamp
 
     @property
-    def metrics(self) -> Mapping[str, float]:
-        """Metric values at the save, by name."""
-        return self.run.metrics
-
-    @property
-    def not_finite(self) -> tuple[str, ...]:
-        """Names of values with NaN or infinity at the save, as in :class:`SavedRun`."""
-        return self.run.not_finite
-
-    @property
     def batch(self) -> int:
         """Number of optimizer steps before the save."""
         return int(self.timestamp["batch"])
@@ -222,7 +212,7 @@ class Manifest:
         ``weights`` has an item for each rank: the name of a weight with NaN or infinity, or ``None``.
         """
         found = next((name for name in weights if name is not None), None)
-        if found is None or self.not_finite:
+        if found is None or self.run.not_finite:
             return self
         return dataclasses.replace(self, run=dataclasses.replace(self.run, not_finite=(found,)))
 
@@ -430,7 +420,7 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
 
 def _shortened(manifest: Manifest) -> Manifest:
     """Return the record without metrics, and with one short name in ``not_finite``."""
-    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.not_finite[:1])
+    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.run.not_finite[:1])
     return dataclasses.replace(manifest, run=dataclasses.replace(manifest.run, metrics={}, not_finite=marks))
 
 

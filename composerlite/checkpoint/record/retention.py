@@ -39,7 +39,7 @@ class RetentionPolicy:
             ``fit`` with no more batches than before shows a reset.
         best: the ``best`` checkpoints with the best value of ``metric`` stay; of equal values the newer checkpoint.
             Checkpoints without the metric, with NaN, or marked as ``not_finite`` do not count.
-        metric: name of a value in :attr:`Manifest.metrics`.
+        metric: name of a value in :attr:`SavedRun.metrics`.
         mode: ``'max'`` or ``'min'``: the better values.
     """
 
@@ -68,8 +68,8 @@ class RetentionPolicy:
         if best is not None:
             goodness: dict[int, float] = {}
             for index, manifest in enumerate(manifests):
-                value = manifest.metrics.get(self.metric, math.nan)
-                if not math.isnan(value) and not manifest.not_finite:
+                value = manifest.run.metrics.get(self.metric, math.nan)
+                if not math.isnan(value) and not manifest.run.not_finite:
                     goodness[index] = value if self.mode == "max" else -value
             kept.update(sorted(goodness, key=lambda index: (goodness[index], index))[-best:])
         return [index in kept for index in range(len(manifests))]
@@ -133,7 +133,7 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     ordered = sorted(manifests, key=lambda manifest: manifest.order)
     permanent = [manifest for manifest in ordered if not manifest.ephemeral]
     kept = [manifest for manifest, stays in zip(permanent, policy.keep(permanent), strict=True) if stays]
-    good = [manifest for manifest in ordered if not manifest.not_finite]
+    good = [manifest for manifest in ordered if not manifest.run.not_finite]
     stay = {id(manifest) for manifest in (*kept, *permanent[-1:], *ordered[-1:], *good[-1:])}
     return [manifest for manifest in ordered if id(manifest) not in stay]
 

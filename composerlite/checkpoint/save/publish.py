@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 _MOST_WAITING = 2
 """Largest number of checkpoints waiting for upload. If saves outpace the network, the next save waits."""
 _LONGEST_UPLOAD = timedelta(hours=2)
-"""Longest upload of a live rank. A rank with a longer upload no longer counts as alive."""
+"""Longest upload. A rank with a longer upload counts as lost."""
 
 
 @final
@@ -144,8 +144,8 @@ class Publisher:
     ) -> None:
         """Publish a checkpoint of ``catalog`` in the background. After the call the folder's copy may be deleted.
 
-        Waits while too many uploads are pending, to bound the staged data. So the training thread calls this only
-        before training, for interrupted uploads.
+        Waits while too many uploads are pending, since each keeps its files on the disk. The background thread of a
+        save calls this; the training thread only before training, for interrupted uploads.
 
         Args:
             manifest: record of the checkpoint.
@@ -200,7 +200,7 @@ class Publisher:
         self.uploader.submit(self.bucket.uri(there.name), publish, lane=self.bucket.uri(), dropped=held.close)
 
     def _note(self, there: Manifest, began: float, error: Exception | None, moved: Sequence[CheckpointNews]) -> None:
-        """Store the outcome of all ranks on rank 0. After a success delete older checkpoints from the bucket.
+        """Store the outcome of all ranks, on rank 0. After a success delete older checkpoints from the bucket.
 
         Args:
             there: record in the bucket.
@@ -276,7 +276,7 @@ def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
 
 @final
 class Publishing:
-    """Publication of a saver's checkpoints to the bucket of the saver's URI, or to the buckets of the run's loggers.
+    """Publishes a saver's checkpoints to the bucket of the saver's URI, or to the buckets of the run's loggers.
 
     Args:
         options: options of the saver.
@@ -285,7 +285,7 @@ class Publishing:
     Attributes:
         buckets: URIs of the buckets, on every rank, after :meth:`open`; empty: nothing is published.
         publishers: a publisher for each bucket, on the publishing ranks, after :meth:`open`.
-        ranks_with_news: counter of the ranks with new outcomes: 1 if rank 0 has outcomes, else 0.
+        ranks_with_news: 1 if rank 0 has new outcomes, else 0; the ranks learn the number with each batch.
     """
 
     def __init__(self, options: SaveOptions, where: RunFolder) -> None:
@@ -311,7 +311,7 @@ class Publishing:
             uploaders: uploaders of the run's loggers, each with a prefix for names in the bucket.
 
         Raises:
-            ConfigError: there is no bucket for the checkpoints or names of the options; the names do not fit the form;
+            ConfigError: the options need a bucket, and there is none, or another one; the names do not fit the form;
                 or a rank publishes from the disk of a node, and has other loggers than rank 0.
             PermissionError: a bucket refuses writes, or refuses deletions although old checkpoints must be deleted.
             FileNotFoundError: a bucket does not exist.
@@ -336,8 +336,8 @@ class Publishing:
         self._template = local if same else form.template(template, "save_remote_file_name")
         if form.kind == "deepspeed" and self._template != local:
             raise ConfigError(
-                f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file, and they name "
-                f"each other, so they have the same names in a bucket: let it end with {names.filename!r}."
+                f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file, and the "
+                f"files contain these names, so they keep their names in a bucket: let it end with {names.filename!r}."
             )
         if names.remote_latest is not None:
             link = form.template(names.remote_latest, "save_latest_remote_file_name")
@@ -423,8 +423,9 @@ class Publishing:
         manifest = catalog.manifest_of(name)
         if manifest is None:
             raise CheckpointError(f"checkpoint {name!r} is gone from {catalog.place.uri()!r} before it was published.")
-        moves = self._options.keep.none_here
         for publisher, vote in zip(self.publishers, votes, strict=True):
+            # The last upload deletes the checkpoint from the folder: all others have its files open by then.
+            moves = self._options.keep.none_here and publisher is self.publishers[-1]
             publisher.submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Folder of a manager: names, ownership of the checkpoints, ``latest``, and leases."""
+"""The folder to which a manager saves: names, ownership of the checkpoints, ``latest``, and leases."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class RunFolder:
     def key(self, buckets: Sequence[Bucket]) -> str:
         """Return a unique key of the folder, or of the bucket if the folder stages uploads. Call on rank 0.
 
-        An earlier folder at the same path had another key. ``buckets``: targets of uploads.
+        A folder that was removed and made again has another key. ``buckets``: targets of uploads.
         """
         number = mark_of(self.catalog.place if self._options.names.bucket is None else buckets[0])
         uris = " ".join(bucket.uri() for bucket in buckets)
@@ -161,9 +161,9 @@ class RunFolder:
                 mark_of(place, number)
 
     def keep_in_memory(self, state: TrainingState, key: str) -> None:
-        """Add ``key``, the :meth:`key` of the run's other folder, to the name. Make the folder, private to this user.
+        """Add ``key``, the :meth:`key` of the run's other folder, to the name of this folder. Collective.
 
-        Collective.
+        Also make the folder, private to this user.
 
         Raises:
             ConfigError: another user owns the folder or may write to the folder.
@@ -260,8 +260,9 @@ class RunFolder:
             return
         is_of_ranks = newest.form == "archives"  # each rank has a file and a link
         targets = [file.path for file in newest.files] if is_of_ranks else [newest.name]
-        for its_link, target in zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True):
-            set_link(place, its_link, target)
+        links = dict(zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True))
+        for link in reversed(links):  # the link of rank 0 last: after a kill the next start finds it old
+            set_link(place, link, links[link])
 
     # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
     def refuse_conflicts(self, state: TrainingState, buckets: Iterable[tuple[Catalog, str]]) -> None:

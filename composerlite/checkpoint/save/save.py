@@ -67,7 +67,7 @@ class SaveReport:
             ``hash``, ``write``, ``flush``: activities of the writing threads.
             ``straggler``: time of the slowest writing rank, less the median of the other writing ranks.
             ``commit``: from durable data to an existing checkpoint.
-            ``total``: from the call to an existing checkpoint.
+            ``total``: ``waiting``, and from the call to an existing checkpoint.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
         deleted: names of the older checkpoints that retention deletes after the commit.
         deletion_error: error of this rank while deleting older checkpoints.
@@ -139,7 +139,7 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
             # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
             task.stage(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
         task.stall_seconds = time.perf_counter() - started
-        if task.snapshot is not None:  # _stall_seconds() adds this number later, when it has grown
+        if task.snapshot is not None:  # _stall_seconds() adds the final number
             task.stall_seconds -= task.snapshot.stall_seconds
         task.start(task.run)
     except BaseException:
@@ -254,14 +254,14 @@ class SaveTask:
         if self.snapshot is None:
             finish_device_work(writer.storages())
         timings = self._own_seconds()
-        if not self.stall_seconds:  # in stage(): training still waits
+        if not self.stall_seconds:  # in stage(): the end of the wait is not known yet
             del timings["stall"]
         return writer.write(dataclasses.replace(self.manifest, timings=timings))
 
     def start(self, work: Callable[[], T]) -> Future[T]:
         """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
 
-        A blocking save calls ``work`` in the calling thread. If no thread can be started, any save does. The
+        A blocking save calls ``work`` in the calling thread. If no thread can be started, every save does. The
         interpreter waits for the save at exit.
         """
 
@@ -344,7 +344,7 @@ class SaveTask:
         return self._conclude(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
-        """Prepare this rank's links, run the block (the commit), move the links. A full disk fails before the block."""
+        """Prepare this rank's links, so that a full disk fails now, run the block (the commit), and move the links."""
         catalog = self.after_commit.catalog
         return contextlib.nullcontext() if catalog is None else catalog.place.pointing(self.after_commit.links)
 
@@ -389,12 +389,12 @@ class SaveTask:
             size = bytes_text(manifest.size_bytes)
             level = logging.DEBUG if after.is_routine or after.publish is not None else logging.INFO
             log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
-            if manifest.not_finite != self.manifest.not_finite:
+            if manifest.run.not_finite != self.manifest.run.not_finite:
                 log.warning(
                     "checkpoint %s: %s has NaN or infinite values although the loss is finite. autoresume and "
                     "save_best_k skip this checkpoint.",
                     self.path,
-                    manifest.not_finite[0],
+                    manifest.run.not_finite[0],
                 )
             if after.publish is not None:
                 after.publish()

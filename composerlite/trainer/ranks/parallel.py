@@ -98,7 +98,7 @@ class Parallel:
         """Reshard parameters that forward passes without a backward pass have left gathered."""
 
     def give_up(self) -> None:
-        """Release what holds the connection to the other ranks: on a rank that failed, and before it is closed."""
+        """Release the connection to the other ranks, on a rank that failed and before the connection is closed."""
 
     def close(self) -> None:
         """Free resources when the trainer is closed, on every rank. May be called twice."""
