@@ -177,6 +177,7 @@ class Replication:
             own: Manifest | None = None
             try:
                 own = self._own.manifest_of(newest) if self.is_leader else None
+                self._failed = self.is_leader and own is None  # deleted meanwhile
             except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
                 log.warning("checkpoint %s in memory of this node cannot be replicated: %s", newest, e)
                 self._failed = True

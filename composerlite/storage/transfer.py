@@ -480,6 +480,8 @@ class Transfer:
             else:
                 get = partial(self.store.download_object, name, staged.temporary, overwrite=True, callback=callback)
                 self._retry.run(get, f"download of {name!r}")
+                if size_bytes not in (None, size := staged.temporary.stat().st_size):
+                    raise CorruptCheckpointError(f"object {name!r} has {size} bytes where {size_bytes} were expected.")
             if check is not None:
                 check(staged.temporary)
             staged.flush()

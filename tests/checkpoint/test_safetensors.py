@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from composerlite.checkpoint import load_state_dict, save_safetensors
+from composerlite.checkpoint import load_state_dict, save_safetensors, save_state_dict
 from composerlite.checkpoint.save.safetensors_writer import most_chunks
 from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError, SaveError
 from composerlite.storage import open_store
@@ -151,6 +151,20 @@ def test_one_process_writes_the_same(tmp_path: Path) -> None:
         only_file(tmp_path / "weights").name,
     ]
     same(loaded(tmp_path / "weights"), {"other": torch.zeros(2)})
+
+
+def test_a_directory_of_another_form_is_replaced(tmp_path: Path) -> None:
+    """Shards by safetensors and the other way round: the new one is read, and no file of the old one is left."""
+    place, found = tmp_path / "saved", torch.zeros(2)
+    for number in (1.0, 2.0):
+        save_state_dict(place, {"model": {"x": torch.full((2,), number)}}, save_overwrite=True)
+        load_state_dict(place, {"model": {"x": found}})
+        assert found.tolist() == [number] * 2
+        assert {path.suffix for path in place.iterdir()} == {"", ".distcp"}
+        save_safetensors(place, {"x": torch.full((2,), -number)}, save_overwrite=True)
+        load_state_dict(place, {"model": {"x": found}})
+        assert found.tolist() == [-number] * 2
+        assert {path.suffix for path in place.iterdir()} == {".json", ".safetensors"}
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,14 @@ def test_values_of_all_kinds_come_back(tmp_path: Path) -> None:
         "flags": torch.tensor([True, False]),
         "complex": torch.randn(3, dtype=torch.complex64),
         "nested": {"step": 7, "name": "x", "list": [1, 2], "tensors": [torch.ones(2), torch.zeros(3)]},
+        "config.json": {"a": 1},
     }
     save_state_dict(tmp_path / "c", state)
     empty: dict[str, Any] = {
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
     }
     empty["nested"] = {"step": 0, "name": "", "list": [], "tensors": [torch.zeros(2), torch.ones(3)]}
+    empty["config.json"] = {"a": 0}
     column = empty["column"]
     load_state_dict(tmp_path / "c", empty)
     assert same(empty, state)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Trainer
-from composerlite.errors import ObjectStoreError
+from composerlite.errors import CorruptCheckpointError, ObjectStoreError
 from composerlite.models import ComposerClassifier
 from composerlite.storage import Transfer
 from composerlite.utils import ObjectStore, get_file
@@ -71,6 +71,9 @@ def test_four_verbs_are_enough(shelf: Shelf) -> None:
         shelf.put_bytes("run/c.txt", b"", create_only=True)
     with Transfer(shelf) as transfer:
         listed = transfer.list("run/")
+        with pytest.raises(CorruptCheckpointError, match="has 5 bytes where 6 were expected"):
+            transfer.download("run/c.txt", shelf.folder / "copy", size_bytes=6)
+    assert not (shelf.folder / "copy").exists()
     assert [(one.name, one.size_bytes) for one in listed] == [("run/a.txt", 9), ("run/b.txt", 9), ("run/c.txt", 5)]
     assert shelf.read_tail("run/c.txt", 2) == (5, b"45")
     assert shelf.list_level("") == ([], ["run/"])

@@ -59,7 +59,7 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
         CorruptCheckpointError: the bytes are damaged.
     """
     try:
-        if key.endswith(".json"):  # of a folder of another program
+        if key.endswith(".json") and not data.startswith(b"PK"):  # of a folder of another program
             return json.loads(data)
         return item_contents(data)
     except RefusedError as e:

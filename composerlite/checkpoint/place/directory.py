@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -343,17 +343,18 @@ class ShardedDirectory(Directory):
         form = "step" if record.form == "step" else "weights" if is_weights else "sharded"
         record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
         data = seal_weights_index(record, json.loads(index)) if is_weights else seal_index(record, index)
-        replaced: Sequence[FileRecord] = ()
+        replaced: list[str] = []  # the index of another form first: the index says that the other files exist
         if handle.overwrite:
+            replaced += [self.at(name) for name in INDEXES if name != handle.decider and self.has(name)]
             with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
-                replaced = () if (there := self.record()) is None else there.files[1:]
+                replaced += [] if (there := self.record()) is None else [file.path for file in there.files[1:]]
         else:
             self.check_free(overwrite=False)
         decider = self.at(handle.decider)
         put_decider(self.place, decider, data, self._staged, overwrite=handle.overwrite)
         self._end()
         kept = {file.path for file in record.files}
-        self.place.delete(file.path for file in replaced if file.path not in kept)
+        self.place.delete(path for path in replaced if path not in kept)
         committed = record_of_index(self.place, decider, data)
         assert committed is not None
         return committed

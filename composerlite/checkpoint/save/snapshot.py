@@ -99,7 +99,8 @@ class Snapshot:
             TimeoutError: a device does not finish.
         """
         for copy in self._device_copies:
-            self.stall_seconds += copy.wait()
+            waited = copy.wait()
+            self.stall_seconds += waited
         self._device_copies = ()  # frees tensors replaced by training
 
     def give_back(self) -> None:

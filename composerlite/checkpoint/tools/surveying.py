@@ -20,7 +20,7 @@ from composerlite.errors import CheckpointError
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
-    r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|(?:^|/)ep\d+-ba\d+", re.I
+    r"\.(?:ckpt|safetensors)$|\.pt(?:\.(?:gz|bz2|xz|lzma|lz4|zst))?$|\.tar(?:\.\w+)?$|\.tgz$|^ep\d+-ba\d+", re.I
 )
 """Names of checkpoints in a single file."""
 
@@ -80,12 +80,12 @@ class Found:
 
 
 def newest(listed: Iterable[Found]) -> Found | None:
-    """Return the newest committed checkpoint of the run with the last save; ``None`` if no checkpoint is committed."""
+    """Find the run that saved last, and return its newest committed checkpoint; ``None``: nothing is committed."""
     whole = [(one, manifest) for one in listed if (manifest := one.committed) is not None]
     if not whole:
         return None
-    _, last = max(whole, key=lambda pair: pair[1].saved_at)
-    of_run = [pair for pair in whole if pair[1].run_name == last.run_name]
+    last, _ = max(whole, key=lambda pair: pair[1].saved_at)
+    of_run = [pair for pair in whole if (pair[0].home, pair[0].run_name) == (last.home, last.run_name)]
     return max(living_line(of_run, lambda pair: pair[1]), key=lambda pair: pair[1].order)[0]
 
 
@@ -220,7 +220,7 @@ def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Fo
         elif folder and (holds_weights([last]) or holds_model_states([last])):
             if folder not in known:
                 directories.setdefault(folder, "weights")
-        elif not last.startswith(".") and _LOOKS_SAVED.search(path):
+        elif not last.startswith(".") and _LOOKS_SAVED.search(last):
             alone.append(path)
     found: list[Found] = []
     for name, kind in sorted(directories.items()):
