@@ -165,6 +165,10 @@ def test_a_directory_of_another_form_is_replaced(tmp_path: Path) -> None:
         load_state_dict(place, {"model": {"x": found}})
         assert found.tolist() == [-number] * 2
         assert {path.suffix for path in place.iterdir()} == {".json", ".safetensors"}
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / INDEX).write_text('{"weight_map": {}}')  # of another program: it stays
+    save_state_dict(tmp_path / "others", {"x": torch.ones(2)}, save_overwrite=True)
+    assert (tmp_path / "others" / INDEX).read_text() == '{"weight_map": {}}'
 
 
 @pytest.mark.parametrize(

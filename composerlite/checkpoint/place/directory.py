@@ -343,14 +343,14 @@ class ShardedDirectory(Directory):
         form = "step" if record.form == "step" else "weights" if is_weights else "sharded"
         record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
         data = seal_weights_index(record, json.loads(index)) if is_weights else seal_index(record, index)
-        replaced: list[str] = []  # the index of another form first: the index says that the other files exist
+        decider = self.at(handle.decider)
+        replaced: list[str] = []  # an index of ours in another form comes first; indexes of other programs stay
         if handle.overwrite:
-            replaced += [self.at(name) for name in INDEXES if name != handle.decider and self.has(name)]
             with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
-                replaced += [] if (there := self.record()) is None else [file.path for file in there.files[1:]]
+                there = self.record()
+                replaced = [] if there is None else [file.path for file in there.files if file.path != decider]
         else:
             self.check_free(overwrite=False)
-        decider = self.at(handle.decider)
         put_decider(self.place, decider, data, self._staged, overwrite=handle.overwrite)
         self._end()
         kept = {file.path for file in record.files}
