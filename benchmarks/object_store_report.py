@@ -72,7 +72,7 @@ def print_finding(results: dict[str, Any]) -> None:
     found, count = results["finding"], results["checkpoints"]
     rows = [
         ["composerlite, latest is good", text(found["latest_requests"], 0), text(shown(found, "latest_s"), 3)],
-        ["composerlite, all names", text(found["list_requests"], 0), ""],
+        ["and a listing, for files written after latest moved", text(found["list_requests"], 0), ""],
         ["composerlite, latest is lost: all manifests", "", text(shown(found, "all_s"), 1)],
         ["a listing, then two requests for each", str(results["plain_requests"]), ""],
     ]
