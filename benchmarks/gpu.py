@@ -352,7 +352,7 @@ def load(gb: float, device: str, folder: Path) -> dict[str, float]:
     for number in range(2):
         started = time.perf_counter()
         with opened(folder / "state.pt") as file:
-            file.contents, addresses, sieves = placed(file.contents, live, file.unread())
+            file.contents, addresses, sieves = placed(file.contents, live, file.unread)
             file.read(places=addresses, sieves=sieves)
         synchronize(device)
         found[f"file_s_{number}"] = time.perf_counter() - started

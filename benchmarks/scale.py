@@ -55,8 +55,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from composerlite.checkpoint.format.folder_index import index_of
 from composerlite.checkpoint.format.sharded_layout import file_name
 from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.load.sharded import digests_of, shared_requests
 from composerlite.checkpoint.load.sharded_reader import requests_of
-from composerlite.checkpoint.load.sharing import shared_requests
 from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle
 from composerlite.checkpoint.record.record import FileRecord, seal_index
 from composerlite.checkpoint.save import sharded_plan
@@ -395,8 +395,7 @@ def _loaded(ranks: Ranks, index: bytes, held: Mapping[int, RankState]) -> dict[s
         requests = requests_of(found, held[rank].tensors, "index")
         for request in requests:
             assert found.storage_data[request.piece].length > 0
-        shared = shared_requests(requests, held[rank].tensors, "a bucket")
-        report = pickle.dumps({who: named[0][0] for who, named in shared.items()})
+        report = pickle.dumps(digests_of(shared_requests(requests, held[rank].tensors), "a bucket"))
         seconds.append(time.thread_time() - start)
         sent.append(len(report))
     return {"load_s": statistics.median(seconds), "load_bytes": statistics.median(sent) * ranks.count}

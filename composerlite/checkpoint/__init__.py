@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.api.step_files import CheckpointMetadata
     from composerlite.checkpoint.api.unshard import UnshardStrategy, UnshardStrategyType, unshard_checkpoint
     from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
-    from composerlite.checkpoint.deepspeed.weights import unshard_zero
+    from composerlite.checkpoint.deepspeed.archives import unshard_zero
     from composerlite.checkpoint.load.reader import safe_torch_load
     from composerlite.checkpoint.load.restore import load_checkpoint, read_checkpoint
     from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
-    from composerlite.checkpoint.load.state_keys import merge_state_dicts, prune_state_dict, swap_param_keys
+    from composerlite.checkpoint.load.state_dicts import merge_state_dicts, prune_state_dict, swap_param_keys
     from composerlite.checkpoint.manager import CheckpointManager
     from composerlite.checkpoint.place.catalog import Catalog
     from composerlite.checkpoint.record.record import FileRecord, Manifest

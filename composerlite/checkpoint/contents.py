@@ -348,8 +348,8 @@ class RestorePlan:
         metadata = contents["state"].get("metadata") if is_of_a_run(contents) else None
         # Readers of other formats are rarely needed.
         if self.key_map is not None or not is_of_a_run(contents):
+            from composerlite.checkpoint.foreign.keys import Run
             from composerlite.checkpoint.foreign.systems import as_of_a_run
-            from composerlite.checkpoint.foreign.taken import Run
 
             self.is_foreign = True
             globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
@@ -363,7 +363,7 @@ class RestorePlan:
             )
             contents = as_of_a_run(contents, run, key_map=self.key_map)
         elif not isinstance(metadata, Mapping) or "composerlite_version" not in metadata:
-            from composerlite.checkpoint.foreign.composer import in_current_form
+            from composerlite.checkpoint.foreign.systems import in_current_form
 
             contents = in_current_form(contents, source=self.source, weights_only=self.weights_only)
         self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
@@ -386,7 +386,7 @@ class RestorePlan:
         """
         with dist.get_group().all_or_none("restoring the run"):
             if self.is_foreign:
-                from composerlite.checkpoint.foreign.taken import settle_time
+                from composerlite.checkpoint.foreign.keys import settle_time
 
                 length = self.state.dataloader_len
                 settle_time(self.contents["state"], None if length is None else int(length), self.source)

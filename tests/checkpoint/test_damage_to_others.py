@@ -18,7 +18,7 @@ from test_other_systems import DATA, MODEL_STATES, OPTIM_STATES, WHOLE, Wrapped,
 
 from composerlite.checkpoint import RemoteFileSystemReader, load_checkpoint
 from composerlite.checkpoint.foreign.deepspeed import taken_from_deepspeed
-from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
+from composerlite.checkpoint.load.reader import deepspeed_contents
 from composerlite.checkpoint.load.sharded import load_flat
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.tools.pointing import pointed

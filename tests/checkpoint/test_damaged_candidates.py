@@ -129,7 +129,7 @@ def test_in_a_bucket(kind: str, fault: str, state: str, tmp_path: Path, caplog: 
                 publish_files(remote, manifest, files, link=link)
             FAULTS[fault](bucket / "run" / path)
             caplog.clear()
-            places = [RunPlace(Catalog(tmp_path / f"here{number}"), None, None, [RunPlace(remote, link=link)])]
+            places = [RunPlace(Catalog(tmp_path / f"here{number}"), "", None, [RunPlace(remote, link=link)])]
             decides = path == two.files[0].path
             if fault == "unreadable" and (not decides or state == "linked"):  # the list leaves it out
                 with pytest.raises(ObjectStoreError, match=path):

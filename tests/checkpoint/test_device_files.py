@@ -61,7 +61,7 @@ def load_into(path: Path, live: dict[str, torch.Tensor], device: SimulatedDevice
     with path.open("rb") as file:
         read = TorchFile(UnverifiedFile(file), path.stat().st_size, check_sums=True)
         read.ring = ring
-        read.contents, addresses, sieves = placed(read.contents, live, read.unread(), ring)
+        read.contents, addresses, sieves = placed(read.contents, live, read.unread, ring)
         read.read(places=addresses, sieves=sieves)
         return read.contents, ring
 

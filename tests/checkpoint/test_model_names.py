@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from composerlite.checkpoint.load import sharded
+from composerlite.checkpoint.load import state_dicts
 
 
 class Tied(nn.Module):
@@ -131,7 +131,7 @@ def test_names_and_values_are_those_of_torch(make: Callable[[], nn.Module]) -> N
     """The same names in the same order, and of each the same tensor and not a copy."""
     model = make()
     expected = get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
-    state = sharded.model_state(model)
+    state = state_dicts.model_state(model)
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert type(state[name]) is type(value)
@@ -146,19 +146,19 @@ def test_names_and_values_are_those_of_torch(make: Callable[[], nn.Module]) -> N
 def test_what_is_saved_loads_with_torch(make: Callable[[], nn.Module]) -> None:
     """torch's own function takes the state back into a model of the kind."""
     model = make()
-    state = copy.deepcopy(sharded.model_state(model))
+    state = copy.deepcopy(state_dicts.model_state(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     set_model_state_dict(model, dict(state))
-    for name, value in sharded.model_state(model).items():
+    for name, value in state_dicts.model_state(model).items():
         assert torch.equal(_local(value), _local(state[name]))
 
 
 def test_extra_state_is_of_the_moment_of_the_save() -> None:
     """What a module keeps beside tensors may change while a save is being written; the saved one does not."""
     model = OwnState()
-    state = sharded.model_state(model)
+    state = state_dicts.model_state(model)
     model.seen.append(1)
     assert state["_extra_state"] == {"seen": [0]}
 

@@ -158,7 +158,7 @@ def test_a_damaged_directory_in_a_bucket_is_passed_over(tmp_path: Path) -> None:
         (part,) = (tmp_path / "bucket" / "run" / "ba2").glob("*.distcp")
         flip(part, part.stat().st_size // 2)
 
-        places = [RunPlace(Catalog(tmp_path / "empty"), None, None, [RunPlace(remote, link="run/latest")])]
+        places = [RunPlace(Catalog(tmp_path / "empty"), "", None, [RunPlace(remote, link="run/latest")])]
         choice = choose(places, "run", state, [store])
     assert str(choice.path).endswith("run/ba1")
     assert choice.loaded is not None

@@ -30,14 +30,16 @@ from composerlite.checkpoint.api.state_fit import (
 )
 from composerlite.checkpoint.format.sharded_index import leaves, leaves_of, nested
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.optimizers import (
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
+from composerlite.checkpoint.load.state_dicts import (
     flattened,
+    model_state,
     optimizer_state,
     optimizer_state_to_fill,
+    set_model_state,
     set_optimizer_state,
+    swap_param_keys,
 )
-from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
-from composerlite.checkpoint.load.state_keys import swap_param_keys
 from composerlite.checkpoint.place.directory import Directory, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import RankWriter
@@ -273,7 +275,7 @@ def save_safetensors(
         if group.is_first:
             folder.sweep()
         writer = SafetensorsWriter(
-            lambda: sharded.model_state(model) if isinstance(model, nn.Module) else _plain(model),
+            lambda: model_state(model) if isinstance(model, nn.Module) else _plain(model),
             folder,
             overwrite=save_overwrite,
             largest_file_bytes=largest_file_bytes,
@@ -283,7 +285,7 @@ def save_safetensors(
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
     """Return the state of a model below ``model``, and of an optimizer below ``optim``."""
-    state: StateDict = {"model": sharded.model_state(model)}
+    state: StateDict = {"model": model_state(model)}
     if optim is not None:
         state["optim"] = optimizer_state(model, optim)
         if flatten:
@@ -390,7 +392,7 @@ def load_model_and_optim_state(
     with reader:
         state, metadata = sharded.read_whole(reader, group, read)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
-    sharded.set_model_state(model, state["model"], strict=strict)
+    set_model_state(model, state["model"], strict=strict)
     if optim is not None:
         set_optimizer_state(model, optim, state["optim"])
 
@@ -401,7 +403,7 @@ def _checked_state(
     """Return the state to fill, by the keys of the checkpoint, if the checkpoint fits."""
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
-    state: StateDict = {"model": sharded.model_state(model)}
+    state: StateDict = {"model": model_state(model)}
     if optim is not None:
         steps = (key.split(".") for key in stored if key.startswith("optim.state."))
         prefixes = {prefix for path in steps for prefix in itertools.accumulate(path, "{}.{}".format)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.optimizers import SETTINGS_OF_SCHEDULERS
+from composerlite.checkpoint.load.state_dicts import SETTINGS_OF_SCHEDULERS
 from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError
 from composerlite.types import StateDict

@@ -1,42 +1,63 @@
-"""The archives of a checkpoint of DeepSpeed, an archive for each rank, read in place, without extraction.
+"""Checkpoints of runs that DeepSpeed trains: an archive for each rank, read in place, without extraction.
 
 Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files of DeepSpeed for the rank,
 unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
 
 The restricted reader loads the pickles. Pickles may hold a few classes of DeepSpeed: the reader makes placeholders, or
 objects of DeepSpeed's own classes where DeepSpeed is installed.
+
+In a load each rank reads the archive of the rank, and rank 0 the files for all ranks. If another number of ranks saved
+the checkpoint, DeepSpeed converts the files. For weights alone, rank 0 merges and sends the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from composerlite.checkpoint.foreign.deepspeed import by_rank
+import torch
+from torch import Tensor
+
+from composerlite import dist
+from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, check_kind, half_loaded
+from composerlite.checkpoint.foreign.deepspeed import by_rank, merged_weights, read_pieces
+from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
 from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import codec_of
-from composerlite.checkpoint.format.packing import unpacked
+from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
-from composerlite.checkpoint.load.deepspeed_folder import read_states
-from composerlite.checkpoint.load.reader import checkpoints_near, readable, validate
-from composerlite.checkpoint.load.resolve import engine_folder, fetched, place_of
+from composerlite.checkpoint.load.reader import (
+    RawFile,
+    checkpoints_near,
+    deepspeed_contents,
+    opened,
+    read_states,
+    readable,
+    shared_file,
+    validate,
+)
+from composerlite.checkpoint.load.resolve import deepspeed_save, engine_folder, fetched, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.checkpoint.record.record import Manifest
+from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from composerlite.storage import FileDigest, ObjectStore, ParallelReader, verify_file
+from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri, make_folder, parse_uri, verify_file
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
@@ -201,14 +222,13 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         ConfigError: ``template`` names a file without a record, so the names of the other ranks are unknown.
     """
     first = format_name_with_dist(template, run_name, **FIRST_RANK)
-    with engine_folder(first, object_store) as found:
-        if found is not None:
+    with place_of(first, object_store) as (place, last):
+        if last and not place.exists(last) and deepspeed_save(place, last) is not None:
             raise IncompatibleCheckpointError(
                 f"{argument}={template!r} is a folder of DeepSpeed's engine, without the archives that a run with "
                 "deepspeed_config saves. Its weights load with load_weights_only=True; a run without deepspeed_config "
                 "continues from all of it; 'composerlite checkpoint convert' writes its weights to a file."
             )
-    with place_of(first, object_store) as (place, last):
         if (path := place.path_of(last)) is not None and not path.is_file():
             raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
         home, name = home_of(place, last)
@@ -231,3 +251,224 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
         raise CorruptCheckpointError(f"checkpoint {first!r} does not say the number of ranks that saved it")
     log.warning("checkpoint %s has no record: loading it unverified", first)
     return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in range(ranks)], None)
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def weights_in(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
+    """Return the state dict of the model in the archives of all ranks, parameters in fp32.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, or the files do not fit together.
+        IncompatibleCheckpointError: the model has experts, or layers that are split over ranks.
+    """
+    archive_of = {name: archive for archive in archives for name in archive.names}
+    pieces = read_pieces(
+        archive_of,
+        lambda name, prune: archive_of[name].contents(name, prune=prune),
+        f"checkpoint {str(archives[0].path)!r}",
+        weights_only=True,
+    )
+    return merged_weights(pieces)
+
+
+def unshard_zero(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    save_overwrite: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Write the weights that the ranks of DeepSpeed saved to one file: the model's state dict, parameters in fp32.
+
+    DeepSpeed need not be installed. All weights are in memory at once, twice for a moment.
+
+    Args:
+        path: path or URI of the archive of rank 0, or of a link to that archive; archives without a record, as
+            Composer saves them, need ``{rank}`` in the name.
+        target: the file. The suffix ``.safetensors`` means safetensors, any other suffix torch.
+        save_overwrite: replace a file of that name.
+        quiet: do not log the name of the file.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointExistsError: a FileExistsError: ``target`` exists, and ``save_overwrite`` is false.
+        ConfigError: ``target`` is a URI; the archives of other ranks are not known.
+        RuntimeError: there are several ranks.
+        CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError: as
+            :func:`load_checkpoint`.
+    """
+    if dist.get_world_size() > 1:
+        raise RuntimeError("unshard_zero works in one process: call it where there are no other ranks.")
+    if is_uri(os.fspath(target)):
+        raise ConfigError(f"target={os.fspath(target)!r}: expected a file of this machine; upload it then.")
+    file = Path(parse_uri(os.fspath(target))[2])
+    write = write_safetensors if file.suffix == ".safetensors" else write_torch
+    if file.exists() and not save_overwrite:
+        raise CheckpointExistsError(f"{str(file)!r} exists: give another name, or save_overwrite=True.")
+    archives = find_archives(os.fspath(path), "", None, argument="path")
+    with archives.all_opened(None) as every, readable(Path(archives.names[0])):
+        weights = weights_in(every)
+    make_folder(file.parent)
+    write(file, weights)
+    if not quiet:
+        log.info("wrote %s", file)
+    return file
+
+
+# ── loading into a run ───────────────────────────────────────────────────────────────────────────────────────────────
+def load_archives(
+    engine: DeepSpeedEngine, template: str, plan: RestorePlan, object_store: ObjectStore | None, *, trust: bool
+) -> list[dict[str, Any]] | None:
+    """Restore a state that DeepSpeed trains, on every rank, and return the states of the random generators, if any.
+
+    For weights alone, any number of ranks may have saved the checkpoint, also without DeepSpeed.
+
+    Args:
+        engine: trains the state.
+        template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
+        plan: parts of the state to restore.
+        object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
+        trust: load any type, **running any code in the files**.
+
+    Raises:
+        ConfigError: ``load_ignore_keys`` excludes a part of DeepSpeed's files.
+        CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
+    """
+    ignored = () if plan.ignore_keys is None or callable(plan.ignore_keys) else plan.ignore_keys
+    for glob in ignored:
+        if glob.startswith(("state/model", "state/optimizers")):
+            raise ConfigError(
+                f"load_ignore_keys: {glob!r} is in the files of DeepSpeed, which loads weights and optimizer as a "
+                "whole. Leave it out, or load the weights alone: load_weights_only=True."
+            )
+    with contextlib.ExitStack() as stack:
+        load = _Load(engine, template, plan, object_store, trust, stack)
+        if plan.weights_only:
+            load.set_weights(load.read_weights, strict=plan.strict)
+            log.debug("loaded the weights of %s", plan.source)
+            return None
+        archives = load.group.from_first("looking for the checkpoint", load.find)
+        is_own = len(archives.names) == load.group.size
+        plan.contents = load.from_own_archive(archives) if is_own else load.from_other_ranks(archives)
+        return plan.restore()
+
+
+@final
+@dataclass(frozen=True)
+class _Load:
+    """One load. Methods are collective. For the fields see :func:`load_archives`."""
+
+    engine: DeepSpeedEngine
+    template: str
+    plan: RestorePlan
+    object_store: ObjectStore | None
+    trust: bool
+    stack: contextlib.ExitStack
+    group: dist.Group = field(default_factory=dist.get_group)
+
+    def find(self) -> Archives:
+        """Find the archives of all ranks. On rank 0."""
+        return find_archives(self.template, self.plan.state.run_name, self.object_store, argument="load_path")
+
+    def from_own_archive(self, archives: Archives) -> StateDict:
+        """Load model and optimizer from this rank's archive, and return the rest of the state to restore."""
+        with self.group.all_or_none(f"opening {self.plan.source}"):
+            own = self.stack.enter_context(archives.opened(self.group.rank, self.object_store))
+        wanted = self._states(own)
+        everywhere = self.group.gather(own.names)
+        shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
+        files = {name: self._of_first(own, name) for name in shared}  # rank 0 alone has them
+        with self.group.all_or_none(f"reading {self.plan.source}"), readable(own.path):
+            for name in own.names:
+                if name not in files:
+                    files[name] = own.contents(name, self.engine.types, trust=self.trust)
+        with self.group.all_or_none("restoring the run"), half_loaded(True):
+            self.engine.load(files, source=self.plan.source)
+        return wanted
+
+    def from_other_ranks(self, archives: Archives) -> StateDict:
+        """Load model and optimizer that another number of ranks saved, and return the rest of the state to restore.
+
+        The first rank of each node converts the files for all ranks of the node.
+        """
+        is_first = dist.get_local_rank() == 0
+        every: list[RankFiles] = []
+        with self.group.all_or_none(f"opening {self.plan.source}"):
+            if is_first:
+                every = self.stack.enter_context(archives.all_opened(self.object_store))
+        first = every[0] if every else None
+        wanted = self._states(first)
+        name = self.group.broadcast("" if first is None else first.model_states)
+        model = {name: self._of_first(first, name)}
+        with self.group.all_or_none("comparing the checkpoint with the run"):
+            self.engine.check_fits(model[name], source=self.plan.source)
+        log.info(
+            "%s was saved by %d ranks: converting it for %d", self.plan.source, len(archives.names), self.group.size
+        )
+        folder: str | None = None
+        with self.group.all_or_none(f"converting {self.plan.source}"):
+            if is_first:
+                folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
+                for archive in every:  # saved again as they were read: DeepSpeed runs any code in a file
+                    with readable(archive.path):
+                        for file in archive.names:
+                            contents = archive.contents(file, self.engine.types, trust=self.trust)
+                            torch.save(contents, Path(folder, file))
+                self.engine.convert(Path(folder), source=self.plan.source)
+        folders = self.group.gather((dist.get_node_rank(), folder))
+        mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
+        with self.group.all_or_none("restoring the run"), half_loaded(True):
+            self.engine.load_converted(Path(mine), model, source=self.plan.source)
+        self.set_weights(lambda: weights_in(every), strict=False)  # also buffers and frozen parameters
+        return wanted
+
+    def set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
+        """Set tensors of the model to the result of ``read`` on rank 0."""
+        weights: dict[str, Tensor] | None = None
+        with self.group.all_or_none(f"reading {self.plan.source}"):
+            if self.group.is_first:
+                weights = read()
+        self.engine.load_weights(weights, strict=strict, source=self.plan.source)
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Read the state dict of the model. On rank 0."""
+        first = format_name_with_dist(self.template, self.plan.state.run_name, **FIRST_RANK)
+        with engine_folder(first, self.object_store) as folder:
+            if folder is not None:
+                found: dict[str, Tensor] = deepspeed_contents(*folder, trust=self.trust)["module"]
+                rename = common_rename(found, self.plan.state.get_model_state_dict(), all_must=self.plan.strict)
+                return {rename.of(name): tensor for name, tensor in found.items()}
+        with fetched(first, self.object_store) as path:
+            is_of_deepspeed = False
+            if is_packed(path):
+                with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
+                    is_of_deepspeed = True
+            if not is_of_deepspeed:
+                with opened(path, trust=self.trust) as file:
+                    check_kind(file.contents, f"checkpoint {first!r}")
+                    file.contents = {"model": file.contents["state"].get("model", {})}
+                    file.read()
+                    return file.contents["model"]
+        with self.find().all_opened(self.object_store) as every, readable(Path(first)):
+            return weights_in(every)
+
+    def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
+        """Read a file in the ``archive`` of rank 0, on every rank."""
+        raw: RawFile | None = None
+        with self.group.all_or_none(f"reading {self.plan.source}"):
+            if self.group.is_first:
+                assert archive is not None
+                member = archive.member(name)
+                raw = RawFile(member, member.size_bytes, archive.check_sums)
+        file = shared_file(raw, f"{name} of {self.plan.source}", trust=self.trust)
+        file.read()
+        return file.contents
+
+    def _states(self, archive: RankFiles | None) -> StateDict:
+        """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""
+        contents = self._of_first(archive, STATES)
+        with self.group.all_or_none("comparing the checkpoint with the run"):
+            wanted, _ = self.plan.matched(contents)
+        return wanted

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.taken import Counts, Taken
+from composerlite.checkpoint.foreign.keys import Counts, Taken
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.types import StateDict
@@ -51,21 +51,11 @@ class Piece(NamedTuple):
 
     Attributes:
         model: model states; empty where the first rank saved them for all.
-        optimizer: optimizer states.
+        state: state of DeepSpeed's own optimizer; ``None`` in stage 0, where each rank has all weights.
     """
 
     model: StateDict
-    optimizer: StateDict
-
-    @property
-    def has_optimizer(self) -> bool:
-        """False in stage 0, where each rank has all weights."""
-        return "optimizer_state_dict" in self.optimizer
-
-    @property
-    def state(self) -> StateDict:
-        """State of DeepSpeed's own optimizer."""
-        return self.optimizer["optimizer_state_dict"]
+    state: Any
 
     @property
     def stage(self) -> int:
@@ -107,28 +97,31 @@ def read_pieces(
         IncompatibleCheckpointError: layers or experts are split over ranks.
     """
 
-    def of_model(contents: StateDict) -> StateDict:
-        return {key: contents.get(key) for key in (*_MODEL_KEYS, "dp_world_size")} if weights_only else contents
-
-    def of_optimizer(contents: StateDict) -> StateDict:
-        state = contents.get("optimizer_state_dict")
-        if not weights_only or not isinstance(state, dict):
-            return contents
-        return {"optimizer_state_dict": {key: state[key] for key in _WEIGHT_KEYS if key in state}}
-
+    prune = _parts_for_weights if weights_only else lambda contents: contents
     models, optimizers = (by_rank(names, pattern, source) for pattern in (MODEL_STATES, _OPTIMIZER_STATES))
     if 0 not in models:
         raise CorruptCheckpointError(f"{source}: the model states of its first rank are missing.")
-    first = read(models[0], of_model)
+    first = read(models[0], prune)
     if not optimizers:  # stage 0: each rank has all weights
-        return [Piece(first, {})]
+        return [Piece(first, None)]
     ranks = first.get("dp_world_size")
     if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
         raise CorruptCheckpointError(f"{source} does not say the number of ranks that saved it.")
     if missing := [rank for rank in range(max(ranks, len(optimizers))) if rank not in optimizers]:
         raise CorruptCheckpointError(f"{source} is not whole: the files of ranks {missing[:8]} are missing.")
-    others = ({} if rank not in models else read(models[rank], of_model) for rank in range(1, len(optimizers)))
-    return [Piece(model, read(optimizers[rank], of_optimizer)) for rank, model in enumerate([first, *others])]
+    others = ({} if rank not in models else read(models[rank], prune) for rank in range(1, len(optimizers)))
+    return [
+        Piece(model, read(optimizers[rank], prune).get("optimizer_state_dict"))
+        for rank, model in enumerate([first, *others])
+    ]
+
+
+def _parts_for_weights(contents: StateDict) -> StateDict:
+    kept: StateDict = {key: contents.get(key) for key in (*_MODEL_KEYS, "dp_world_size")}
+    state = contents.get("optimizer_state_dict")
+    if isinstance(state, dict):
+        kept["optimizer_state_dict"] = {key: state[key] for key in _WEIGHT_KEYS if key in state}
+    return kept
 
 
 def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> dict[int, str]:
@@ -176,7 +169,7 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
         CorruptCheckpointError: the pieces do not fit together.
     """
     first = pieces[0]
-    if not first.has_optimizer:
+    if first.state is None:
         return first.model["module"]
     shapes: _Shapes = first.model["param_shapes"]
     trained = _whole(pieces, [piece.groups for piece in pieces], shapes) | _frozen(pieces)
@@ -207,7 +200,7 @@ def merged_contents(pieces: Sequence[Piece]) -> StateDict:
     """
     first = pieces[0]
     made = {key: value for key, value in first.model.items() if key not in _MODEL_KEYS}
-    optimizer = {"optimizer": _merged_optimizer(pieces)} if first.has_optimizer else {}
+    optimizer = {} if first.state is None else {"optimizer": _merged_optimizer(pieces)}
     return {**made, "module": merged_weights(pieces), **optimizer}
 
 

@@ -1,4 +1,4 @@
-"""Keys in checkpoints of other systems: places of parts, and the names of weights in a run."""
+"""From the parts of a checkpoint of another system to the state of a run: places of parts, names, and counts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composerlite import dist
 from composerlite._torch_compat import EXTRA_STATE
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
 from composerlite.types import StateDict
@@ -191,3 +192,230 @@ def _prefixes(names: Collection[str]) -> list[str]:
     first, last = (min(names), max(names)) if names else ("", "")
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     return ["", *(first[: at + 1] for at in range(same) if first[at] == ".")]
+
+
+# ── the state of a run ───────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Run(NamedTuple):
+    """Names and states of the run to load into.
+
+    Attributes:
+        model: live weights, by name.
+        optimizers: live states by class name, with the names of parameters.
+        schedulers: live states by class name.
+        strict: all names must agree.
+        source: the checkpoint, for messages.
+    """
+
+    model: StateDict
+    optimizers: StateDict
+    schedulers: StateDict
+    strict: bool
+    source: str
+
+
+@final
+class Counts(NamedTuple):
+    """Counts of training: integers, or tensors of one number that need not have been read.
+
+    Attributes:
+        batch: optimizer steps.
+        epoch: completed epochs; ``None``: computed from the steps.
+        batch_in_epoch: optimizer steps since the last completed epoch; ``None``: computed from the steps.
+        token: trained tokens.
+    """
+
+    batch: Any
+    epoch: Any = None
+    batch_in_epoch: Any = None
+    token: Any = 0
+
+
+@final
+class Taken(NamedTuple):
+    """Parts of a checkpoint of another system that a run continues from.
+
+    Attributes:
+        model: weights by name; keys of nested dicts are joined by dots.
+        optimizer: state of ``torch.optim.Optimizer``, or a state by names of parameters, nested or flat.
+        scheduler: state of a scheduler.
+        progress: counts of training; ``None``: unknown, and the run starts at zero.
+        rng: states of random generators, an entry for each rank.
+        left: keys that are not taken over.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    progress: Counts | None = None
+    rng: Sequence[StateDict] | None = None
+    left: Sequence[str] = ()
+
+
+def state_of(taken: Taken, run: Run, system: str) -> StateDict:
+    """Return contents in the form of our checkpoints, with the names of ``run``. Logs the keys that are not taken over.
+
+    Raises:
+        IncompatibleCheckpointError: the run has another optimizer, or other groups.
+    """
+    weights: StateDict = {
+        name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
+    }
+    # Some programs save a tied weight once.
+    tied = {name: other for names in dist.tied_names(run.model) for name in names for other in names if other != name}
+    rename = common_rename(weights, run.model, all_must=run.strict)
+    if rename != Rename():
+        log.info("%s: its weights %r* are taken for %r*", run.source, rename.strip, rename.add)
+    weights = {rename.of(name): tensor for name, tensor in weights.items()}
+    state: StateDict = {
+        "model": weights | {name: weights[o] for name, o in tied.items() if name not in weights and o in weights}
+    }
+    left = list(taken.left)
+    if taken.optimizer is not None and run.optimizers:
+        kind, live = next(iter(run.optimizers.items()))
+        try:
+            state["optimizers"] = {kind: _by_names(taken.optimizer, live, rename, run.source)}
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise IncompatibleCheckpointError(
+                f"{run.source}: its optimizer cannot be taken over: {e if type(e) is ValueError else repr(e)}. "
+                "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+            ) from e
+    if isinstance(taken.scheduler, Mapping):
+        fitting = [kind for kind, live in run.schedulers.items() if set(live) == set(taken.scheduler)]
+        if len(fitting) == 1:
+            state["schedulers"] = {fitting[0]: taken.scheduler}
+        else:
+            left.append("the scheduler, which is of another kind than that of the run")
+    if taken.progress is None:
+        log.warning("%s does not say how far training was: time, data and callbacks start afresh", run.source)
+    else:
+        state["timestamp"] = {"Timestamp": taken.progress._asdict()}
+    contents: StateDict = {"state": state}
+    if taken.rng is not None:
+        contents["rng"] = list(taken.rng)
+    others = ", ".join(map(str, left)) or "nothing"
+    log.info("%s is of %s; taken over: %s; not: %s", run.source, system, ", ".join(state), others)
+    return contents
+
+
+def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) -> None:
+    """Convert ``state/timestamp`` to the timestamp of a run, once its numbers are read.
+
+    Args:
+        state: result of :func:`state_of`; changed in place.
+        batches_per_epoch: of the run's data, for counts that the checkpoint does not have; ``None``: unknown.
+        source: the checkpoint, for messages.
+
+    Raises:
+        IncompatibleCheckpointError: the counts are not numbers from 0 to 2**62.
+    """
+    if "timestamp" not in state:
+        return
+    progress = Counts(**state["timestamp"]["Timestamp"])
+    batch, epoch, batch_in_epoch, token = (
+        value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in progress
+    )
+    made = divmod(batch, batches_per_epoch) if batches_per_epoch and isinstance(batch, int) else (epoch or 0, 0)
+    epoch, batch_in_epoch = made if epoch is None or batch_in_epoch is None else (epoch, batch_in_epoch)
+    counts: StateDict = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch}
+    counts["token"] = token
+    if not all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts.values()):
+        raise IncompatibleCheckpointError(
+            f"{source}: its counts of training are none: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
+            f"{batch_in_epoch!r}. load_ignore_keys=['state/timestamp'] starts at zero."
+        )
+    state["timestamp"] = {"Timestamp": counts}
+
+
+def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
+    """Return the state of an optimizer by the names of the run's parameters, with the settings of its groups.
+
+    Args:
+        state: the saved state, with names or numbers of parameters, nested or flat.
+        live: state of the run's optimizer.
+        rename: from saved names to the run's names.
+        source: the checkpoint, for messages.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: the optimizer is of another kind, or has other groups, or is
+            damaged.
+    """
+    if "param_groups" not in state:
+        back = Rename(rename.add, rename.strip)
+        state = unflattened(state, [[back.of(name) for name in group["params"]] for group in live["param_groups"]])
+    its: list[StateDict] = state["param_groups"]
+    own: list[StateDict] = live["param_groups"]
+    if not isinstance(its, list):  # pyright: ignore[reportUnnecessaryIsInstance] - from a file
+        raise ValueError("it has no 'param_groups'")
+    if odd := [key for group in its for key in group if not isinstance(key, str)]:  # pyright: ignore
+        raise ValueError(f"{odd[0]!r} is no name of a setting")
+    if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
+        raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
+    numbered = any(not isinstance(name, str) for group in its for name in group["params"])
+    named = _named(its, own, rename, source) if numbered else None
+    if numbered and named is None:
+        have, want = ([len(group["params"]) for group in each] for each in (its, own))
+        if have != want:
+            raise ValueError(f"its groups have {have} parameters, and those of this run {want}")
+    new_name: dict[Any, str] = {}
+    made: list[StateDict] = []
+    for number, group in enumerate(its):
+        here = own[number] if number < len(own) else {}
+        lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
+        if lacks:
+            raise ValueError(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
+        if named is not None:
+            names = named[number]
+        else:
+            names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
+        new_name |= dict(zip(group["params"], names, strict=True))
+        made.append({**here, **{key: value for key, value in group.items() if key != "param_names"}, "params": names})
+    values: StateDict = state.get("state", {})  # none before the first step
+    return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
+
+
+def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]] | None:
+    """Return the run's names of the parameters in each group of an optimizer with ``param_names``.
+
+    ``None``: the optimizer has no ``param_names``, or no name is the run's: then the order of parameters counts.
+    """
+    saved: list[Any] = [group.get("param_names") for group in its]
+    if any(names is None or len(names) != len(group["params"]) for names, group in zip(saved, its, strict=True)):
+        return None
+    named = [[str(name).replace("_orig_mod.", "") for name in names] for names in saved]
+    every = [name for names in named for name in names]
+    live = {name for group in own for name in group["params"]}
+    for change in (rename, common_rename(every, live, all_must=True)):
+        found = [[change.of(name) for name in names] for names in named]
+        if live & (known := {name for names in found for name in names}) and len(known) == len(every):
+            return found
+    log.warning(
+        "%s: its optimizer calls its parameters %r, …, which are no names here: they are taken in their order",
+        source,
+        every[0],
+    )
+    return None
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    """Return true for a number in a group that every version of an optimizer saves."""
+    is_number = isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    return is_number and key not in ("initial_lr", "params")
+
+
+def unflattened(saved: Mapping[Any, Any], groups: Sequence[Sequence[str]]) -> StateDict:
+    """Return an optimizer's state in groups, from keys ``state.<name>.<key>`` and ``param_groups.<name>.<setting>``.
+
+    Args:
+        saved: the flat state.
+        groups: names of the parameters of each group; names that ``saved`` does not have are left out.
+    """
+    state: dict[str, StateDict] = {}
+    settings: dict[str, StateDict] = {}
+    for full, value in saved.items():
+        kind, _, rest = str(full).partition(".")
+        name, _, key = rest.rpartition(".")
+        {"state": state, "param_groups": settings}.get(kind, {}).setdefault(name, {})[key] = value
+    present = [[name for name in group if name in settings or name in state] for group in groups]
+    made = [{**(settings.get(group[0], {}) if group else {}), "params": group} for group in present]
+    return {"state": state, "param_groups": made if settings else None}

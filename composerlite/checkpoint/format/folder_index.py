@@ -150,7 +150,7 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
         ) from e
     except CorruptCheckpointError as e:
         raise CorruptCheckpointError(f"{file!r} is no file of torch, or damaged: {e}") from e
-    contents, records = opened.contents, opened.unread()
+    contents, records = opened.contents, {id(one): opened.records[name] for name, one in opened.unread.items()}
     if not isinstance(contents, dict):
         raise CorruptCheckpointError(f"{file!r} holds {type(contents).__name__} and no state dict.")
     found: dict[str, _Stored] = {}

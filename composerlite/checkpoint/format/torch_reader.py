@@ -60,6 +60,9 @@ class TorchFile:
 
     Attributes:
         contents: the contents of the file.
+        records: the records of the zip archive, by name below the archive's root.
+        unread: the storages whose bytes are not read yet, by the name of the record. A storage that nothing else refers
+            to is left out.
         ring: buffers for reading to devices.
         progress: called with each number of bytes read by :meth:`read`.
         verified: numbers of the chunks of the file that were read and verified so far.
@@ -104,9 +107,9 @@ class TorchFile:
         roots = [name[: -len("data.pkl")] for name in listed if name.partition("/")[2] == "data.pkl"]
         if len(roots) != 1:
             raise CorruptCheckpointError(f"it is a zip archive with {len(roots)} records '…/data.pkl' and not one")
-        self._records = {name[len(roots[0]) :]: entry for name, entry in listed.items() if name.startswith(roots[0])}
+        self.records = {name[len(roots[0]) :]: entry for name, entry in listed.items() if name.startswith(roots[0])}
         # torch.serialization.set_crc32_options(False) writes zeros.
-        self._check_sums = check_sums and any(entry.crc for entry in self._records.values())
+        self._check_sums = check_sums and any(entry.crc for entry in self.records.values())
         if (order := self._small("byteorder", sys.byteorder.encode())) != sys.byteorder.encode():
             raise CorruptCheckpointError(
                 f"its numbers have the byte order {order[:20]!r}, and this machine has {sys.byteorder!r}. Convert it "
@@ -114,7 +117,7 @@ class TorchFile:
             )
         self._map_location = map_location
         self._eager = trust  # the code in the file may read the numbers of tensors
-        self._unread: list[tuple[weakref.ref[torch.UntypedStorage], ZipRecord]] = []
+        self.unread: weakref.WeakValueDictionary[str, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._known: dict[str, torch.UntypedStorage] = {}
         self._sums: dict[str, int] = {}  # CRC-32 of the first parts of records
         data = self._small("data.pkl")
@@ -132,21 +135,22 @@ class TorchFile:
         if mark != "storage" or not has_types:
             raise ValueError("a storage in a form that torch does not write")
         if key not in self._known:
-            record = self._records.get(f"data/{key}")
+            name = f"data/{key}"
+            record = self.records.get(name)
             if record is None or count * dtype.itemsize != record.size:
                 raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
-            self._known[key] = self._new_storage(record, location)
+            self._known[key] = self._new_storage(name, location)
         return torch.storage.TypedStorage(wrap_storage=self._known[key], dtype=dtype, _internal=True)
 
-    def _new_storage(self, record: ZipRecord, location: str) -> torch.UntypedStorage:
-        """Return memory for a storage from the device ``location``. Memory on the CPU is filled later."""
-        wanted = self._map_location
+    def _new_storage(self, name: str, location: str) -> torch.UntypedStorage:
+        """Return memory for the record ``name`` from the device ``location``. Memory on the CPU is filled later."""
+        record, wanted = self.records[name], self._map_location
         if isinstance(wanted, Mapping):
             wanted = wanted.get(location)
         kind = None if callable(wanted) else torch.device(location if wanted is None else wanted).type
         storage = torch.UntypedStorage(record.size, device="meta" if kind == "meta" else "cpu")
         if kind == "meta" or (kind == "cpu" and not self._eager):
-            self._unread.append((weakref.ref(storage), record))
+            self.unread[name] = storage
             return storage
         self._read_parts([(record, 0, storage.data_ptr(), record.size)])
         moved: Any = wanted(storage, location) if callable(wanted) else None
@@ -158,10 +162,6 @@ class TorchFile:
         """Read the bytes of all storages so far. Later storages are read at once."""
         self.read()
         self._eager = True
-
-    def unread(self) -> dict[int, ZipRecord]:
-        """Return the unread records, by the ``id`` of the storage."""
-        return {id(storage): record for reference, record in self._unread if (storage := reference()) is not None}
 
     def read(
         self,
@@ -178,16 +178,15 @@ class TorchFile:
         Raises:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
         """
-        names = {record.name: record for record in self._records.values()}
-        wanted = [(names[name], address) for name, address in (places or {}).items()]
-        for reference, record in self._unread:
-            if (storage := reference()) is not None and storage.device.type != "meta":
-                wanted.append((record, storage.data_ptr()))
-        self._unread = []
+        wanted = [(self.records[name], address) for name, address in (places or {}).items()]
+        for name, storage in self.unread.items():
+            if storage.device.type != "meta":
+                wanted.append((self.records[name], storage.data_ptr()))
+        self.unread.clear()
         wanted.sort(key=lambda one: one[0].offset)
         self._read_parts([(record, 0, address, record.size) for record, address in wanted])
         if sieves:
-            self._sift({names[name]: sieve for name, sieve in sieves.items()})
+            self._sift({self.records[name]: sieve for name, sieve in sieves.items()})
 
     def _sift(self, sieves: Mapping[ZipRecord, Sieve]) -> None:
         """Read records in parts. Small records are read together."""
@@ -234,7 +233,7 @@ class TorchFile:
 
     def _small(self, name: str, default: bytes | None = None) -> bytes:
         """Return the bytes of a small record."""
-        record = self._records.get(name)
+        record = self.records.get(name)
         if record is None:
             if default is None:
                 raise CorruptCheckpointError(f"it has no record {name!r}")

@@ -31,7 +31,7 @@ class RunPlace:
 
     Attributes:
         catalog: the folder, also for downloads of files from ``buckets``; or the bucket.
-        template: template of the names of checkpoints; ``None``: files without a record are ignored.
+        template: template of the names of checkpoints.
         link: name of the link to the latest checkpoint, in a folder a template, in a bucket from the top of the bucket;
             ``None``: there is no link. In a folder, only broken links with these names to a checkpoint of ``template``
             are repaired.
@@ -41,7 +41,7 @@ class RunPlace:
     """
 
     catalog: Catalog
-    template: str | None = None
+    template: str = ""
     link: str | None = None
     buckets: Sequence[RunPlace] = ()
     in_memory: bool = False
@@ -120,7 +120,7 @@ def list_checkpoints(
     listing = Listing()
     for number, place in enumerate(places):
         folder = place.catalog.folder
-        for one in _records(place.catalog, place.template, run_name, listing):
+        for one in _records(place, run_name, listing):
             nearness = IN_MEMORY if place.in_memory else IN_FOLDER
             listing.known.append(Candidate(one, number, folder / one.name, str(folder / one.name), nearness))
         for one in replicas.get(number, ()):
@@ -131,7 +131,7 @@ def list_checkpoints(
             if latest is not None:
                 found, listing.is_complete = [latest], False
             else:
-                found = _records(bucket.catalog, bucket.template, run_name, listing)
+                found = _records(bucket, run_name, listing)
             for one in found:
                 uri = bucket.catalog.place.uri(one.name)
                 path = uri if one.is_directory else folder / one.name
@@ -153,8 +153,8 @@ def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     records, faults = catalog.records_at(later)
     has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
     without_record = {*later}.difference(m.deciders[0] for m in records)
-    names = name_pattern(bucket.template or "", run_name)
-    has_unrecorded = bucket.template is not None and any(names.fullmatch(path) for path in without_record)
+    names = name_pattern(bucket.template, run_name)
+    has_unrecorded = any(names.fullmatch(path) for path in without_record)
     return None if has_newer or has_unrecorded or faults else latest
 
 
@@ -171,53 +171,55 @@ def newest_first(known: Sequence[Candidate]) -> list[Candidate]:
     return sorted(resumable, key=order, reverse=True)
 
 
-def _records(catalog: Catalog, template: str | None, run_name: str, listing: Listing) -> list[Manifest]:
+def _records(place: RunPlace, run_name: str, listing: Listing) -> list[Manifest]:
     """Return the records of a run in a folder or bucket, and add unusable files with names of the run to ``listing``.
 
-    A file without a record is damaged if the file is no complete torch file. A copy made by hand has the record of
-    another name, and is left out unless the copy is damaged.
+    Raises:
+        NewerManifestError: a newer version of composerlite wrote the record under a name of the run.
     """
+    catalog, names = place.catalog, name_pattern(place.template, run_name)
     records, faults = catalog.manifests_and_faults()
-    own = [record for record in records if record.run_name == run_name]
-    names = name_pattern(template or "", run_name)
-    in_folder = catalog.place.path_of("") is not None
-    found: list[tuple[str, CheckpointError | OSError]] = []
-    for name, fault in faults.items():
-        if template is None or names.fullmatch(name) is not None:
-            if isinstance(fault, NewerManifestError):
-                raise fault
-            found.append((name, fault))
-    if template is None:
-        return own
+    found = {name: fault for name, fault in faults.items() if names.fullmatch(name) is not None}
+    for fault in found.values():
+        if isinstance(fault, NewerManifestError):
+            raise fault
+    errors: dict[str, CheckpointError | OSError] = {**found}
     with_record = {file.path for record in records for file in record.files} | faults.keys()
     for name in catalog.files():
         match = names.fullmatch(name)
-        if name in with_record or match is None or int(match.groupdict().get("rank", 0)):
+        if match is None or name in with_record or int(match.groupdict().get("rank", 0)):
             continue
-        uri = catalog.place.uri(name)
-        error = CheckpointError(
-            f"{uri!r} has no record of composerlite: another program wrote it. To load it, name it in load_path."
-        )
-        try:
-            if (copied := catalog.manifest_of(name)) is not None:
-                if in_folder:
-                    catalog.verify(copied)
-                continue
-            if in_folder:
-                with opened(catalog.folder / name):
-                    pass
-        except FileNotFoundError:
-            continue  # deleted since it was listed
-        except CorruptCheckpointError as e:
-            error = e
-        except CheckpointError as e:
-            log.warning("%r cannot be verified: %s", uri, e)
-        log.warning("skipped: %s", error)
-        found.append((name, error))
-    for name, error in found:
-        is_damaged = in_folder and isinstance(error, CorruptCheckpointError)
+        if (error := _fault_without_record(catalog, name)) is not None:
+            log.warning("skipped: %s", error)
+            errors[name] = error
+    for name, error in errors.items():
+        is_damaged = catalog.place.path_of(name) is not None and isinstance(error, CorruptCheckpointError)
         (listing.damaged if is_damaged else listing.unusable).append((catalog, name, error))
-    return own
+    return [record for record in records if record.run_name == run_name]
+
+
+def _fault_without_record(catalog: Catalog, name: str) -> CheckpointError | None:
+    """Return the reason why a run cannot resume from a file without a record of its name.
+
+    A file in a folder is read: the file is damaged if it is no complete torch file. ``None``: the file is a copy made
+    by hand, with the record of another name, or was deleted since it was listed.
+    """
+    uri = catalog.place.uri(name)
+    try:
+        if catalog.manifest_of(name) is not None:
+            return None
+        if catalog.place.path_of(name) is not None:
+            with opened(catalog.folder / name):
+                pass
+    except FileNotFoundError:
+        return None
+    except CorruptCheckpointError as e:
+        return e
+    except CheckpointError as e:
+        log.warning("%r cannot be verified: %s", uri, e)
+    return CheckpointError(
+        f"{uri!r} has no record of composerlite: another program wrote it. To load it, name it in load_path."
+    )
 
 
 # ── once a good checkpoint is found ──────────────────────────────────────────────────────────────────────────────────
@@ -263,7 +265,7 @@ def repair_links(place: RunPlace, record: Manifest | None, run_name: str, rename
 
     Links with other names stay, and links to anything but a checkpoint of the saver or one of the ``renamed`` files.
     """
-    if place.link is None or place.template is None:
+    if place.link is None:
         return
     links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
     for link, target in place.catalog.place.links().items():

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 from composerlite import dist
+from composerlite.checkpoint.foreign.deepspeed import merged_contents, read_pieces
+from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.place.catalog import Catalog, record_in
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import OnBytes
+from composerlite.checkpoint.place.place import OnBytes, Place
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import (
     CheckpointNotFoundError,
@@ -25,9 +27,9 @@ from composerlite.errors import (
     CorruptCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import ParallelReader
+from composerlite.storage import ParallelReader, verify_file
 from composerlite.storage.progress import progress_of
-from composerlite.types import Piece
+from composerlite.types import Piece, StateDict
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def opened(
     ``CHECKPOINT_VALIDATION_FUNCTION`` is called first.
 
     Args:
-        path: the file; with ``together`` used on rank 0.
+        path: the file; with ``together`` read on rank 0. ``None``: this rank does not have the file.
         map_location: device of the tensors, as in ``torch.load``; not used with several ranks.
         trust: load any type, **running any code in the file**.
         progress_bar: show a progress bar on a terminal.
@@ -81,7 +83,8 @@ def opened(
         ConfigError: the function cannot be imported.
     """
     group = dist.get_group() if together else dist.Group()
-    with contextlib.ExitStack() as stack:
+    naming = contextlib.nullcontext() if path is None else readable(Path(os.path.realpath(path)))
+    with naming, contextlib.ExitStack() as stack:
         raw: RawFile | None = None
         with group.all_or_none(f"opening {together}"):
             if group.is_first:
@@ -106,26 +109,22 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
         raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
     path = path.resolve()
     validate(path)
-    with (
-        progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress,
-        readable(path),
-        contextlib.ExitStack() as stack,
-    ):
-        place = Folder(path.parent)
-        manifest = record_in(place, path.name)
-        if manifest is None:
+    with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress:
+        manifest = record_in(Folder(path.parent), path.name)
+        digest = None if manifest is None else manifest.files[0].digest
+        if digest is None:
             log.warning("checkpoint %s has no record: loading it unverified", path)
-        if is_packed(path):
-            verified: Collection[int] = ()
-            if manifest is not None:
-                place.verify(manifest.files[0])
-                verified = range(max(1, len(manifest.files[0].digest.chunk_digests(str(path)))))
-            size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-            inner = stack.enter_context(unpacked(path, size_bytes=size_bytes))
-            yield RawFile(inner, inner.size_bytes, manifest is None, verified, progress)
-        else:
-            source = stack.enter_context(ParallelReader(path, None if manifest is None else manifest.files[0].digest))
-            yield RawFile(source, source.size_bytes, manifest is None, source.verified, progress)
+        if not is_packed(path):
+            with ParallelReader(path, digest) as source:
+                yield RawFile(source, source.size_bytes, digest is None, source.verified, progress)
+            return
+        verified: Collection[int] = ()
+        if digest is not None:
+            verify_file(path, digest)
+            verified = range(max(1, len(digest.chunk_digests(str(path)))))
+        size_bytes = None if manifest is None else manifest.unpacked_bytes or None
+        with unpacked(path, size_bytes=size_bytes) as inner:
+            yield RawFile(inner, inner.size_bytes, digest is None, verified, progress)
 
 
 def checkpoints_near(path: Path) -> str:
@@ -196,22 +195,23 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
     """
     group = dist.get_group()
     source = _SharedBytes(None if raw is None else raw.source, f"reading {what}")
-    fields: tuple[int, bool] | None = None
-    with group.all_or_none(f"opening {what}"):
-        if raw is not None:
-            fields = raw.size_bytes, raw.check_sums
-            try:
-                if trust:  # the code in the file would run here, and again on every rank
-                    entries(raw.size_bytes, source.read, is_whole=raw.check_sums)
-                else:
-                    TorchFile(source, raw.size_bytes, map_location="meta", check_sums=raw.check_sums)
-            except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
-                raise untrusted(f"checkpoint {what!r}", e, may_trust=True) from e
-    fields, source.headers = group.from_first(f"reading {what}", lambda: (fields, source.headers))
+
+    def described() -> tuple[int, bool, dict[tuple[int, int], bytes]]:
+        """Read the headers; return the size of the file, whether to compare checksums, and the headers."""
+        assert raw is not None
+        try:
+            if trust:  # the code in the file would run here, and again on every rank
+                entries(raw.size_bytes, source.read, is_whole=raw.check_sums)
+            else:
+                TorchFile(source, raw.size_bytes, map_location="meta", check_sums=raw.check_sums)
+        except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
+            raise untrusted(f"checkpoint {what!r}", e, may_trust=True) from e
+        return raw.size_bytes, raw.check_sums, source.headers
+
+    size_bytes, check_sums, source.headers = group.from_first(f"opening {what}", described)
     source.is_shared = True
-    assert fields is not None
     # The other ranks get bytes that rank 0 has compared with the sums.
-    return TorchFile(source, fields[0], trust=trust, check_sums=fields[1] and group.is_first)
+    return TorchFile(source, size_bytes, trust=trust, check_sums=check_sums and group.is_first)
 
 
 @final
@@ -247,6 +247,56 @@ class _SharedBytes:
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. ``progress`` is called on rank 0, with each number of bytes."""
         dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
+
+
+# ── files of DeepSpeed's engine ──────────────────────────────────────────────────────────────────────────────────────
+def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> StateDict:
+    """Return the contents of one save of DeepSpeed's engine, with weights and optimizer merged from all ranks.
+
+    All contents are in memory at once, twice for a moment.
+
+    Args:
+        place: the place with the folder.
+        folder: path of the folder of the save, in that place.
+        trust: load any type, **running any code in the files**.
+
+    Raises:
+        CorruptCheckpointError: a file is missing or damaged, or the files do not fit together.
+        IncompatibleCheckpointError: layers or experts are split over ranks.
+        UntrustedCheckpointError: a file holds a type that is not known to be safe.
+    """
+    uri = place.uri(folder)
+
+    def read(name: str, prune: Callable[[StateDict], StateDict]) -> StateDict:
+        path = f"{folder}/{name}"
+        here = place.path_of(path)
+        if here is not None:
+            validate(here)
+        shown = Path(place.uri(path)) if here is None else here
+        with readable(shown), place.opened(path, None, threads=1) as source:
+            file = TorchFile(source, place.size(path), trust=trust, check_sums=True, types=stand_ins())
+            return read_states(file, prune)
+
+    pieces = read_pieces(place.names(folder), read, f"checkpoint {uri!r}")
+    try:
+        contents = merged_contents(pieces)
+    except CorruptCheckpointError as e:
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: {e}") from e
+    log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, len(pieces))
+    return contents
+
+
+def read_states(file: TorchFile, prune: Callable[[StateDict], StateDict] | None = None) -> StateDict:
+    """Read a file of DeepSpeed and return the dict in the file; ``prune`` selects the parts to read.
+
+    Raises:
+        CorruptCheckpointError: the bytes are damaged, or hold no dict.
+    """
+    if not isinstance(file.contents, dict):
+        raise CorruptCheckpointError(f"it holds {type(file.contents).__name__} and no dict")
+    file.contents = file.contents if prune is None else prune(file.contents)
+    file.read()
+    return file.contents
 
 
 # ── the user's own check ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ read in place.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Generator
@@ -103,13 +104,9 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, 
 
     group = dist.get_group()
     with contextlib.ExitStack() as stack:
-        found: Located | None = None
-        with group.all_or_none("finding the checkpoint"):
-            if group.is_first:
-                found = _find(stack, name, object_store, progress_bar=progress_bar, trust=trust)
-        found = group.broadcast(found)
-        assert found is not None
-        is_download = found.kind == "file" and (object_store is not None or is_uri(name))
+        find = functools.partial(_find, stack, name, object_store, progress_bar=progress_bar, trust=trust)
+        found = group.from_first("finding the checkpoint", find)
+        is_download = found.kind == "file" and not _is_local(name, object_store)
         yield found._replace(path=None) if is_download and not group.is_first else found
 
 
@@ -122,7 +119,7 @@ def _find(
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
     place, last = stack.enter_context(place_of(name, object_store))
     # Each rank follows links on its own disk.
-    path = None if place.path_of(last) is None else _resolved(name)
+    path = _resolved(name) if _is_local(name, object_store) else None
     if not last:
         raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
     key = place.name_of(last) if path is None else ""
@@ -135,9 +132,9 @@ def _find(
     if place.exists(f"{last}/{INDEX}") or holds_weights(place.names(last)):
         return Located(name, "sharded", path, key)
     if (save := deepspeed_save(place, last)) is not None:
-        import torch
+        import torch  # not needed for a listing
 
-        from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents  # rarely needed
+        from composerlite.checkpoint.load.reader import deepspeed_contents
 
         path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
         torch.save(deepspeed_contents(place, save, trust=trust), path)
@@ -151,6 +148,10 @@ def _find(
 
 def _temporary_folder(stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-")))
+
+
+def _is_local(name: str, object_store: ObjectStore | None) -> bool:
+    return object_store is None and not is_uri(name)
 
 
 def _is_address(name: str, object_store: ObjectStore | None) -> bool:
@@ -167,7 +168,7 @@ def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Pla
         name: a path, a URI of a store, or a name in ``object_store``.
         object_store: the store that ``name`` is a name in.
     """
-    if object_store is None and not is_uri(name):
+    if _is_local(name, object_store):
         path = Path(os.path.realpath(_resolved(name)))
         yield Folder(path.parent), path.name
         return
@@ -211,9 +212,7 @@ def deepspeed_save(place: Place, folder: str) -> str | None:
 
 
 def is_read_in_place(path: Path) -> bool:
-    """Return true for a sharded directory, and for a file or a folder of safetensors."""
-    if path.is_dir():
-        return (path / INDEX).is_file() or holds_weights([one.name for one in path.iterdir()])
+    """Return true for a file of safetensors, by the contents."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -252,7 +251,7 @@ def fetched(
         PermissionError, ObjectStoreError: the store denies access, or fails.
     """
     text = str(path)
-    if object_store is None and not is_uri(text):
+    if _is_local(text, object_store):
         yield _resolved(text)
         return
     with tempfile.TemporaryDirectory(prefix="composerlite-", dir=near) as folder:

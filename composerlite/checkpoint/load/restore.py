@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +22,7 @@ from composerlite.checkpoint.contents import (
     without,
 )
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
-from composerlite.checkpoint.format.zip_file import ZipRecord
-from composerlite.checkpoint.load.reader import opened, readable
+from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.load.resolve import located
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
@@ -167,10 +165,9 @@ def read_in_place(
         with opening as file:
             with dist.get_group().all_or_none("comparing the checkpoint with the run"):
                 wanted, live = plan.matched(file.contents)
-            file.contents, addresses, sieves = placed(wanted, live, file.unread(), file.ring)
+            file.contents, addresses, sieves = placed(wanted, live, file.unread, file.ring)
             del wanted  # what nothing refers to is not read
-            naming = contextlib.nullcontext() if place.path is None else readable(place.path.resolve())
-            with naming, half_loaded(bool(addresses or sieves)):
+            with half_loaded(bool(addresses or sieves)):
                 file.read(places=addresses, sieves=sieves)
             plan.contents = file.contents
             plan.verified = {} if place.path is None else {place.path.name: file.verified}
@@ -183,7 +180,7 @@ _Pair: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 def placed(
-    contents: Any, live: Any, unread: Mapping[int, ZipRecord], ring: DeviceRing = shared_ring
+    contents: Any, live: Any, unread: Mapping[str, torch.UntypedStorage], ring: DeviceRing = shared_ring
 ) -> tuple[Any, dict[str, int], dict[str, Sieve]]:
     """Choose the saved tensors to read directly into live tensors.
 
@@ -195,62 +192,63 @@ def placed(
     Args:
         contents: contents of the checkpoint, with tensors whose bytes are not read yet.
         live: the live tensors, by the same path of keys.
-        unread: the record in the zip archive of each storage, by the ``id`` of the storage.
+        unread: the storages whose bytes are not read yet, by the name of the record in the zip archive.
         ring: staging memory for copies to devices.
 
     Returns:
         ``contents`` with the chosen saved tensors replaced by live tensors; the addresses of live tensors in host
         memory, by record; and the writers to distributed tensors and to tensors on devices, by record.
     """
-    groups: dict[int, list[_Pair]] = {}
+    names = {id(storage): name for name, storage in unread.items()}
+    groups: dict[int, list[_Pair]] = {}  # by the ``id`` of the saved storage
     for pair in _pairs(contents, live):
         groups.setdefault(id(pair[0].untyped_storage()), []).append(pair)
-    owners: dict[int, set[int]] = {}  # the saved storages of each storage of live tensors, by address
-    for storage, pairs in groups.items():
-        for _, live_one in pairs:
-            if live_one is not None and type(live_one) in (Tensor, nn.Parameter) and live_one.layout is torch.strided:
-                owners.setdefault(live_one.untyped_storage().data_ptr(), set()).add(storage)
     addresses: dict[str, int] = {}
     sieves: dict[str, Sieve] = {}
     replaced: dict[int, Tensor] = {}
     taken: set[int] = set()
     for storage, pairs in groups.items():
-        record, target = unread.get(storage), pairs[0][1]
-        if record is None or target is None:
+        if (name := names.get(storage)) is None or (targets := _targets(pairs, taken)) is None:
             continue
-        if (targets := _distributed_targets(pairs, record, taken)) is not None:
-            sieves[record.name] = _Rows(pairs[0][0], targets)
-            replaced |= {id(saved): filled for (saved, _), filled in zip(pairs, targets, strict=True)}
-        elif all(_fits(pair, pairs[0], record) for pair in pairs) and owners[target.untyped_storage().data_ptr()] == {
-            storage
-        }:
-            if (copier := ring.copier_of(target.untyped_storage())) is None:
-                addresses[record.name] = target.data_ptr()
-            else:
-                sieves[record.name] = _OnDevice(target, copier)
-            replaced |= {id(saved): filled for saved, filled in pairs if filled is not None}
+        if dist.is_distributed_tensor(targets[0]):
+            sieves[name] = _Rows(pairs[0][0], targets)
+        elif (copier := ring.copier_of(targets[0].untyped_storage())) is not None:
+            sieves[name] = _OnDevice(targets[0], copier)
+        else:
+            addresses[name] = targets[0].data_ptr()
+        replaced |= {id(saved): target for (saved, _), target in zip(pairs, targets, strict=True)}
     return _with_tensors(contents, replaced), addresses, sieves
 
 
-def _distributed_targets(pairs: Sequence[_Pair], record: ZipRecord, taken: set[int]) -> list[Tensor] | None:
-    """Return the distributed tensors to fill from a record; ``None`` if the record cannot be read in rows.
+def _targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor] | None:
+    """Return the tensors to fill from a saved storage; ``None`` if the storage must be read into memory of its own.
 
-    ``taken`` has the addresses of the tensors to fill so far, and gets the addresses of the result.
+    A distributed tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the
+    numbers.
 
-    A live tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the numbers.
+    Args:
+        pairs: the saved tensors in the storage, with the live tensors.
+        taken: the addresses of all tensors to fill so far; gets the addresses of the result. No two storages are read
+            into the same memory: for tensors that are tied here and not in the checkpoint, the last one counts.
     """
     targets: list[Tensor] = []
     for saved, live in pairs:
-        if live is None or not dist.is_distributed_tensor(live) or type(saved) is not Tensor:
+        if live is None or live.shape != saved.shape or not _is_whole(saved) or saved.dtype is not pairs[0][0].dtype:
             return None
-        if not saved.is_contiguous() or saved.numel() * saved.itemsize != record.size or saved.shape != live.shape:
+        if not dist.is_distributed_tensor(live):
+            if not _is_plain(live) or live.is_meta or live.is_conj() or live.is_neg() or live.dtype is not saved.dtype:
+                return None
+            if not live.stride() == saved.stride() == pairs[0][0].stride():
+                return None
+        elif not saved.is_contiguous():
             return None
-        if record.size == 0 or saved.is_conj() or saved.is_neg() or saved.dtype is not pairs[0][0].dtype:
-            return None
-        targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
+        elif live.dtype is not saved.dtype:
+            live = dist.empty_shard_like(live, saved.dtype)
+        targets.append(live)
     memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
-    if memory & taken:
-        return None  # tied here and not in the checkpoint: the tensor loaded last counts
+    distributed = [dist.is_distributed_tensor(target) for target in targets]
+    if memory & taken or (not all(distributed) and (any(distributed) or len(memory) > 1)):
+        return None
     taken |= memory
     return targets
 
@@ -302,7 +300,7 @@ class _Rows:
 def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     """Yield each plain tensor in nested contents, and the live tensor at the same path of keys, if there is one."""
     if isinstance(saved, Tensor):
-        if type(saved) in (Tensor, nn.Parameter) and saved.layout is torch.strided:  # others have no storage of numbers
+        if _is_plain(saved):  # others have no storage of numbers
             yield saved, live if isinstance(live, Tensor) else None
         return
     lives = dict(items_of(live))
@@ -311,25 +309,16 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
             yield from _pairs(value, lives.get(key))
 
 
-def _fits(pair: _Pair, first: _Pair, record: ZipRecord) -> bool:
-    saved, live = pair
-    if live is None or first[1] is None or type(live) not in (Tensor, nn.Parameter) or type(saved) is not Tensor:
-        return False
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _is_whole(saved: Tensor) -> bool:
+    """Return true if the elements of a tensor, each once, are the whole storage, and the storage is not empty."""
     # The number of elements from the first to the last element in memory.
     extent = 1 + sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride(), strict=True))
-    return (
-        live.device.type != "meta"
-        and live.device == first[1].device
-        and live.layout is torch.strided
-        and live.dtype is saved.dtype
-        and live.shape == saved.shape
-        and live.stride() == saved.stride() == first[0].stride()
-        and live.data_ptr() == first[1].data_ptr()
-        and saved.dtype is first[0].dtype
-        and saved.numel() * saved.itemsize == record.size > 0
-        and extent == saved.numel()
-        and not (live.is_conj() or live.is_neg() or saved.is_conj() or saved.is_neg())
-    )
+    has_all_bytes = extent == saved.numel() and saved.numel() * saved.itemsize == saved.untyped_storage().nbytes() > 0
+    return type(saved) is Tensor and has_all_bytes and not (saved.is_conj() or saved.is_neg())
 
 
 def _with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:

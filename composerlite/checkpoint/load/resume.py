@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -118,7 +119,8 @@ def choose(
                 queue = [one for one in newest_first(listing.known) if (one.source, one.record.id) not in tried]
         candidate = group.broadcast(queue.pop(0) if queue else None)
         if candidate is None:
-            return Choice(None, _started_over(listing, rejected, places, run_name))
+            start_over = functools.partial(_started_over, listing, rejected, places, run_name)
+            return Choice(None, group.from_first(_STEP, start_over))
         loaded: RestorePlan | None = None  # also frees the contents of the candidate before
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
@@ -133,7 +135,11 @@ def choose(
                 raise  # a fault of the network or the disk says nothing about the checkpoint: take no older one
             rejected.append((candidate, copy.copy(e)))  # a copy, without frames that keep the read tensors alive
         else:
-            return Choice(candidate.path, _accept(candidate, listing, rejected, places, run_name), loaded)
+            damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
+            with group.all_or_none(_STEP):
+                quarantine_damaged(damaged, candidate, listing, places, run_name)
+            lineage = group.from_first(_STEP, functools.partial(_continued_from, candidate, listing))
+            return Choice(candidate.path, lineage, loaded)
         if group.is_first:
             log.warning("skipped %s: %s", candidate.source, rejected[-1][1])
         gc.collect()  # there may not be memory for two checkpoints
@@ -204,12 +210,11 @@ def _read(
             f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the model: "
             f"no other checkpoint fits now. Start again with these in algorithms=[…] to resume from {name!r}."
         )
+    plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
     root = next((root for root in roots if name.startswith(root)), "")
     with advising(name):
-        plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
-        name, store = name.removeprefix(root), roots.get(root)
-        return read_in_place(name, plan, store, progress_bar=progress_bar, trust=trust)
+        return read_in_place(name.removeprefix(root), plan, roots.get(root), progress_bar=progress_bar, trust=trust)
 
 
 @contextlib.contextmanager
@@ -273,56 +278,41 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
 
 
 # ── a candidate is good, or none is left ─────────────────────────────────────────────────────────────────────────────
-def _accept(
-    chosen: Candidate, listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str
-) -> Lineage:
-    """Quarantine damaged files, repair links, and return the attempt that continues from ``chosen``. Collective."""
-    group, lineage = dist.get_group(), Lineage()
-    with group.all_or_none(_STEP):
-        damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
-        quarantine_damaged(damaged, chosen, listing, places, run_name)
-        if group.is_first:
-            if chosen.record.left_out:
-                message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
-                log.warning(message, chosen.source, chosen.record.left_out)
-            lineage = continued(
-                chosen.record,
-                [one.record for one in listing.known],
-                [one.record for one in newest_first(listing.known)],
-                is_incomplete=bool(listing.unusable),
-            )
-    return group.broadcast(lineage)
+def _continued_from(chosen: Candidate, listing: Listing) -> Lineage:
+    """Return the attempt that continues from ``chosen``. On rank 0."""
+    if chosen.record.left_out:
+        message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
+        log.warning(message, chosen.source, chosen.record.left_out)
+    known = [one.record for one in listing.known]
+    resumable = [one.record for one in newest_first(listing.known)]
+    return continued(chosen.record, known, resumable, is_incomplete=bool(listing.unusable))
 
 
 def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequence[RunPlace], run_name: str) -> Lineage:
-    """Return a new attempt of a run without checkpoints; raise if there are unusable checkpoints. Collective.
+    """Return a new attempt of a run without checkpoints; raise if there are unusable checkpoints. On rank 0.
 
     A checkpoint in memory does not count if some of its files were lost with a node.
 
     Raises:
-        OSError: a checkpoint cannot be read; on every rank.
-        CheckpointError: there are checkpoints, and none is usable; on every rank.
+        OSError: a checkpoint cannot be read.
+        CheckpointError: there are checkpoints, and none is usable.
     """
-    group, lineage = dist.get_group(), Lineage()
-    with group.all_or_none(_STEP):
-        if group.is_first:
-            found: list[tuple[str, CheckpointError | OSError]] = []
-            found += [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
-            for one, error in rejected:
-                if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
-                    found.append((one.source, error))
-            for _, error in found:
-                if isinstance(error, OSError):
-                    raise error
-            if found:
-                tried = "; ".join(f"{source}: {error}" for source, error in found)
-                raise CheckpointError(
-                    f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. "
-                    f"Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
-                    "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
-                    "start over in another save_folder, or with autoresume=False and save_overwrite=True."
-                )
-            for place in places:
-                repair_links(place, None, run_name)
-            lineage = new_attempt(highest_attempt(one.record for one in listing.known))
-    return group.broadcast(lineage)
+    found: list[tuple[str, CheckpointError | OSError]] = []
+    found += [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
+    for one, error in rejected:
+        if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
+            found.append((one.source, error))
+    for _, error in found:
+        if isinstance(error, OSError):
+            raise error
+    if found:
+        tried = "; ".join(f"{source}: {error}" for source, error in found)
+        raise CheckpointError(
+            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. "
+            f"Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
+            "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
+            "start over in another save_folder, or with autoresume=False and save_overwrite=True."
+        )
+    for place in places:
+        repair_links(place, None, run_name)
+    return new_attempt(highest_attempt(one.record for one in listing.known))

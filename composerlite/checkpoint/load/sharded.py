@@ -1,38 +1,47 @@
 """Loading sharded checkpoints: directories in the format of ``torch.distributed.checkpoint`` (DCP).
 
-Each rank reads its own parts of tensors, directly into live tensors where possible. Ranks communicate through
-:class:`composerlite.dist.Group` only, never through DCP.
+Each rank reads its own parts of tensors, directly into live tensors where possible. If several ranks want the same
+numbers, one rank reads the numbers and sends them to the others. If nodes have disks of their own, files on the disks
+of other nodes are fetched before they are read. Ranks communicate through :class:`composerlite.dist.Group` only, never
+through DCP.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
-from composerlite._torch_compat import with_versions
 from composerlite.checkpoint.contents import RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
-from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, requests_of, safe_contents
-from composerlite.checkpoint.load.sharing import fetch_from_nodes, plan_load
-from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
+from composerlite.checkpoint.load.reader import validate
+from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of, safe_contents
+from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory, StepFolder
+from composerlite.checkpoint.place.node_disks import read_part, write_part
+from composerlite.checkpoint.record.record import FileRecord
 from composerlite.dist import Group, empty_shard_like, exchange, group_of, is_dense
-from composerlite.errors import CheckpointError, ConfigError, IncompatibleCheckpointError, RankError
-from composerlite.types import StateDict, items_of, with_items
+from composerlite.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, RankError
+from composerlite.types import StateDict, batches, items_of, with_items
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_PARCEL_BYTES = 1 << 20
+"""Most bytes of tensors that are sent together. Larger tensors are sent alone."""
+_LEAST_PARCELS = 16
+"""The parcels of each rank, if tensors are small."""
+Ranks = tuple[int, ...]
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.02
 
 
 def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> RestorePlan:
@@ -149,10 +158,6 @@ def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor
     return torch.empty(unread.shape, dtype=unread.dtype)
 
 
-_ATTEMPTS = 20
-_PAUSE_SECONDS = 0.02
-
-
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
     """Return the result of ``read``, from the same checkpoint on all ranks. Collective.
@@ -214,22 +219,22 @@ def load(
     group.agree("comparing names of the same tensor", lambda: _check_tied(wanted, tied, reader.uri))
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
     for key, value in wanted.items():
-        if isinstance(found.values[key], Tensor) and value is not found.values[key]:
-            has, own = (
-                (type(one).__name__, one.layout, one.dtype, tuple(one.shape))
-                if isinstance(one, Tensor)
-                else type(one).__name__
-                for one in (value, found.values[key])
-            )
-            if has != own:
-                text = f"checkpoint {reader.uri!r} has {has} for {key!r}, and here is {own}."
+        if value is (own := found.values[key]):
+            continue
+        if isinstance(own, Tensor):
+            if (has := _form_of(value)) != (needed := _form_of(own)):
+                text = f"checkpoint {reader.uri!r} has {has} for {key!r}, and here is {needed}."
                 raise IncompatibleCheckpointError(text)
-            dist.shards.make_fillable(found.values[key], value)
-        if value is not found.values[key]:
-            node: Any = state
-            for step in found.places[key][:-1]:
-                node = node[step]
-            node[found.places[key][-1]] = value
+            dist.shards.make_fillable(own, value)
+        node: Any = state
+        for step in found.places[key][:-1]:
+            node = node[step]
+        node[found.places[key][-1]] = value
+
+
+def _form_of(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return (type(value).__name__, value.layout, value.dtype, tuple(value.shape)) if is_tensor else type(value).__name__
 
 
 def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> None:
@@ -287,43 +292,191 @@ def unread(metadata: Metadata, keys: Iterable[str], *, device: str = "cpu") -> d
     return found
 
 
-# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-_WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Names of a wrapped module: in DDP, ``torch.compile``, activation checkpointing."""
+# ── several ranks want the same numbers ──────────────────────────────────────────────────────────────────────────────
+def plan_load(
+    reader: RemoteFileSystemReader, state: Mapping[str, Any], group: dist.Group
+) -> tuple[list[Request], list[dist.TensorTransfer]]:
+    """Plan which requests this rank reads, and the transfers between ranks after the reads. Collective.
 
+    Args:
+        reader: of the checkpoint.
+        state: tensors to be filled, and other values, by the keys of the index.
+        group: the ranks that load together.
 
-def model_state(model: nn.Module) -> StateDict:
-    """Return the state of ``model`` on the CPU, this rank's shards only. Tensors may share memory with the model.
-
-    torch's ``get_model_state_dict`` looks up each name twice, and takes longer than the rest of the planning of a save.
-    So it is called only for models with tensors on devices, with FSDP1, or with wrapped modules in their names.
+    Returns:
+        The requests that this rank reads, and the transfers in which this rank sends or receives.
 
     Raises:
-        ConfigError: ``model`` is no module, or has parameters on the device ``meta``.
+        IncompatibleCheckpointError: on every rank, if the checkpoint does not fit the state of a rank.
     """
-    if not isinstance(cast("object", model), nn.Module):
-        raise ConfigError(
-            f"model is of the type {type(model).__name__}: expected a torch.nn.Module. Put several into one, as "
-            "nn.ModuleDict does; a state dict goes to save_state_dict and load_state_dict."
+    made: list[Request] = []
+    shared: dict[Ranks, list[Request]] = {}
+
+    def report() -> dict[bytes, int]:
+        made.extend(requests_of(reader.read_metadata(), state, reader.uri))
+        if group.exchanges:
+            shared.update(shared_requests(made, state))
+        return digests_of(shared, reader.place)
+
+    if not group.all_reduce("planning a load", report, all_alike):
+        return made, []  # each rank reads all of its own requests
+    places = reader.read_metadata().storage_data
+    common = {id(request) for requests in shared.values() for request in requests}
+    own = [request for request in made if id(request) not in common]
+    transfers: list[tuple[tuple[int, Ranks], dist.TensorTransfer]] = []
+    for ranks, requests in shared.items():
+        requests.sort(key=lambda one: (places[one.piece].relative_path, places[one.piece].offset, one.piece.fqn))
+        total, done = sum(map(_bytes_of, requests)), 0
+        # Each rank reads requests that are next to each other in a file, and about as many bytes as the others.
+        for parcel in batches(requests, min(_PARCEL_BYTES, total // (_LEAST_PARCELS * len(ranks))), _bytes_of):
+            rank, place_in_share = divmod(done * len(ranks), total)
+            tensors = [request.target for request in parcel if request.target is not None]
+            # All ranks make their transfers in one order, in which the readers take turns.
+            transfers.append(((place_in_share, ranks), dist.TensorTransfer(ranks[rank], ranks, tensors)))
+            done += sum(map(_bytes_of, parcel))
+            if ranks[rank] == group.rank:
+                own += parcel
+    transfers.sort(key=lambda pair: pair[0])
+    return own, [transfer for _, transfer in transfers]
+
+
+def _bytes_of(request: Request) -> int:
+    return 0 if request.target is None else request.target.nbytes
+
+
+def shared_requests(requests: Iterable[Request], state: Mapping[str, Any]) -> dict[Ranks, list[Request]]:
+    """Return the requests that other ranks should have too, by the ranks, from the placements of tensors.
+
+    Values are left out, since values are small.
+
+    Args:
+        requests: of this rank.
+        state: tensors that the requests fill, by key.
+    """
+    found: dict[Ranks, list[Request]] = {}
+    known: dict[Any, Ranks] = {}
+    for request in requests:
+        if request.target is None:
+            continue
+        tensor: Any = state[request.piece.fqn]
+        form = (id(tensor.device_mesh), tensor.placements) if dist.is_distributed_tensor(tensor) else None
+        if form not in known:
+            known[form] = tuple(dist.shards.ranks_with_same_part(tensor) or ())
+        if len(known[form]) > 1:
+            found.setdefault(known[form], []).append(request)
+    return found
+
+
+def digests_of(shared: Mapping[Ranks, Iterable[Request]], place: str) -> dict[bytes, int]:
+    """Return, for each set of ranks, a digest of the set and the requests, and the number of ranks in the set.
+
+    The digest is the same on all ranks with the same requests.
+
+    Args:
+        shared: the requests that the ranks of each set should have.
+        place: equal on ranks that read the same files.
+    """
+    digests: dict[bytes, int] = {}
+    for ranks, requests in shared.items():
+        texts = sorted(
+            repr((one.piece.fqn, one.piece.offset, one.offsets, tuple(one.target.shape), one.target.dtype))
+            for one in requests
+            if one.target is not None
         )
-    # FSDP, and patches of torch, rename keys or move data.
-    if "state_dict" not in vars(model) and not any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
-        state = model.state_dict()
-        if without := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
-            raise ConfigError(
-                f"the model has no numbers in {len(without)} of its tensors, {without[0]!r} for example: they are on "
-                "the device 'meta'. Call model.to_empty(device='cpu') first, and make its optimizer after that."
-            )
-        parts = {part for name in state for part in name.split(".")}
-        plain = (type(one) is Tensor or dist.is_distributed_tensor(one) for one in state.values())
-        if parts.isdisjoint(_WRAPPED) and all(plain) and all(one.device.type == "cpu" for one in state.values()):
-            return dict(state)
-    return get_model_state_dict(model, options=StateDictOptions(cpu_offload=True))
+        digests[xxhash.xxh3_128_digest("\n".join([repr(ranks), place, *texts]).encode())] = len(ranks)
+    return digests
 
 
-def set_model_state(model: nn.Module, state: StateDict, *, strict: bool) -> None:
-    """Load ``state`` into ``model``, in place. If ``strict`` is true, the names must agree exactly."""
-    for name, live in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if name in state:
-            dist.shards.make_fillable(live)
-    set_model_state_dict(model, with_versions(state, model), options=StateDictOptions(cpu_offload=True, strict=strict))
+def all_alike(reports: Sequence[Mapping[bytes, int]]) -> bool:
+    """Return true if all ranks of each set have reported the same requests.
+
+    Args:
+        reports: of each rank, as :func:`digests_of` returns.
+    """
+    senders = Counter(digest for report in reports for digest in report)
+    return all(senders[digest] == count for report in reports for digest, count in report.items())
+
+
+# ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────
+def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], source: str) -> None:
+    """Fetch the data of ``wanted`` that the disk of this node does not have. Collective.
+
+    If all files are in one folder there is nothing to do. Otherwise each rank gets the missing parts from a rank of a
+    node with the file. The parts are in ``reader.brought``, a temporary folder of the rank. The reader verifies them.
+
+    Args:
+        reader: of the checkpoint.
+        wanted: tensors to fill, and other values, by the keys of the index; other keys on each rank.
+        source: the checkpoint, for messages.
+
+    Raises:
+        CheckpointNotFoundError: the folder of a rank has no record.
+        IncompatibleCheckpointError: no rank has a file.
+        UntrustedCheckpointError: the validation function refused a file.
+    """
+    group, here, record = dist.get_group(), reader.folder.path, reader.manifest
+    if group.size == 1 or here is None or not group.broadcast(record is not None and record.node is not None):
+        return
+    lacks: dict[str, list[tuple[int, int]]] = {}
+    with group.all_or_none(f"looking for the parts of {source}"):
+        if record is None:
+            raise CheckpointNotFoundError(f"{source} is there for rank 0, and has no record in {reader.uri!r}")
+        files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
+        has = frozenset(name for name in files if reader.folder.has(name))
+        metadata = reader.read_metadata()
+        for request in requests_of(metadata, wanted, reader.uri):
+            place = metadata.storage_data[request.piece]
+            if place.relative_path not in has:
+                lacks.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+        reader.brought = target = reader.brought or reader.temporary_folder()
+        for name in lacks:  # sparse, of the full size
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            with (target / name).open("ab") as file:
+                file.truncate(files[name].size_bytes)
+    everyone = group.gather((has, lacks))
+    with group.all_or_none(f"looking for the parts of {source}"):
+        moves = _moves(everyone, files, source)
+        for name in {move.name for move in moves if move.source == group.rank}:
+            validate(here / name)
+    with group.all_or_none(f"bringing parts of {source} to the nodes that need them"):
+        dist.move(
+            f"bringing parts of {source}",
+            moves,
+            lambda name, offset, size: read_part(here / name, offset, size),
+            lambda name, offset, data: write_part(target / name, offset, data),
+        )
+    if size := sum(move.size_bytes for move in moves if move.target == group.rank):
+        log.info("fetched %d bytes of %s from the disks of other nodes", size, source)
+
+
+def _moves(
+    everyone: Sequence[tuple[Container[str], Mapping[str, list[tuple[int, int]]]]],
+    files: Mapping[str, FileRecord],
+    source: str,
+) -> list[dist.Move]:
+    """List the moves, the same on every rank, from the files and the missing ranges of each rank."""
+    moves: list[dist.Move] = []
+    for target, (_, lacks) in enumerate(everyone):
+        for name, ranges in lacks.items():
+            holders = [rank for rank, (has, _) in enumerate(everyone) if name in has]
+            if not holders:
+                raise IncompatibleCheckpointError(
+                    f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of its "
+                    f"run, and no rank of this one has it. {ON_ALL_NODES}"
+                )
+            for begin, end in _merged(ranges, files[name]):
+                moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
+    return moves
+
+
+def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
+    """Return the ranges without overlaps, extended to whole chunks, since the reader verifies whole chunks."""
+    chunk = record.chunk_bytes or max(1, record.size_bytes)
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        begin, end = begin // chunk * chunk, min(-(-end // chunk) * chunk, record.size_bytes)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged

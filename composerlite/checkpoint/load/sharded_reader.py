@@ -7,7 +7,6 @@ A request is for a part of a stored tensor, or for a value (anything but a tenso
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import io
 import itertools
@@ -311,22 +310,17 @@ class RemoteFileSystemReader(StorageReader):
         places = self.read_metadata().storage_data
         if self.manifest is None and not self.bytes_read:
             log.warning("checkpoint %s has no record: loading it unverified", self.uri)
-        items: dict[MetadataIndex, _Item] = {}
         files: dict[str, list[_Item]] = {}
         for request in requests:
-            index = request.piece
-            if index not in items:
-                place = places.get(index)
-                if place is None:
-                    raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {index.fqn!r} has no data.")
-                if place.transform_descriptors:
-                    raise IncompatibleCheckpointError(
-                        f"checkpoint {self.uri!r}: {index.fqn!r} is stored with {list(place.transform_descriptors)}: "
-                        "only data that are stored as they are can be read. Read it with torch.distributed.checkpoint."
-                    )
-                items[index] = _Item(place.offset, place.length, [])
-                files.setdefault(place.relative_path, []).append(items[index])
-            items[index].requests.append(request)
+            name, place = request.piece.fqn, places.get(request.piece)
+            if place is None:
+                raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {name!r} has no data.")
+            if place.transform_descriptors:
+                raise IncompatibleCheckpointError(
+                    f"checkpoint {self.uri!r}: {name!r} is stored with {list(place.transform_descriptors)}: only data "
+                    "that are stored as they are can be read. Read it with torch.distributed.checkpoint."
+                )
+            files.setdefault(place.relative_path, []).append(_Item(place.offset, place.length, request))
         values: dict[str, bytes] = {}
         with WorkerPool(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))
@@ -376,7 +370,7 @@ class RemoteFileSystemReader(StorageReader):
 
         Args:
             source: the file.
-            items: the pieces to read, with their requests.
+            items: the requests, with the places of their pieces.
             is_ours: this package wrote the file, so the place of numbers in an item is known. Items of another program
                 are read as a whole.
 
@@ -388,37 +382,34 @@ class RemoteFileSystemReader(StorageReader):
         values: dict[str, bytes] = {}
         for batch in batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
             targets: list[_Target] = []
-            whole: list[tuple[_Item, bytearray]] = []
+            whole: list[tuple[Request, Tensor]] = []
             pieces: list[Piece] = []
-            for item in batch:
-                first, start = item.requests[0], None  # start: of the numbers in the item
-                if self._is_raw and first.dtype is not None:
+            for offset, item_bytes, request in batch:
+                sizes, dtype, start = request.sizes, request.dtype, None  # start: of the numbers in the item
+                if self._is_raw and dtype is not None:
                     start = 0
-                elif is_ours and first.dtype and math.prod(first.sizes) * first.dtype.itemsize < item.size_bytes:
-                    start, size_bytes = item_place(first.sizes, first.dtype)
-                    start = start if size_bytes == item.size_bytes else None
+                elif is_ours and dtype is not None and math.prod(sizes) * dtype.itemsize < item_bytes:
+                    start, size_bytes = item_place(sizes, dtype)
+                    start = start if size_bytes == item_bytes else None
                 if start is None:
-                    data = bytearray(item.size_bytes)
-                    whole.append((item, data))
-                    address = ctypes.addressof((ctypes.c_char * len(data)).from_buffer(data))
-                    pieces.append((item.offset, address, len(data)))
+                    data = torch.empty(item_bytes, dtype=torch.uint8)
+                    whole.append((request, data))
+                    pieces.append((offset, data.data_ptr(), item_bytes))
                 else:
-                    targets += [_target_of(request, item.offset + start, self.ring) for request in item.requests]
+                    targets.append(_target_of(request, offset + start, self.ring))
             for target in targets:
                 if target.copier is None:
-                    address = (target.tensor if target.scratch is None else target.scratch).data_ptr()
+                    address = target.memory.data_ptr()
                     for offset, size in target.runs:
                         pieces.append((offset, address, size))
                         address += size
             if pieces:
                 source.read_into(pieces, self._count)
-            for item, data in whole:
-                values.update(_use_whole(item, data))
+            for request, data in whole:
+                values.update(_use_whole(request, data.numpy().tobytes()))
             for target in targets:
-                if target.scratch is not None and target.tensor.numel() == target.scratch.numel():
-                    target.tensor.copy_(target.scratch.view(target.tensor.shape))
-                elif target.scratch is not None:  # with numbers between the runs
-                    target.tensor.copy_(target.scratch.as_strided(target.tensor.shape, target.strides))
+                if target.memory is not target.tensor:
+                    target.tensor.copy_(target.memory.as_strided(target.tensor.shape, target.strides))
             self._read_to_devices(source, [target for target in targets if target.copier is not None])
         return values
 
@@ -510,11 +501,11 @@ _SLOTS = 2  # a slot is filled from the file while the other is copied to the de
 
 @final
 class _Item(NamedTuple):
-    """A piece in a file, and the requests for the piece."""
+    """The place in a file of the piece that a request is for."""
 
     offset: int
     size_bytes: int
-    requests: list[Request]
+    request: Request
 
 
 @final
@@ -523,16 +514,16 @@ class _Target(NamedTuple):
 
     Attributes:
         tensor: to fill.
-        strides: strides of the stored piece, in numbers and not bytes, by dimension.
+        memory: ``tensor``, or memory to fill first and to copy to ``tensor``.
+        strides: strides of the numbers in ``memory``, in numbers and not bytes, by dimension.
         runs: for each run of numbers next to each other in the file, offset and size in bytes, in order.
-        scratch: memory to fill first, and to copy to ``tensor``; ``None``: the memory of ``tensor`` is filled.
         copier: copies to the device of ``tensor``, if there is one.
     """
 
     tensor: Tensor
+    memory: Tensor
     strides: tuple[int, ...]
     runs: list[tuple[int, int]]
-    scratch: Tensor | None
     copier: DeviceCopier | None
 
 
@@ -547,7 +538,7 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
     target, dtype, sizes, offsets = request.target, request.dtype, request.sizes, request.offsets
     assert target is not None
     assert dtype is not None
-    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    strides = _strides(sizes)
     inner = len(sizes)  # the dimensions from here on are wanted whole
     while inner > 0 and target.shape[inner - 1] == sizes[inner - 1]:
         inner -= 1
@@ -564,22 +555,24 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
     if is_plain and not (is_short or is_changed or target.is_meta):
         copier = ring.copier_of(target.untyped_storage())
         if copier is not None or target.device.type == "cpu":
-            return _Target(target, strides, runs, None, copier)
-    return _Target(target, strides, runs, torch.empty(len(starts) * count, dtype=dtype), None)
+            return _Target(target, target, strides, runs, copier)
+    memory = torch.empty(len(starts) * count, dtype=dtype)
+    return _Target(target, memory, strides if is_short else _strides(target.shape), runs, None)
 
 
-def _use_whole(item: _Item, data: bytearray) -> dict[str, bytes]:
-    """Copy the parts of a tensor to their targets, or return the key and the bytes of a value."""
-    key = item.requests[0].piece.fqn
-    if item.requests[0].target is None:
-        return {key: bytes(data)}
-    contents: Any = item_contents(data)
-    if not isinstance(contents, Tensor) or tuple(contents.shape) != item.requests[0].sizes:
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _use_whole(request: Request, data: bytes) -> dict[str, bytes]:
+    """Copy the part of a tensor to the target, or return the key and the bytes of a value."""
+    key, target = request.piece.fqn, request.target
+    if target is None:
+        return {key: data}
+    part: Any = item_contents(data)
+    if not isinstance(part, Tensor) or tuple(part.shape) != request.sizes:
         raise CorruptCheckpointError(f"{key!r} is not the tensor that the index says")
-    for request in item.requests:
-        part, target = contents, request.target
-        assert target is not None
-        for dim, (start, length) in enumerate(zip(request.offsets, target.shape, strict=True)):
-            part = part.narrow(dim, start, length)
-        target.copy_(part)
+    for dim, (start, length) in enumerate(zip(request.offsets, target.shape, strict=True)):
+        part = part.narrow(dim, start, length)
+    target.copy_(part)
     return {}

@@ -268,7 +268,7 @@ def _check_number(value: object, *, argument: str, least: int = 0, or_all: bool 
 
 def _for_composer(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
     """Remove ``ignore_keys`` from ``contents``, and convert the rest to the form of Composer, in place."""
-    from composerlite.checkpoint.foreign.composer import make_loadable_in_composer  # rarely needed
+    from composerlite.checkpoint.foreign.systems import make_loadable_in_composer  # rarely needed
 
     remove_keys(ignore_keys, contents)
     make_loadable_in_composer(contents)

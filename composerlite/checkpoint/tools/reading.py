@@ -15,8 +15,7 @@ from composerlite.checkpoint.format import MODEL
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX, holds_model_states
-from composerlite.checkpoint.load.deepspeed_folder import deepspeed_contents
-from composerlite.checkpoint.load.reader import opened, readable
+from composerlite.checkpoint.load.reader import deepspeed_contents, opened, readable
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder

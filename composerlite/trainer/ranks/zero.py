@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from composerlite import dist
 from composerlite.checkpoint.contents import RestorePlan
-from composerlite.checkpoint.deepspeed.loading import load_archives
+from composerlite.checkpoint.deepspeed.archives import load_archives
 from composerlite.checkpoint.format.archive import DEEPSPEED_TYPES
 from composerlite.core import Precision, State
 from composerlite.devices import Device
