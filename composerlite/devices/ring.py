@@ -16,7 +16,6 @@ from torch import Tensor
 
 from composerlite.devices.copier import DeviceCopier, Devices, this_machine
 from composerlite.storage import HostMemory
-from composerlite.storage.disk.memory import WarmMemory
 
 _READ_SLOTS = 3  # the host writes from a slot, the device fills another, and the third is ready
 _WAIT_SECONDS = 600.0
@@ -77,7 +76,7 @@ class RingSlots:
 
 @final
 class DeviceRing:
-    """Pinned memory between devices and files. After a use the largest memory is kept for the next use.
+    """Pinned memory between devices and files. After a use the memory is kept for the next use.
 
     Threads may share a ring: each gets memory of its own. A copier is for one thread at a time.
 
@@ -89,7 +88,7 @@ class DeviceRing:
     def __init__(self, devices: Devices = this_machine, slot_bytes: int = 8 << 20) -> None:
         self._devices = devices
         self._slot_bytes = slot_bytes
-        self._idle = WarmMemory()
+        self._idle: list[HostMemory] = []
 
     def copier_of(self, storage: torch.UntypedStorage) -> DeviceCopier | None:
         """Return the copier for ``storage``; ``None`` for a storage in memory of this machine."""
@@ -156,7 +155,9 @@ class DeviceRing:
     @contextlib.contextmanager
     def _memory(self, size_bytes: int, device: torch.device) -> Generator[HostMemory]:
         """Lend memory of at least ``size_bytes``, pinned if possible. No copy may be queued at the end of the block."""
-        memory = self._idle.take()
+        memory: HostMemory | None = None
+        with contextlib.suppress(IndexError):  # another thread may use the memory that was idle
+            memory = self._idle.pop()
         if memory is not None and memory.size_bytes < size_bytes:
             self._release(memory)
             memory = None
@@ -166,12 +167,14 @@ class DeviceRing:
         try:
             yield memory
         finally:
-            self._release(self._idle.keep(memory))
+            if self._idle:
+                self._release(memory)
+            else:
+                self._idle.append(memory)
 
-    def _release(self, memory: HostMemory | None) -> None:
-        if memory is not None:
-            self._devices.release(memory)
-            memory.close()
+    def _release(self, memory: HostMemory) -> None:
+        self._devices.release(memory)
+        memory.close()
 
 
 def _done(copier: DeviceCopier, mark: Any, address: int, size: int) -> tuple[int, int]:

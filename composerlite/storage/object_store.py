@@ -355,8 +355,7 @@ class ObjectStore(Closing):
         Raises:
             ConfigError: the library is not installed (the message names the extra), or an argument is wrong.
         """
-        opened: Any = cls  # each store has its own arguments
-        return opened(bucket, **backend_kwargs)
+        return cls(bucket, **backend_kwargs)  # pyright: ignore[reportCallIssue] - each store has its own arguments
 
     def start_parts(self, name: str) -> PartUpload | None:
         """Begin to send an object in parts. Return ``None`` if the store takes no parts."""

@@ -16,15 +16,21 @@ def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Callable
 
     Yields a callback for one thread, to be called with the number of bytes since the last call.
     """
-    done = 0
     with download_bar(wanted, what) as update:
+        yield summed(update, total_bytes)
 
-        def progress(size: int) -> None:
-            nonlocal done
-            done += size
-            update(done, total_bytes)
 
-        yield progress
+def summed(callback: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds up numbers of bytes and calls ``callback`` with (sum, ``total``)."""
+    done = 0
+
+    def progress(count: int) -> None:
+        nonlocal done
+        done += count
+        if callback is not None:
+            callback(done, total)
+
+    return progress
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
 from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, check_free, reserve, write_file
-from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at
-from composerlite.storage.disk.reader import ReadTargets, Unit, cut, layers, put, units_of
+from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back
+from composerlite.storage.disk.reader import ReadTargets, Unit, check_targets, cut, layers, put, read_bytes, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
+from composerlite.storage.progress import summed
 from composerlite.storage.retry import RetryPolicy
 from composerlite.storage.workers import Background, WorkerPool
-from composerlite.types import Piece
+from composerlite.types import Closing, Piece, batches
 
 _MiB = 1 << 20
 _WHOLE_BYTES = 16 * _MiB  # up to this size an object is sent by one request
@@ -76,10 +77,6 @@ class SameVersion:
             )
 
 
-class _StoppedError(Exception):
-    """Ends a job of a stopped batch."""
-
-
 @final
 class _Batch:
     """Jobs of one transfer that run at the same time, ``threads`` of them. The first error stops the others.
@@ -101,16 +98,16 @@ class _Batch:
         with self._lock:
             self._moved += moved
 
-    def deliver(self, put: Callable[[memoryview, int], object], piece: bytes, at: int) -> None:
+    def deliver(self, put: Callable[[bytes, int], object], piece: bytes, at: int) -> None:
         """Call ``put`` with received bytes and the offset ``at``, and count the bytes.
 
         Raises:
-            _StoppedError: the batch was stopped. Then ``put`` may not write to the memory of the caller.
+            CancelledError: the batch was stopped. Then ``put`` may not write to the memory of the caller.
         """
         with self._lock:
             if self.stopped.is_set():
-                raise _StoppedError
-            put(memoryview(piece), at)
+                raise CancelledError
+            put(piece, at)
             self._moved += len(piece)
 
     def run(self, jobs: Iterable[Callable[[], object]], progress: Callable[[int], object]) -> None:
@@ -208,21 +205,8 @@ def part_bytes_for(size_bytes: int, store: ObjectStore, wanted: int | None = Non
     return size if size == wanted else -(-size // _MiB) * _MiB
 
 
-def _summed(callback: Progress | None, total: int) -> Callable[[int], None]:
-    """Return a function that adds up numbers of bytes and calls ``callback`` with (sum, ``total``)."""
-    done = 0
-
-    def progress(count: int) -> None:
-        nonlocal done
-        done += count
-        if callback is not None:
-            callback(done, total)
-
-    return progress
-
-
 @final
-class Transfer:
+class Transfer(Closing):
     """Moves objects to and from ``store`` with retries, and large objects in parts at the same time.
 
     Used as a context manager, or until :meth:`close`; the store stays open. Threads may share a transfer. Memory is
@@ -292,10 +276,7 @@ class Transfer:
             data: new content. Large data is sent in parts.
             create_only: as in :meth:`upload`.
         """
-
-        def put(**how: bool) -> None:
-            self.store.put_bytes(name, bytes(data), **how)
-
+        put = partial(self.store.put_bytes, name, bytes(data))
         self._send(name, _Source(memoryview(data)), put, None, create_only=create_only)
 
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
@@ -330,15 +311,14 @@ class Transfer:
 
     def _put_once(self, what: str, put: Callable[[], object], name: str, source: _Source) -> None:
         """Call ``put`` with retries. A refused retry succeeds if the object has the bytes of ``source``."""
-        attempts = 0
+        attempts = itertools.count(1)
 
         def put_or_find() -> None:
-            nonlocal attempts
-            attempts += 1
+            is_first = next(attempts) == 1
             try:
                 put()
             except (FileExistsError, FileNotFoundError):
-                if attempts == 1 or not self._has_content(name, source):
+                if is_first or not self._has_content(name, source):
                     raise
 
         self._retry.run(put_or_find, what)
@@ -392,7 +372,7 @@ class Transfer:
         """Send the missing parts of ``upload`` and complete the object. Abort unless a later upload may resume."""
         step = part_bytes_for(source.size_bytes, self.store, self._part_bytes)
         parts = list(cut(0, source.size_bytes, step))
-        batch, what = self._batch(), f"upload of {upload.name!r}"
+        batch, what = _Batch(self._pool, self._threads), f"upload of {upload.name!r}"
 
         def send(number: int, part: tuple[int, int]) -> None:
             view = source.view(*part)
@@ -401,7 +381,7 @@ class Transfer:
 
         try:
             jobs = (partial(send, number, part) for number, part in enumerate(parts, 1))
-            batch.run(jobs, _summed(callback, source.size_bytes))
+            batch.run(jobs, summed(callback, source.size_bytes))
             complete = partial(upload.complete, count=len(parts), create_only=create_only)
             self._put_once(f"{what}, completion", complete, upload.name, source)
         except BaseException as e:
@@ -499,12 +479,12 @@ class Transfer:
         windows: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for number in range(self._threads):
             windows.put(memory.view(number * step, step))
-        batch, same = self._batch(), SameVersion(name, size)
+        batch, same = _Batch(self._pool, self._threads), SameVersion(name, size)
 
         def save(start: int, end: int) -> None:
             window = windows.get_nowait()  # there is a window for each thread
 
-            def put(piece: memoryview, at: int) -> None:
+            def put(piece: bytes, at: int) -> None:
                 window[at - start : at - start + len(piece)] = piece
 
             try:
@@ -514,7 +494,7 @@ class Transfer:
                 windows.put(window)
 
         ranges = list(cut(0, size, step)) or [(0, 0)]
-        batch.run((partial(save, start, end) for start, end in ranges), _summed(callback, size))
+        batch.run((partial(save, start, end) for start, end in ranges), summed(callback, size))
         give_memory_back(memory)  # not after an error: jobs may still fill the windows
         os.ftruncate(staged.file.fileno(), size)  # the last block was written whole
         if callback is not None and not size:
@@ -540,13 +520,12 @@ class Transfer:
             CorruptCheckpointError: the object ends before the end of a target, or ``same`` expects another size.
             ReplacedError: the object has another version than the first answer to ``same``.
         """
-        for offset, _, size in targets:
-            if offset < 0 or size < 0:
-                raise CorruptCheckpointError(f"object {name!r}: there are no bytes {offset} to {offset + size}.")
+        check_targets(targets, name)
         for layer in layers(targets):
-            units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(sum(t.size for t in layer)))
-            stream = partial(self._stream, batch := self._batch(), name)
-            copy = partial(_copy_to_targets, ReadTargets(layer))
+            wanted = sum(size for _, _, size in layer)
+            units = units_of(layer, gap_bytes=_GAP_BYTES, unit_bytes=self._range_bytes(wanted))
+            stream = partial(self._stream, batch := _Batch(self._pool, self._threads), name)
+            copy = partial(put, ReadTargets(layer))
             batch.run((partial(stream, start, end, copy, same) for start, end in units), progress)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
@@ -563,9 +542,7 @@ class Transfer:
         Raises:
             CorruptCheckpointError: the object ends before ``offset + size``.
         """
-        data = bytearray(max(0, size))
-        self.read_into(name, [(offset, address_of(data) if data else 0, size)])
-        return bytes(data)
+        return read_bytes(partial(self.read_into, name), offset, size)
 
     def read_all(self, name: str, most_bytes: int = 64 * _MiB) -> bytes:
         """Return the content of the small object ``name``, in one request.
@@ -607,16 +584,13 @@ class Transfer:
         most = self._part_bytes or _MOST_RANGE_BYTES
         return min(most, max(_LEAST_RANGE_BYTES, -(-share // _MiB) * _MiB))
 
-    def _batch(self) -> _Batch:
-        return _Batch(self._pool, self._threads)
-
     def _stream(
         self,
         batch: _Batch,
         name: str,
         start: int,
         end: int,
-        put: Callable[[memoryview, int], object],
+        put: Callable[[bytes, int], object],
         same: SameVersion | None,
     ) -> None:
         """Deliver the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte."""
@@ -677,18 +651,11 @@ class Transfer:
 
     def check_writable(self, name: str) -> None:
         """Raise the error of a write if objects with names beginning with ``name`` cannot be written."""
-        what = f"check that {self.store.get_uri(name)} can be written to"
-        self._retry.run(lambda: self.store.check_writable(name), what)
+        self._retry.run(lambda: self.store.check_writable(name), f"check that {name!r} can be written")
 
     def close(self) -> None:
         """Stop the threads. The store stays open. May be called twice."""
         self._pool.close(_CLOSE_SECONDS)
-
-    def __enter__(self) -> Transfer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 @final
@@ -719,9 +686,7 @@ class VerifiedObject:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return the bytes from ``offset`` to ``offset + size``. Errors are those of :meth:`read_into`."""
-        data = bytearray(size)
-        self.read_into([(offset, address_of(data), size)] if size else [])
-        return bytes(data)
+        return read_bytes(self.read_into, offset, size)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory with parts of the object.
@@ -738,18 +703,11 @@ class VerifiedObject:
             self._transfer.read_into(self._name, targets, progress, self._same)
             return
         step, size_bytes = self._digest.chunk_bytes, self._digest.body_bytes
-        for offset, _, size in targets:
-            if offset < 0 or size < 0 or offset + size > size_bytes:
-                raise CorruptCheckpointError(f"{self._name!r} has no bytes {offset} to {offset + size}.")
+        check_targets(targets, self._name, size_bytes)
         for layer in layers(targets):
-            places, batch, left = ReadTargets(layer), list[Unit](), self._BATCH_BYTES
-            for start, end in units_of(layer, chunk_bytes=step, size_bytes=size_bytes):
-                batch.append((start, end))
-                left -= end - start
-                if left <= 0:
-                    self._read_units(batch, places, progress)
-                    batch, left = [], self._BATCH_BYTES
-            self._read_units(batch, places, progress)
+            units, places = units_of(layer, chunk_bytes=step, size_bytes=size_bytes), ReadTargets(layer)
+            for batch in batches(units, self._BATCH_BYTES, lambda unit: unit[1] - unit[0]):
+                self._read_units(batch, places, progress)
 
     def _read_units(self, units: Sequence[Unit], places: ReadTargets, progress: Callable[[int], object]) -> None:
         """Read ``units``, in whole chunks, at the same time. Verify the chunks and copy the requested parts."""
@@ -761,20 +719,11 @@ class VerifiedObject:
         for (start, end), part in zip(units, parts, strict=True):
             data = memoryview(part)
             for begin, stop in cut(start, end, step):
-                if xxhash.xxh3_64_digest(data[begin - start : stop - start]) != self._chunks[begin // step]:
+                if xxhash.xxh3_64_hexdigest(data[begin - start : stop - start]) != self._chunks[begin // step]:
                     raise CorruptCheckpointError(
                         f"the bytes {begin} to {stop} of {self._name!r} are not those that were saved."
                     )
             put(places, data, start)
-
-
-def _copy_to_targets(places: ReadTargets, piece: memoryview, at: int) -> None:
-    """Copy ``piece``, the bytes of an object from ``at`` on, to the targets in memory."""
-    done = 0
-    for address, size in places.of(at, at + piece.nbytes):
-        if address is not None:
-            memory_at(address, size)[:] = piece[done : done + size]
-        done += size
 
 
 class Uploader(Background):

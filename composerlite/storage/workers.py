@@ -56,15 +56,13 @@ class WorkerPool(Closing):
     thread, :meth:`submit` runs the job in the calling thread. Used as a context manager, or until :meth:`close`.
 
     Args:
-        most: largest number of threads.
+        most: largest number of threads; 0: :meth:`submit` runs each job in the calling thread.
         name: name of the threads.
-        first: called once in each new thread of the pool, before any job.
     """
 
-    def __init__(self, most: int, *, name: str, first: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, most: int, *, name: str) -> None:
         self._most = most
         self._name = name
-        self._first = first
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
@@ -104,7 +102,6 @@ class WorkerPool(Closing):
             thread.join(None if end is None else max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
-        self._first()
         while self._do_next():
             pass
 
@@ -240,7 +237,8 @@ class Background:
         moment of :func:`leave_by` are logged as an error, and raise no error.
 
         Raises:
-            TimeoutError, or ``late_error``: jobs are unfinished; the message names them.
+            TimeoutError, or ``late_error``: jobs are unfinished; the message names them. In an ExceptionGroup with the
+                errors of other jobs, if any.
             Exception: the error of a job.
         """
         late = [] if self.wait(self.timeout) else self.pending
@@ -255,8 +253,7 @@ class Background:
             log.error("%s: not done by the end of the grace period: %s", self._who, ", ".join(late))
         elif late:
             text = f"{self._who}: not done within {self.timeout:.0f} s: {', '.join(late)}."
-            failed = "; ".join(str(failure) for failure in self._failures)
-            raise self.late_error(f"{text} Failed: {failed}" if failed else text)
+            self._failures.insert(0, self.late_error(text))
         self.raise_failures()
 
     def _run(self) -> None:

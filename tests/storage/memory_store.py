@@ -64,12 +64,12 @@ class MemoryStore(BackendStore):
         return [ObjectInfo(key, len(data)) for key, (_, data) in list(self._objects.items()) if key.startswith(prefix)]
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _start(self, key: str) -> tuple[str, datetime]:
+    def _start(self, key: str) -> str:
         with self._lock:
             self._count += 1
-            upload_id, started_at = str(self._count), datetime.now(UTC)
-            self._uploads[upload_id] = (key, started_at, {})
-        return upload_id, started_at
+            upload_id = str(self._count)
+            self._uploads[upload_id] = (key, datetime.now(UTC), {})
+        return upload_id
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
         for upload_id, (key, started_at, _) in list(self._uploads.items()):

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.storage.disk.files import abandoned_temporaries, replace_symlink
+from composerlite.storage.disk.files import abandoned_temporaries, staged_symlink
+
+
+def replace_symlink(link: Path, target: str) -> None:
+    with staged_symlink(link, target):
+        pass
+
 
 WATCHER = """
 import os, sys

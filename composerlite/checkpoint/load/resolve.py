@@ -37,7 +37,7 @@ from composerlite.storage import (
     parse_uri,
     without_secrets,
 )
-from composerlite.storage.disk.files import replace_symlink
+from composerlite.storage.disk.files import staged_symlink
 from composerlite.storage.progress import download_bar, progress_of
 from composerlite.storage.uri import download_url
 
@@ -308,7 +308,8 @@ def get_file(
         if not source.is_file():
             raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
         if object_store is None and not is_uri(str(path)):
-            replace_symlink(target, str(source.resolve()))
+            with staged_symlink(target, str(source.resolve())):
+                pass
         else:
             source.replace(target)
 
@@ -360,7 +361,8 @@ def download_checkpoint(
                 staged.flush()
                 staged.publish()
         elif object_store is None and not is_uri(str(path)):
-            replace_symlink(target, str(source.resolve()))
+            with staged_symlink(target, str(source.resolve())):
+                pass
         else:
             source.replace(target)
     return str(target), None if extracted is None else str(extracted), False

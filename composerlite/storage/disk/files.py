@@ -74,8 +74,10 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def write_file(path: Path, memory: memoryview, position: int, size: int, *, past_cache: bool = True) -> None:
-    """Write to an existing file.
+def write_file(path: Path, memory: memoryview, position: int, size: int) -> None:
+    """Write to an existing file, with O_DIRECT unless the file system refuses O_DIRECT.
+
+    New pages of the page cache would cost more than the disk.
 
     Args:
         path: path of the file.
@@ -83,10 +85,8 @@ def write_file(path: Path, memory: memoryview, position: int, size: int, *, past
             whole, so the caller must truncate the file afterwards.
         position: offset of the bytes in the file, a multiple of ``BLOCK_BYTES``.
         size: number of bytes.
-        past_cache: write with O_DIRECT, unless the file system refuses O_DIRECT: new pages of the cache cost more than
-            the disk. False: write through the page cache.
     """
-    if past_cache and (direct := open_direct(path, os.O_WRONLY)) is not None:
+    if (direct := open_direct(path, os.O_WRONLY)) is not None:
         with os.fdopen(direct, "wb", buffering=0):
             try:
                 write_all(direct, memory[: size + -size % BLOCK_BYTES], position)
@@ -219,11 +219,9 @@ class StagedFile:
         if self.stays:
             self.file.close()
             return
-        try:
-            self.temporary.unlink(missing_ok=True)
-        finally:
-            with contextlib.suppress(OSError):  # buffered bytes that a full disk refuses are not needed
-                self.file.close()
+        self.temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # buffered bytes that a full disk refuses are not needed
+            self.file.close()
 
 
 def _renamed_to_new(temporary: Path, path: Path) -> bool:
@@ -231,9 +229,7 @@ def _renamed_to_new(temporary: Path, path: Path) -> bool:
 
     A hard link would need room on a full disk, so that the commit could fail on one node of several.
     """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
+    rename = ctypes.CDLL(None, use_errno=True).renameat2
     sys.audit("os.rename", str(temporary), str(path), -1, -1)
     if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
         return True
@@ -323,32 +319,15 @@ def staged_symlink(link: Path, target: str) -> Generator[None]:
     temporary.symlink_to(target)
     try:
         yield
-        _move_link(temporary, link, target)
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.replace(link)
+                break
+            temporary.symlink_to(target)  # another process removed the link as abandoned: a link cannot be locked
+        fsync_folder(link.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _move_link(temporary: Path, link: Path, target: str) -> None:
-    """Rename the temporary link to ``link``, durably. Make the temporary link again if another process removed it."""
-    while True:
-        try:
-            temporary.replace(link)
-            break
-        except FileNotFoundError:  # removed as abandoned: a link cannot be locked
-            temporary.symlink_to(target)
-    fsync_folder(link.parent)
-
-
-def replace_symlink(link: Path, target: str) -> None:
-    """Point ``link`` to ``target``, as :func:`staged_symlink` does.
-
-    Args:
-        link: path of the link.
-        target: path of the target, relative to the folder of the link.
-    """
-    with staged_symlink(link, target):
-        pass
 
 
 @final
@@ -382,8 +361,8 @@ class FileDigest:
         size, digest = self.body_bytes + len(tail), xxhash.xxh3_128_hexdigest(tail) if tail else ""
         return replace(self, size_bytes=size, tail_bytes=len(tail), tail_xxh3_128=digest)
 
-    def chunk_digests(self, name: str) -> list[bytes]:
-        """Return the digest of each chunk, 8 bytes each. Empty if there are no digests of chunks.
+    def chunk_digests(self, name: str) -> list[str]:
+        """Return the XXH3-64 of each chunk, in hexadecimal. Empty if there are no digests of chunks.
 
         Args:
             name: name of the file, for the error.
@@ -396,7 +375,7 @@ class FileDigest:
         with contextlib.suppress(ValueError):  # not base 64
             digests = base64.b64decode(self.chunks, validate=True)
             if self.chunk_bytes > 0 and len(digests) == 8 * -(-self.body_bytes // self.chunk_bytes):
-                return [digests[at : at + 8] for at in range(0, len(digests), 8)]
+                return [digests[at : at + 8].hex() for at in range(0, len(digests), 8)]
         raise CorruptCheckpointError(
             f"the digests of {name!r} are not those of a file: {self.body_bytes} bytes in chunks of {self.chunk_bytes}."
         )

@@ -9,7 +9,6 @@ import mmap
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import final
@@ -19,7 +18,7 @@ from composerlite.threads import start_threads
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # advice for madvise(2)
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
-_SMALL_BYTES = 16 << 10
+_SMALL_BYTES = 16 << 10  # moved while the interpreter's lock is held
 _MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads copy no faster; fewer pieces than 8 for a thread do not pay
 _LEAST_LENT_BYTES = 49 << 20  # enough for the 48 MiB of StreamWriter: a save can use the memory of an earlier load
 _MOST_KEPT_BYTES = 65 << 20  # a load by ParallelReader with 16 threads
@@ -97,40 +96,16 @@ class HostMemory:
             self._map.close()
 
 
-@final
-class WarmMemory:
-    """Keeps a piece of unused memory for the next user. Threads may share this object.
-
-    The reason is the cost of new pages: if the host of a virtual machine reclaims free pages, the first access takes up
-    to 3 ms per MiB, as long as a write of 1 MiB to a fast disk.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: HostMemory | None = None
-
-    def take(self) -> HostMemory | None:
-        """Return the kept memory, now owned by the caller; ``None`` if there is none."""
-        with self._lock:
-            memory, self._free = self._free, None
-        return memory
-
-    def keep(self, memory: HostMemory) -> HostMemory | None:
-        """Keep the larger of ``memory`` and the memory kept before, and return the other for the caller to close."""
-        with self._lock:
-            smaller, larger = memory, self._free
-            if larger is None or larger.size_bytes < smaller.size_bytes:
-                smaller, larger = larger, smaller
-            self._free = larger
-        return smaller
-
-
-_lent = WarmMemory()
+_kept: list[HostMemory] = []
+"""Unused memory for the next borrower. New pages are expensive: if the host of a virtual machine reclaims free pages,
+the first access takes up to 3 ms per MiB, as long as a write of 1 MiB to a fast disk.
+"""
 
 
 def borrow_memory(size_bytes: int) -> HostMemory:
     """Return memory of at least ``size_bytes``, with any content, until :func:`give_memory_back`."""
-    if (memory := _lent.take()) is not None:
+    with contextlib.suppress(IndexError):  # another thread may have borrowed the kept memory
+        memory = _kept.pop()
         if memory.size_bytes >= size_bytes:
             return memory
         memory.close()
@@ -139,9 +114,10 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 def give_memory_back(memory: HostMemory) -> None:
     """Return borrowed memory, and use no view of it afterwards. Up to 65 MiB are kept for the next borrower."""
-    unwanted = _lent.keep(memory) if memory.size_bytes <= _MOST_KEPT_BYTES else memory
-    if unwanted is not None:
-        unwanted.close()
+    if _kept or memory.size_bytes > _MOST_KEPT_BYTES:
+        memory.close()
+    else:
+        _kept.append(memory)
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -173,33 +149,26 @@ def _left_in_groups(root: Path) -> Iterator[int]:
             _, controllers, path = line.split(":", 2)
             if not controllers or "memory" in controllers.split(","):
                 mount, *names = _GROUPS[1 if controllers else 0]
-                yield from _left_in(root / mount, path, *names)
+                yield from _left_in(root / mount / path.strip("/"), *names)
 
 
-def _left_in(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int]:
-    """Yield the free bytes of the group ``path`` and of the parents, for each with a limit.
+def _left_in(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
+    """Yield the free bytes of ``group`` and of the parents, for each with a limit.
 
-    A container may see its own group as ``mount``, where ``path`` does not exist.
+    A container may see its own group as the mount, where ``group`` does not exist.
     """
-    group = mount / path.strip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
             left = int((folder / limit).read_text()) - int((folder / used).read_text())
             yield left + (_number_in(folder / "memory.stat", cache) or 0)  # the system frees cached files first
-        if folder == mount:
-            return
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
 _ALL = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")  # the address space; nothing is touched
 
-move = ctypes.CDLL(None).memmove
-"""Copy memory: destination address, source address, number of bytes. Other threads run meanwhile."""
-
-move_small = ctypes.PyDLL(None).memmove
-"""Copy few bytes and hold the interpreter's lock: to wait for the lock afterwards would take longer than the copy."""
-
-for _function in (move, move_small):
+_move_large = ctypes.CDLL(None).memmove  # other threads run meanwhile
+_move_small = ctypes.PyDLL(None).memmove  # holds the interpreter's lock: to wait for the lock would take longer
+for _function in (_move_large, _move_small):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _function.restype = None
 
@@ -207,13 +176,20 @@ Copy = tuple[int, int, int]
 """Destination address, source address, number of bytes."""
 
 
+def move(to: int, source: int, size: int) -> None:
+    """Copy ``size`` bytes from the address ``source`` to the address ``to``. Other threads run during a large copy."""
+    (_move_large if size >= _SMALL_BYTES else _move_small)(to, source, size)
+
+
 def memory_at(address: int, size: int) -> memoryview:
     """Return a writable view of ``size`` bytes at ``address``. The memory must outlive the view."""
     return _ALL[address : address + size]
 
 
-def address_of(buffer: bytearray | memoryview) -> int:
+def address_of(buffer: bytes | bytearray | memoryview) -> int:
     """Return the address of the bytes of ``buffer``, valid while the caller holds ``buffer`` and does not resize it."""
+    if isinstance(buffer, bytes):
+        return ctypes.cast(ctypes.c_char_p(buffer), ctypes.c_void_p).value or 0
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
@@ -225,12 +201,8 @@ def copy_memory(copies: Iterable[Copy]) -> None:
     Args:
         copies: destination address, source address and number of bytes of each copy.
     """
-    small: list[Copy] = []
     pieces: list[Copy] = []
     for to, source, size in copies:
-        if size <= _SMALL_BYTES:
-            small.append((to, source, size))
-            continue
         for at in range(0, size, _PIECE_BYTES):
             pieces.append((to + at, source + at, min(_PIECE_BYTES, size - at)))
     left = iter(pieces)  # the iterator of a list gives each piece to one thread
@@ -243,8 +215,6 @@ def copy_memory(copies: Iterable[Copy]) -> None:
     threads = start_threads(work, helpers, name="checkpoint-copier") if helpers > 0 else []
     try:
         work()
-        for copy in small:
-            move_small(*copy)
     finally:
         for _ in left:  # after an interrupt: no thread begins another piece
             pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import stat
@@ -13,19 +14,18 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, open_direct
-from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move, move_small
+from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move
 from composerlite.threads import start_threads
 from composerlite.types import Closing, Piece
 
-_PIECE_BYTES = 1 << 20  # read into place, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
-_SMALL_BYTES = 16 << 10  # smaller parts are read together and then moved
+_MOST_VIEWS = os.sysconf("SC_IOV_MAX")  # of a single read
 _GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
 _CACHED_SHARE = 0.9  # if this share of the range is in the page cache, O_DIRECT is not used
 _CACHESTAT = 451  # number of the system call, on all processors
@@ -33,38 +33,37 @@ _CACHESTAT = 451  # number of the system call, on all processors
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
-UNIT_BYTES = 1 << 20  # size of a job of a thread, unless a chunk is larger: stays in the cache of the processor
+UNIT_BYTES = 1 << 20  # size of a read, and of a job of a thread unless a chunk is larger: hashed while in the cache
 _DIRECT_THREADS = 6  # additional threads for O_DIRECT, which mostly wait for the disk
 
 Unit = tuple[int, int]
 """A part of a file: offsets of the beginning and the end."""
 
 
-class Target(NamedTuple):
-    """Destination of a part of a file: offset in the file, address in memory, number of bytes."""
+def check_targets(targets: Sequence[Piece], name: str, size_bytes: int = sys.maxsize) -> None:
+    """Raise CorruptCheckpointError if one of ``targets`` is not in the file ``name`` of ``size_bytes``."""
+    for offset, _, size in targets:
+        if offset < 0 or size < 0 or offset + size > size_bytes:
+            raise CorruptCheckpointError(f"{name!r}: there are no bytes {offset} to {offset + size}.")
 
-    offset: int
-    address: int
-    size: int
 
-
-def layers(targets: Sequence[tuple[int, int, int]]) -> Iterator[list[Target]]:
+def layers(targets: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Distribute ``targets`` over lists that are sorted and without overlaps in the file. Empty targets are dropped."""
-    left = sorted(Target(*target) for target in targets if target[2])
+    left = sorted(target for target in targets if target[2])
     while left:
-        layer, rest, end = list[Target](), list[Target](), 0
-        for target in left:
-            if target.offset >= end:
-                layer.append(target)
-                end = target.offset + target.size
+        layer, rest, end = list[Piece](), list[Piece](), 0
+        for offset, address, size in left:
+            if offset >= end:
+                layer.append((offset, address, size))
+                end = offset + size
             else:
-                rest.append(target)
+                rest.append((offset, address, size))
         yield layer
         left = rest
 
 
 def units_of(
-    targets: Sequence[Target],
+    targets: Sequence[Piece],
     *,
     chunk_bytes: int = 1,
     size_bytes: int = sys.maxsize,
@@ -84,9 +83,9 @@ def units_of(
         Units in order.
     """
     spans: list[Unit] = []
-    for target in targets:
-        start = target.offset // chunk_bytes * chunk_bytes
-        end = -(-(target.offset + target.size) // chunk_bytes) * chunk_bytes
+    for offset, _, size in targets:
+        start = offset // chunk_bytes * chunk_bytes
+        end = -(-(offset + size) // chunk_bytes) * chunk_bytes
         if spans and start <= spans[-1][1] + gap_bytes:
             spans[-1] = spans[-1][0], end
         else:
@@ -107,15 +106,15 @@ def cut(start: int, end: int, step: int) -> Iterator[Unit]:
 class ReadTargets:
     """Finds the targets for parts of a file. ``targets`` must be sorted and not overlap in the file."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[Piece]) -> None:
         self._targets = targets
-        self._ends = [target.offset + target.size for target in targets]
+        self._ends = [offset + size for offset, _, size in targets]
 
     def of(self, start: int, end: int) -> Iterator[tuple[int | None, int]]:
         """Divide ``start`` to ``end`` into parts with and without a target. Yield (address or ``None``, size) each."""
         at = bisect_right(self._ends, start)
         while start < end:
-            offset = self._targets[at].offset if at < len(self._targets) else end
+            offset, address, _ = self._targets[at] if at < len(self._targets) else (end, 0, 0)
             if offset >= end:
                 yield None, end - start
                 return
@@ -123,17 +122,24 @@ class ReadTargets:
                 yield None, offset - start
                 start = offset
             stop = min(self._ends[at], end)
-            yield self._targets[at].address + start - offset, stop - start
+            yield address + start - offset, stop - start
             start, at = stop, at + 1
 
 
-def put(places: ReadTargets, data: memoryview, start: int) -> None:
+def put(places: ReadTargets, data: bytes | memoryview, start: int) -> None:
     """Copy ``data``, the bytes from ``start`` on in the file, to the targets."""
     source = address_of(data)
     for address, size in places.of(start, start + len(data)):
         if address is not None:
-            (move if size >= _SMALL_BYTES else move_small)(address, source, size)
+            move(address, source, size)
         source += size
+
+
+def read_bytes(read_into: Callable[[Sequence[Piece]], object], offset: int, size: int) -> bytes:
+    """Return ``size`` bytes from ``offset`` on, read by ``read_into`` of a file or object."""
+    data = bytearray(max(0, size))
+    read_into([(offset, address_of(data) if data else 0, size)])
+    return bytes(data)
 
 
 @final
@@ -150,7 +156,6 @@ class ParallelReader(Closing):
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.
-        tail_bytes: size of the tail, 0 if there is no digest.
         verified: numbers of the chunks read and verified so far.
 
     Raises:
@@ -166,19 +171,13 @@ class ParallelReader(Closing):
         self._direct: int | None = None
         try:
             self.size_bytes = self._check_size(digest)
-            self.tail_bytes = 0 if digest is None else digest.tail_bytes
-            self._chunk_bytes, self._chunks = 1, list[bytes]()
-            self._hash: Callable[[], xxhash.xxh3_64 | xxhash.xxh3_128] = xxhash.xxh3_64
-            if digest is not None and digest.chunk_bytes:
-                self._chunk_bytes, self._chunks = digest.chunk_bytes, digest.chunk_digests(str(path))
-            elif digest is not None:
-                self._chunk_bytes, self._chunks = max(1, self.size_bytes), [bytes.fromhex(digest.xxh3_128)]
-                self._hash = xxhash.xxh3_128
+            self._chunk_bytes, self._chunks = 1, list[str]()
+            if digest is not None:
+                self._chunk_bytes = digest.chunk_bytes or max(1, self.size_bytes)
+                self._chunks = digest.chunk_digests(str(path)) if digest.chunk_bytes else [digest.xxh3_128]
+            self._hash = xxhash.xxh3_64 if digest is None or digest.chunk_bytes else xxhash.xxh3_128
             # The same file, even after a rename.
             self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
-        except ValueError as e:
-            self.close()
-            raise CorruptCheckpointError(f"the digest of {str(path)!r} is not that of a file: {e}.") from e
         except BaseException:
             self.close()
             raise
@@ -213,10 +212,8 @@ class ParallelReader(Closing):
         Raises:
             CorruptCheckpointError: the file is shorter, or the bytes are not the saved bytes.
         """
-        self._check_range(offset, size)
-        data = bytearray(size)
-        self.read_into([(offset, address_of(data), size)] if size else [])
-        return bytes(data)
+        check_targets([(offset, 0, size)], str(self._path), self.size_bytes)
+        return read_bytes(self.read_into, offset, size)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Read parts of the file into memory.
@@ -230,8 +227,7 @@ class ParallelReader(Closing):
             CorruptCheckpointError: the file is shorter, or the bytes are not the saved bytes; the message says
                 where. Wrong bytes may be in memory.
         """
-        for offset, _, size in targets:
-            self._check_range(offset, size)
+        check_targets(targets, str(self._path), self.size_bytes)
         for layer in layers(targets):
             self._run(ReadTargets(layer), layer, progress)
 
@@ -246,7 +242,7 @@ class ParallelReader(Closing):
             CorruptCheckpointError: the bytes are not the saved bytes; the message says where.
         """
         step = self._chunk_bytes
-        chunks = [Target(number * step, 0, step) for number in range(len(self._chunks)) if number not in skip]
+        chunks = [(number * step, 0, step) for number in range(len(self._chunks)) if number not in skip]
         self._run(ReadTargets([]), chunks, progress)
 
     def close(self) -> None:
@@ -256,13 +252,7 @@ class ParallelReader(Closing):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
 
-    def _check_range(self, offset: int, size: int) -> None:
-        if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CorruptCheckpointError(
-                f"{str(self._path)!r} has {self.size_bytes} bytes; there are no bytes {offset} to {offset + size}."
-            )
-
-    def _run(self, places: ReadTargets, wanted: Sequence[Target], progress: Callable[[int], object]) -> None:
+    def _run(self, places: ReadTargets, wanted: Sequence[Piece], progress: Callable[[int], object]) -> None:
         """Read and verify the units of ``wanted`` in several threads, this thread included, and fill ``places``."""
         gap_bytes = 0 if self._chunks else _GAP_BYTES
         units = units_of(wanted, chunk_bytes=self._chunk_bytes, size_bytes=self.size_bytes, gap_bytes=gap_bytes)
@@ -332,23 +322,14 @@ class ParallelReader(Closing):
                     self._verify(digest, [piece], piece_start)
                     put(places, piece, piece_start)
             return
-        source = address_of(block)
-        for at, stop in cut(start, end, _PIECE_BYTES):
-            views: list[memoryview] = []  # large targets, and parts of the block for the rest
-            moves: list[tuple[int, int, int]] = []
-            taken = position = 0
+        for at, stop in cut(start, end, UNIT_BYTES):
+            views: list[memoryview] = []  # the targets, and parts of the block for bytes without a target
+            position = 0
             for address, size in places.of(at, stop):
-                if address is not None and size >= _SMALL_BYTES:
-                    views += [block[taken:position], memory_at(address, size)]
-                    taken = position + size
-                elif address is not None:
-                    moves.append((address, source + position, size))
+                views.append(block[position : position + size] if address is None else memory_at(address, size))
                 position += size
-            views.append(block[taken:position])
             self._fill(views, at)
             self._verify(digest, views, at)
-            for job in moves:
-                move_small(*job)
 
     def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
         """Read a part of the file with O_DIRECT into ``block``, and return the view of the part."""
@@ -366,9 +347,9 @@ class ParallelReader(Closing):
 
     def _fill(self, views: Sequence[memoryview], position: int) -> None:
         """Fill ``views`` with the bytes from ``position`` on, through the page cache."""
-        left = [view for view in views if view]
+        left = deque(views)
         while left:
-            count = os.preadv(self._buffered, left, position)
+            count = os.preadv(self._buffered, list(itertools.islice(left, _MOST_VIEWS)), position)
             if not count:
                 end = os.fstat(self._buffered).st_size
                 raise CorruptCheckpointError(
@@ -376,7 +357,7 @@ class ParallelReader(Closing):
                 )
             position += count
             while left and count >= len(left[0]):
-                count -= len(left.pop(0))
+                count -= len(left.popleft())
             if count:
                 left[0] = left[0][count:]
 
@@ -389,7 +370,7 @@ class ParallelReader(Closing):
                 first, last = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, self.size_bytes)
                 if end < last:
                     continue  # the next view continues the chunk
-                if digest.digest() != self._chunks[number]:
+                if digest.hexdigest() != self._chunks[number]:
                     raise CorruptCheckpointError(
                         f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
                         "differ."
@@ -399,19 +380,18 @@ class ParallelReader(Closing):
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
-    """Return the share of a part of a file in the page cache, from 0 to 1; 1 if the system does not report this."""
+    """Return the share of a part of a file in the page cache, from 0 to 1; 1 if the system does not report this.
+
+    ``start`` is less than ``end``.
+    """
     counts = _Counts()
     extent = (ctypes.c_uint64 * 2)(start, end - start)
-    if start >= end:
-        return 1.0
     if _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) == 0:
         return counts[0] / (-(-end // mmap.PAGESIZE) - start // mmap.PAGESIZE)
     try:  # Linux before 6.5: the byte in the middle stands for all
         os.preadv(descriptor, [bytearray(1)], (start + end) // 2, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return 0.0
-    except OSError:  # the file system does not tell
-        return 1.0
+    except OSError as e:
+        return 0.0 if isinstance(e, BlockingIOError) else 1.0  # other errors: the file system does not tell
     return 1.0
 
 

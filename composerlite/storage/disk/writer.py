@@ -10,13 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import xxhash
 from isal import isal_zlib
 
 from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, naming_file, reserve, write_all, write_file
-from composerlite.storage.disk.memory import HostMemory, borrow_memory, give_memory_back, move
+from composerlite.storage.disk.memory import HostMemory, address_of, borrow_memory, give_memory_back, move
+from composerlite.storage.disk.reader import cut
 from composerlite.storage.workers import WorkerPool
 from composerlite.types import Closing
 
@@ -27,7 +28,6 @@ _WRITERS = 4  # fewer leave the disk idle between two writes
 _PIECE_BYTES = 2 << 20  # copied, then hashed while in the cache of the processor
 _LARGE_WINDOW_BYTES = 32 << 20
 """Window of memory written without a copy. Large, for few calls: at each call training waits for the interpreter."""
-_SMALL_FILE_BYTES = 8 << 20
 _FEW_CORES = 2  # training has a core; the other core either hashes or writes
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
@@ -44,58 +44,40 @@ class Digester:
         self._whole = xxhash.xxh3_128()
         self._chunk = xxhash.xxh3_64()
         self._chunk_bytes = chunk_bytes
-        self._left = chunk_bytes  # of the current chunk
         self._chunks = bytearray()
         self._size = 0
 
     def update(self, data: memoryview | bytes) -> None:
         """Add the next bytes of the file."""
-        view = memoryview(data)
-        self._size += len(view)
+        view, position = memoryview(data), self._size
         self._whole.update(view)
-        while view:
-            piece, view = view[: self._left], view[self._left :]
-            if len(piece) == self._chunk_bytes:
-                self._chunks += xxhash.xxh3_64_digest(piece)
-                continue
-            self._chunk.update(piece)
-            self._left -= len(piece)
-            if not self._left:
-                self._finish_chunk()
+        self._size += len(view)
+        for start, end in cut(position, self._size, self._chunk_bytes):
+            self._chunk.update(view[start - position : end - position])
+            if end % self._chunk_bytes == 0:
+                self._chunks += self._chunk.digest()
+                self._chunk.reset()
 
     def finish(self) -> FileDigest:
         """Return the digest of all bytes so far."""
-        if self._left < self._chunk_bytes:
-            self._finish_chunk()
-        chunks = base64.b64encode(self._chunks).decode()
+        last = self._chunk.digest() if self._size % self._chunk_bytes else b""
+        chunks = base64.b64encode(self._chunks + last).decode()
         return FileDigest(self._size, self._whole.hexdigest(), self._chunk_bytes, chunks)
-
-    def _finish_chunk(self) -> None:
-        self._chunks += self._chunk.digest()
-        self._chunk.reset()
-        self._left = self._chunk_bytes
-
-
-class _Window(NamedTuple):
-    """A part of the memory to write from: address of the first byte, and a view of all bytes."""
-
-    address: int
-    view: memoryview
 
 
 @final
 class StreamWriter(Closing):
     """Writes a file from front to back: the caller fills windows of memory, threads write the windows to the disk.
 
-    Windows are written with O_DIRECT, or through the page cache if the file system refuses O_DIRECT. Files of up to
-    8 MiB are written in the calling thread and through the page cache. Files in ``memory`` are also written in the
-    calling thread on machines with one or two cores, where threads would slow down training. Used as a context manager.
-    Without :meth:`finish` the file stays incomplete, and the caller removes the file.
+    Windows are written with O_DIRECT, or through the page cache if the file system refuses O_DIRECT. Files in
+    ``memory`` are written in the calling thread on machines with one or two cores, where threads would slow down
+    training. Used as a context manager. Without :meth:`finish` the file stays incomplete, and the caller removes the
+    file.
 
     Args:
         path: an existing file, empty.
-        size_bytes: expected size of the file. Above 8 MiB the space is reserved first, so that a full disk
-            is an error before any write.
+        size_bytes: expected size of the file. The space is reserved first, so that a full disk is an error before any
+            write.
         memory: memory for the whole file, owned by the caller. The bytes are copied to the same offset as in the file,
             unless ``copy`` gets this address, and are written from there. No other code may change the memory until
             :meth:`finish` returns. ``None``: a ring of 48 MiB, where a window is reused after the write.
@@ -121,35 +103,21 @@ class StreamWriter(Closing):
         self.piece_bytes = _PIECE_BYTES if memory is None else _LARGE_WINDOW_BYTES
         self.seconds = {"hash": 0.0, "write": 0.0, "wait": 0.0, "flush": 0.0}
         self._path = path
-        self._is_large = size_bytes > _SMALL_FILE_BYTES
-        if self._is_large:
-            with path.open("r+b") as file:
-                reserve(file.fileno(), size_bytes, path)
+        with path.open("r+b") as file:
+            reserve(file.fileno(), size_bytes, path)
         self._digester = Digester(chunk_bytes_for(size_bytes) if chunk_bytes is None else chunk_bytes)
-        self._borrowed = borrow_memory(_RING_BYTES) if memory is None else None
-        if self._borrowed is not None:
-            memory, size, window_bytes = self._borrowed, _RING_BYTES, _WINDOW_BYTES
-            has_threads = self._is_large
-        else:
-            assert memory is not None
-            size, window_bytes = memory.size_bytes, _LARGE_WINDOW_BYTES
-            has_threads = self._is_large and len(os.sched_getaffinity(0)) > _FEW_CORES
-        self._windows = deque(
-            _Window(memory.address + start, memory.view(start, min(window_bytes, size - start)))
-            for start in range(0, size, window_bytes)
-        )
+        self._is_borrowed = memory is None
+        self._memory = borrow_memory(_RING_BYTES) if memory is None else memory
+        size, step = (_RING_BYTES, _WINDOW_BYTES) if memory is None else (memory.size_bytes, _LARGE_WINDOW_BYTES)
+        threads = _WRITERS if memory is None or len(os.sched_getaffinity(0)) > _FEW_CORES else 0
+        self._windows = deque(self._memory.view(start, end - start) for start, end in cut(0, size, step))
         self._filled = self._digested = 0  # bytes of the first window
-        self._pool = WorkerPool(_WRITERS, name="checkpoint-writer") if has_threads else None
+        self._pool = WorkerPool(threads, name="checkpoint-writer")
         self._pending: deque[Future[float]] = deque()  # unfinished writes of windows, the oldest first
 
     def write(self, data: bytes) -> None:
         """Append ``data``. Raises an OSError if an earlier append could not be written."""
-        left = memoryview(data)
-        while left:
-            room = self._room()
-            piece, left = left[:room], left[room:]
-            self._windows[0].view[self._filled : self._filled + len(piece)] = piece
-            self._advance(len(piece))
+        self.copy(address_of(data), len(data), crc=None)
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
         """Append ``size`` bytes of memory at ``address``. The memory may change when this returns.
@@ -166,15 +134,21 @@ class StreamWriter(Closing):
             OSError: an earlier append could not be written.
         """
         while size:
-            length = min(size, self._room(), self.piece_bytes)
-            window = self._windows[0]
-            if address != window.address + self._filled:
-                move(window.address + self._filled, address, length)
+            if self._filled == len(self._windows[0]):
+                self._write_window()
+            window, start = self._windows[0], self._filled
+            length = min(size, len(window) - start, self.piece_bytes)
+            target = address_of(window) + start
+            if address != target:
+                move(target, address, length)
             if crc is not None:
                 started = time.perf_counter()
-                crc = isal_zlib.crc32(window.view[self._filled : self._filled + length], crc)
+                crc = isal_zlib.crc32(window[start : start + length], crc)
                 self.seconds["hash"] += time.perf_counter() - started
-            self._advance(length)
+            self._filled += length
+            self.size_bytes += length
+            if self._filled - self._digested >= self.piece_bytes:
+                self._digest()
             address += length
             size -= length
         return crc or 0
@@ -203,35 +177,19 @@ class StreamWriter(Closing):
         self.close()
         return digest.with_tail(tail)
 
-    def _room(self) -> int:
-        """Return the free bytes of the first window. If the window is full, first write it and rotate to the next."""
-        if self._filled == len(self._windows[0].view):
-            self._write_window()
-        return len(self._windows[0].view) - self._filled
-
-    def _advance(self, size: int) -> None:
-        """Count ``size`` bytes added to the first window, and digest them when enough have been added."""
-        self._filled += size
-        self.size_bytes += size
-        if self._filled - self._digested >= self.piece_bytes:
-            self._digest()
-
     def _digest(self) -> None:
         """Digest the bytes in the first window added since the last call."""
         started = time.perf_counter()
-        self._digester.update(self._windows[0].view[self._digested : self._filled])
+        self._digester.update(self._windows[0][self._digested : self._filled])
         self._digested = self._filled
         self.seconds["hash"] += time.perf_counter() - started
 
     def _write_window(self) -> None:
-        """Write the first window in a thread, or here if there are no threads, and rotate to the next window."""
+        """Write the first window by the pool, and rotate to the next window."""
         self._digest()
-        write = partial(self._write, self._windows[0].view, self.size_bytes - self._filled, self._filled)
+        write = partial(self._write, self._windows[0], self.size_bytes - self._filled, self._filled)
         self._filled = self._digested = 0
         self._windows.rotate(-1)
-        if self._pool is None:
-            self.seconds["write"] += write()
-            return
         self._pending.append(self._pool.submit(write))
         while self._pending and (self._pending[0].done() or len(self._pending) == len(self._windows)):
             self._finish_oldest()
@@ -240,7 +198,7 @@ class StreamWriter(Closing):
         """Write the first ``size`` bytes of a window at ``position`` in the file, and return the time in seconds."""
         started = time.perf_counter()
         with naming_file(self._path):
-            write_file(self._path, view, position, size, past_cache=self._is_large)
+            write_file(self._path, view, position, size)
         return time.perf_counter() - started
 
     def _finish_oldest(self) -> None:
@@ -253,10 +211,9 @@ class StreamWriter(Closing):
         """Drop the writes that have not begun, stop the threads and return borrowed memory. May be called twice."""
         for future in self._pending:
             future.cancel()
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
         self._pending.clear()
         self._windows.clear()
-        if self._borrowed is not None:
-            give_memory_back(self._borrowed)
-            self._borrowed = None
+        if self._is_borrowed:
+            give_memory_back(self._memory)
+            self._is_borrowed = False

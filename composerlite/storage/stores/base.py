@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -113,14 +114,13 @@ class BackendStore(ObjectStore):
     def check_writable(self, prefix: str) -> None:
         name = f"{prefix}{'' if not prefix or prefix.endswith('/') else '.'}check-{secrets.token_hex(8)}"
         with self._translated("check that objects can be written", name) as key:
-            upload_id = self._start(key)[0] if self.least_part_bytes else None
-            if upload_id is None:
+            if self.least_part_bytes:  # leaves nothing, also without the right to delete objects
+                undo = _Parts(self, name, self._start(key)).abort
+            else:
                 self._put(key, io.BytesIO(b"check"), 5, None)
+                undo = partial(self.delete_object, name)
         try:
-            if upload_id is None:
-                self.delete_object(name)
-            else:  # leaves nothing, also without the right to delete objects
-                _Parts(self, name, upload_id, None).abort()
+            undo()
         except PermissionError as e:
             log.warning("the check of the bucket was not removed: %s", e)
 
@@ -173,7 +173,7 @@ class BackendStore(ObjectStore):
         if not self.least_part_bytes:
             return None
         with self._translated("start an upload in parts", name) as key:
-            upload = _Parts(self, name, *self._start(key))
+            upload = _Parts(self, name, self._start(key))
         upload.parts = {}
         return upload
 
@@ -220,8 +220,8 @@ class BackendStore(ObjectStore):
     def _meaning(self, error: Exception) -> Meaning | None:
         """Translate an error of the SDK. Return ``None`` for any other error."""
 
-    def _start(self, key: str) -> tuple[str, datetime | None]:
-        """Begin an upload in parts. Return the id and, if the backend reports the time, the start of the upload."""
+    def _start(self, key: str) -> str:
+        """Begin an upload in parts, and return the id."""
         raise NotImplementedError
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
@@ -289,7 +289,7 @@ def _of_system(error: Exception) -> Meaning | None:
 class _Parts(PartUpload):
     """An upload in parts to a :class:`BackendStore`."""
 
-    def __init__(self, store: BackendStore, name: str, upload_id: str, started_at: datetime | None) -> None:
+    def __init__(self, store: BackendStore, name: str, upload_id: str, started_at: datetime | None = None) -> None:
         super().__init__(name, upload_id, started_at)
         self.parts: dict[int, Any] | None = None  # None: not listed yet; see _known
         self._store = store
@@ -298,9 +298,7 @@ class _Parts(PartUpload):
     def send(self, number: int, data: bytes | memoryview) -> None:
         with self._store._translated(f"send part {number}", self.name) as key:
             known = self._known(key)
-            part = known.get(number)
-            if part is not None:
-                part = self._store._recognized(part, data)
+            part = self._store._recognized(known[number], data) if number in known else None
             known[number] = self._store._send_part(key, self.upload_id, number, data) if part is None else part
 
     def complete(self, *, count: int, create_only: bool = False) -> None:

@@ -61,11 +61,10 @@ class GCSObjectStore(BackendStore):
         from composerlite.storage.stores.s3 import S3ObjectStore
 
         arguments.pop("project", None)
-        endpoint_url = arguments.pop("endpoint_url", None) or os.environ.get("GCS_ENDPOINT_URL") or _XML_API
         return S3ObjectStore(
             bucket,
             prefix,
-            endpoint_url=web.checked_url("GCS", endpoint_url),
+            endpoint_url=web.endpoint_of("GCS", arguments.pop("endpoint_url", None)) or _XML_API,
             region_name="auto",
             aws_access_key_id=key,
             aws_secret_access_key=secret,
@@ -90,7 +89,7 @@ class GCSObjectStore(BackendStore):
         super().__init__(f"gs://{bucket}/", prefix)
         self.bucket = bucket
         self._always: dict[str, Any] = {"timeout": (connect_timeout_seconds, read_timeout_seconds), "retry": None}
-        endpoint_url = web.checked_url("GCS", endpoint_url or os.environ.get("GCS_ENDPOINT_URL") or None)
+        endpoint_url = web.endpoint_of("GCS", endpoint_url)
         with importing_sdk(
             "google-cloud-storage, which GCS needs,", extra="gcs", packages=("google", "requests", "urllib3")
         ):

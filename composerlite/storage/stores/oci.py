@@ -67,7 +67,7 @@ class OCIObjectStore(BackendStore):
     ) -> None:
         super().__init__(f"oci://{bucket}/", prefix)
         self.bucket = bucket
-        endpoint_url = web.checked_url("OCI", endpoint_url or os.environ.get("OCI_ENDPOINT_URL") or None)
+        endpoint_url = web.endpoint_of("OCI", endpoint_url)
         self._namespace = namespace
         path = Path(config_file or os.environ.get("OCI_CONFIG_FILE") or "~/.oci/config").expanduser()
         config: dict[str, Any] = {}
@@ -126,10 +126,9 @@ class OCIObjectStore(BackendStore):
                 yield ObjectInfo(folder, 0)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _start(self, key: str) -> tuple[str, datetime | None]:
+    def _start(self, key: str) -> str:
         details = oci.object_storage.models.CreateMultipartUploadDetails(object=key)
-        answer = self._call("create_multipart_upload", details).data
-        return answer.upload_id, answer.time_created
+        return self._call("create_multipart_upload", details).data.upload_id
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
         for page in self._pages("list_multipart_uploads"):

@@ -235,10 +235,10 @@ class S3ObjectStore(BackendStore):
         return self._client.get_paginator(verb).paginate(**arguments)
 
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _start(self, key: str) -> tuple[str, datetime | None]:
+    def _start(self, key: str) -> str:
         algorithm = {"ChecksumAlgorithm": "CRC32"} if self._checksum == "crc32" else {}
         answer = self._client.create_multipart_upload(**self._at(key), **algorithm, **self._acl)
-        return _field(answer, "UploadId"), None
+        return _field(answer, "UploadId")
 
     def _unfinished(self, prefix: str) -> Iterable[tuple[str, str, datetime]]:
         for page in self._pages("list_multipart_uploads", Bucket=self.bucket, Prefix=prefix):
@@ -284,10 +284,9 @@ class S3ObjectStore(BackendStore):
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 return ObjectStoreError, f"the certificate of the service is not trusted: {error}"
             return ObjectStoreTransientError, str(error)
-        if isinstance(error, sdk.ParamValidationError):
-            return ConfigError, str(error)
         if isinstance(error, sdk.BotoCoreError):
-            return ObjectStoreError, str(error)
+            kind = ConfigError if isinstance(error, sdk.ParamValidationError) else ObjectStoreError
+            return kind, str(error)
         if type(error) is RuntimeError and "credentials" in str(error):  # the SDK got expired credentials
             return PermissionError, str(error)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, final
@@ -85,8 +86,13 @@ def body_of(data: bytes | memoryview) -> bytes | RequestBody:
     return bytes(data) if len(data) <= PIECE_BYTES else RequestBody(data)
 
 
-def checked_url(service: str, endpoint_url: str | None) -> str | None:
-    """Return ``endpoint_url``. ConfigError: ``endpoint_url`` is neither ``None`` nor an HTTP address."""
+def endpoint_of(service: str, endpoint_url: str | None) -> str | None:
+    """Return ``endpoint_url``, or else the environment variable ``<service>_ENDPOINT_URL``, or ``None``.
+
+    Raises:
+        ConfigError: the value is not an HTTP address.
+    """
+    endpoint_url = endpoint_url or os.environ.get(f"{service}_ENDPOINT_URL") or None
     if endpoint_url is not None and not re.fullmatch(r"https?://[^\s/?#]+/?", endpoint_url):
         raise ConfigError(
             f"{service}: endpoint_url={endpoint_url!r}: expected scheme and host, such as 'https://host'."
