@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from composerlite.checkpoint.format.archive import tar_bytes, tar_header
 from composerlite.checkpoint.format.packing import Sink, format_of
 from composerlite.storage import FileDigest, Seal, StagedFile
 
@@ -51,9 +52,13 @@ def fill(sink: Sink, data: bytes) -> int:
 
 def pack(path: Path, data: bytes, seal: Seal | None = None) -> FileDigest:
     """Write the checkpoint ``path`` with ``data`` for its ``.pt`` bytes, in the format of its name, with a tail."""
+    is_archive = format_of(path).archive
+    size = tar_bytes(len(data)) if is_archive else len(data)
     with StagedFile(path) as staged:
-        with format_of(path).open_sink(staged.temporary, len(data)) as sink:
+        with format_of(path).open_sink(staged.temporary, size) as sink:
+            sink.write(tar_header(MEMBER, len(data), at=0) if is_archive else b"")
             fill(sink, data)
+            sink.write(bytes(size - sink.size_bytes))
             digest = sink.finish(seal)
         staged.publish()
     return digest

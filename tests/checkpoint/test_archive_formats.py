@@ -66,9 +66,9 @@ def small() -> bytes:
     return make_torch_bytes(megabytes=0.3)
 
 
-def read(path: Path, **options: int) -> bytes:
+def read(path: Path, *, size_bytes: int | None = None) -> bytes:
     """The ``.pt`` bytes, as they are read on load."""
-    with unpacked(path, **options) as file:
+    with unpacked(path, size_bytes=size_bytes) as file:
         return file.read(0, file.size_bytes)
 
 
@@ -333,6 +333,7 @@ def test_a_disk_that_becomes_full_is_the_systems_error(mount: Mount, suffix: str
 PEAK = """
 import ctypes, resource, sys
 from pathlib import Path
+from composerlite.checkpoint.format.archive import tar_bytes, tar_header
 from composerlite.checkpoint.format.packing import format_of, unpacked
 folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
 memory = ctypes.create_string_buffer(bytes(range(256)) * 4096, 1 << 20)
@@ -340,10 +341,14 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for suffix in sys.argv[3:]:
     path = folder / f"ep1{suffix}"
     path.touch()
-    with format_of(path).open_sink(path, megabytes << 20) as sink:
+    size, is_archive = megabytes << 20, format_of(path).archive
+    whole = tar_bytes(size) if is_archive else size
+    with format_of(path).open_sink(path, whole) as sink:
+        sink.write(tar_header("composer_states.pt", size, at=0) if is_archive else b"")
         for number in range(megabytes):
             memory[number] = bytes([number % 256])
             sink.copy(ctypes.addressof(memory), 1 << 20)
+        sink.write(bytes(whole - sink.size_bytes))
         sink.finish()
     with unpacked(path, size_bytes=megabytes << 20) as file:
         path.unlink()

@@ -21,7 +21,7 @@ from checkpoint.test_record_fuzz import changed
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from composerlite.checkpoint import RemoteFileSystemReader, load_state_dict
-from composerlite.checkpoint.format.sharded_layout import _MAGIC, is_layout, read_layout
+from composerlite.checkpoint.format.sharded_layout import LAYOUT_MARK, read_layout
 from composerlite.cli.app import app
 from composerlite.errors import CheckpointError, CorruptCheckpointError
 from composerlite.testing import run_ranks
@@ -44,7 +44,7 @@ def test_what_a_rule_places_is_loaded_by_any_number_of_ranks_in_any_layout(saved
 def test_the_index_is_a_rule_and_reads_like_a_list(saved: Path) -> None:
     """Each part of each tensor is in it once, in a place of its own, and together they are the whole."""
     for name in layout_ranks.LAYOUTS:
-        assert is_layout((saved / name / ".metadata").read_bytes()), name
+        assert (saved / name / ".metadata").read_bytes().startswith(LAYOUT_MARK), name
         with RemoteFileSystemReader(saved / name) as reader:
             found = reader.read_metadata()
         places = dict(found.storage_data)
@@ -66,11 +66,11 @@ def test_the_index_is_a_rule_and_reads_like_a_list(saved: Path) -> None:
 
 def _parsed(index: bytes) -> Any:
     """An index as JSON."""
-    return json.loads(zlib.decompress(index[len(_MAGIC) :]))
+    return json.loads(zlib.decompress(index[len(LAYOUT_MARK) :]))
 
 
 def _packed(parsed: Any) -> bytes:
-    return _MAGIC + zlib.compress(json.dumps(parsed).encode())
+    return LAYOUT_MARK + zlib.compress(json.dumps(parsed).encode())
 
 
 def _mutated(draw: random.Random, index: bytes) -> bytes:
@@ -140,7 +140,7 @@ def _claims(ranks: int, tensors: int, dims: int) -> Any:
         _packed(_claims(1 << 17, 3000, 1)),
         _packed(_claims(1 << 16, 500, 8)),
         _packed(_claims(1 << 30, 1, 1)),
-        _MAGIC + zlib.compress(b"[" * (300 << 20)),
+        LAYOUT_MARK + zlib.compress(b"[" * (300 << 20)),
     ],
     ids=["many ranks", "many dimensions", "too many ranks", "large when unpacked"],
 )
@@ -156,7 +156,7 @@ def test_an_index_that_claims_much_is_refused_at_once(index: bytes) -> None:
 def test_convert_makes_a_list_of_a_rule(saved: Path, tmp_path: Path) -> None:
     """Which torch.distributed.checkpoint loads by itself."""
     app.main(["checkpoint", "convert", str(saved / "grid"), str(tmp_path / "listed")], standalone_mode=False)
-    assert not is_layout((tmp_path / "listed" / ".metadata").read_bytes())
+    assert not (tmp_path / "listed" / ".metadata").read_bytes().startswith(LAYOUT_MARK)
     reader = dcp.FileSystemReader(tmp_path / "listed")
     keys = reader.read_metadata().state_dict_metadata
     for number, shape in enumerate(layout_ranks.SHAPES):
@@ -170,12 +170,12 @@ def test_convert_makes_a_list_of_a_rule(saved: Path, tmp_path: Path) -> None:
 def test_more_shards_than_are_listed_are_saved_as_a_rule(tmp_path: Path) -> None:
     """With the true limit: 12,600 tensors on four ranks, each in a shard of its own of every rank."""
     run_ranks(layout_ranks.save_and_load_many, 4, tmp_path, 12_600, timeout=500)
-    assert is_layout((tmp_path / "many" / ".metadata").read_bytes())
+    assert (tmp_path / "many" / ".metadata").read_bytes().startswith(LAYOUT_MARK)
 
 
 def test_ranks_that_differ_make_a_list(tmp_path: Path) -> None:
     """Where one rank has what others have not, the index is one of DCP, with all of it."""
     run_ranks(layout_ranks.save_differing, 2, tmp_path, timeout=120)
-    assert not is_layout((tmp_path / "differing" / ".metadata").read_bytes())
+    assert not (tmp_path / "differing" / ".metadata").read_bytes().startswith(LAYOUT_MARK)
     with RemoteFileSystemReader(tmp_path / "differing") as reader:
         assert {"own0", "own1", "w0", "plain0"} <= set(reader.read_metadata().state_dict_metadata)

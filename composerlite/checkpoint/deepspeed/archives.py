@@ -134,13 +134,15 @@ class RankFiles:
 
 
 @contextlib.contextmanager
-def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_bytes: int = 0) -> Generator[RankFiles]:
+def opened_archive(
+    path: Path, digest: FileDigest | None = None, *, unpacked_bytes: int | None = None
+) -> Generator[RankFiles]:
     """Open the archive ``path``, compressed or not.
 
     Args:
         path: path of the archive.
         digest: digest of the archive in the record; ``None``: the checksums in the files verify the files.
-        unpacked_bytes: an archive of up to this size is decompressed at any ratio.
+        unpacked_bytes: largest size of an archive of the checkpoint before compression; ``None``: unknown.
 
     Raises:
         CorruptCheckpointError: the bytes differ from the saved bytes, or the archive holds links or devices.
@@ -155,7 +157,7 @@ def opened_archive(path: Path, digest: FileDigest | None = None, *, unpacked_byt
         else:
             if digest is not None:
                 verify_file(path, digest)
-            source = stack.enter_context(unpacked(path, keep_archive=True, most_bytes=unpacked_bytes))
+            source = stack.enter_context(unpacked(path, keep_archive=True, size_bytes=unpacked_bytes))
         found: dict[str, Window] = {}
         if source.size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
             found = members_of(source, source.size_bytes)
@@ -196,7 +198,7 @@ class Archives:
                 )
             validate(path)
             digest = None if self.manifest is None else self.manifest.files[rank].digest
-            most = 0 if self.manifest is None else self.manifest.unpacked_bytes
+            most = None if self.manifest is None else self.manifest.unpacked_bytes or None
             with readable(path), opened_archive(path, digest, unpacked_bytes=most) as archive:
                 yield archive
 

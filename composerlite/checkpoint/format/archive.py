@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Sequence
-from typing import Any, cast, final
+from typing import Any, cast
 
 from composerlite.checkpoint.format.byte_sources import ByteSource, Window
-from composerlite.checkpoint.format.compression import PackedSink
 from composerlite.checkpoint.format.zip_file import SourceFile
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage import FileDigest, Seal, StreamWriter
 
 STATES = "composer_states.pt"
 """The file in every archive."""
@@ -43,61 +40,17 @@ def tar_bytes(*sizes: int) -> int:
     return used + -used % tarfile.RECORDSIZE
 
 
-@final
-class TarSink:
-    """Writes an archive of several files to ``inner``. Takes the bytes of the files in order.
+def tar_header(name: str, size_bytes: int, *, at: int) -> bytes:
+    """Return the bytes before a file in an archive: padding after the previous file, and the header.
 
     Args:
-        inner: takes the archive.
-        members: names and sizes of the files. A call of :meth:`write` appends to a single file.
-
-    Attributes:
-        size_bytes: number of bytes taken.
-        piece_bytes, seconds: as in ``inner``.
+        name: of the file.
+        size_bytes: size of the file.
+        at: size of the archive so far.
     """
-
-    def __init__(self, inner: StreamWriter | PackedSink, members: Sequence[tuple[str, int]]) -> None:
-        self.size_bytes = 0
-        self.piece_bytes = inner.piece_bytes
-        self.seconds = inner.seconds
-        self._inner = inner.__enter__()
-        self._members = list(members)
-        self._archive_bytes = tar_bytes(*(size for _, size in members))
-        self._end = 0  # of the current file, in the bytes taken
-        self._begin_next()
-
-    def _begin_next(self) -> None:
-        """Begin the next file when all bytes of the current file were taken."""
-        while self.size_bytes == self._end and self._members:
-            member = tarfile.TarInfo(self._members[0][0])
-            member.size, member.mtime = self._members.pop(0)[1], int(time.time())
-            self._inner.write(bytes(-self._inner.size_bytes % _BLOCK) + member.tobuf(tarfile.GNU_FORMAT))
-            self._end += member.size
-
-    def write(self, data: bytes) -> None:
-        """Append ``data``."""
-        self._inner.write(data)
-        self.size_bytes += len(data)
-        self._begin_next()
-
-    def copy(self, address: int, size: int, crc: int | None = 0) -> int:
-        """Append ``size`` bytes of memory at ``address``, and return their CRC-32, continued from ``crc``."""
-        crc = self._inner.copy(address, size, crc)
-        self.size_bytes += size
-        self._begin_next()
-        return crc
-
-    def finish(self, seal: Seal | None = None) -> FileDigest:
-        """End the archive, append the tail from ``seal``, if any, and return the digest of the durable file."""
-        assert (self.size_bytes, self._members) == (self._end, []), f"{self.size_bytes} bytes for {self._end}"
-        self._inner.write(bytes(self._archive_bytes - self._inner.size_bytes))
-        return self._inner.finish(seal)
-
-    def __enter__(self) -> TarSink:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._inner.__exit__(*exception)
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime = size_bytes, int(time.time())
+    return bytes(-at % _BLOCK) + member.tobuf(tarfile.GNU_FORMAT)
 
 
 def is_tar_header(block: bytes) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import IO, NamedTuple, Protocol, final
 
 from composerlite.errors import CorruptCheckpointError
+from composerlite.storage.disk.memory import memory_at
 from composerlite.types import Piece
 
 _STEP_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class UnverifiedFile:
         """Fill memory piece by piece."""
         for offset, address, size in targets:
             self._file.seek(offset)
-            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            view = memory_at(address, size)
             while view:
                 count = self._file.readinto(view[:_STEP_BYTES])  # type: ignore[attr-defined]
                 if not count:

@@ -31,6 +31,7 @@ from isal import igzip_lib, isal_zlib
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import FileDigest, Seal, StreamWriter, chunk_bytes_for
 from composerlite.storage.disk.files import write_all
+from composerlite.types import Closing
 
 _READ_BYTES = 64 << 10
 _MOST_DECODED_BYTES = 1 << 20
@@ -172,23 +173,21 @@ class Compressor:
             ConfigError: see :meth:`imported`.
         """
         library = self.imported()
-        decoder, within = library.decoder(), True  # within a frame. Between frames, zeros may fill the block of a tape
+        decoder = library.decoder()
         while data := file.read(_READ_BYTES):
-            while data or (within and not decoder.needs_input):
-                if not within:
+            while data or not (decoder.eof or decoder.needs_input):
+                if decoder.eof:  # between frames, zeros may fill the block of a tape
                     if not (data := data.lstrip(b"\0")):
                         break
-                    decoder, within = library.decoder(), True
+                    decoder = library.decoder()
                 try:
                     decoded = decoder.decompress(data, _MOST_DECODED_BYTES)
                 except library.errors as e:
                     raise CorruptCheckpointError(f"its {self.extension} data are damaged: {e}") from e
-                data = b""
+                data = decoder.unused_data if decoder.eof else b""
                 if decoded:
                     yield decoded
-                if decoder.eof:
-                    data, within = decoder.unused_data, False
-        if within:
+        if not decoder.eof:
             raise CorruptCheckpointError(f"its {self.extension} data are cut off")
 
     @contextmanager
@@ -306,7 +305,7 @@ _PIECE_BYTES = 1 << 20  # small enough for the processor's cache
 
 
 @final
-class PackedSink:
+class PackedSink(Closing):
     """Writes a compressed file: a frame with all bytes, and a last frame if there is a record.
 
     Used as a context manager: leaving the block before :meth:`finish` leaves an incomplete file.
@@ -366,8 +365,6 @@ class PackedSink:
         tail = None if seal is None else lambda stored, _: self._compressor.frame(seal(stored, plain))
         return self._file.finish(tail)
 
-    def __enter__(self) -> PackedSink:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.__exit__()
+    def close(self) -> None:
+        """Stop the threads that write. May be called twice."""
+        self._file.close()

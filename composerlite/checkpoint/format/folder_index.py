@@ -17,28 +17,15 @@ from typing import Annotated, Any, cast
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from composerlite.checkpoint.format.safetensors_file import DTYPES
 from composerlite.checkpoint.format.sharded_index import StorageInfo, read_index
-from composerlite.checkpoint.format.sharded_layout import Count, is_layout, read_layout
-from composerlite.checkpoint.format.torch_reader import TorchFile
-from composerlite.checkpoint.format.weight_files import (
-    MOST_HEADER_BYTES,
-    VALUES,
-    Read,
-    are_safetensors,
-    weight_files,
-)
+from composerlite.checkpoint.format.sharded_layout import LAYOUT_MARK, Count, read_layout
+from composerlite.checkpoint.format.torch_reader import TorchFile, untrusted
+from composerlite.checkpoint.format.weight_files import MOST_HEADER_BYTES, VALUES, Read, are_safetensors, weight_files
 from composerlite.checkpoint.trust.unpickler import RefusedError
-from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.errors import CorruptCheckpointError
 
 _MOST_DIMENSIONS = 64
 _MARK = b'{"folder": '
@@ -54,18 +41,18 @@ class _HeaderEntry(msgspec.Struct):
     data_offsets: tuple[Count, Count]
 
 
-_Stored = tuple[torch.dtype, ChunkStorageMetadata, Any]
+_Stored = tuple[torch.dtype, dcp.ChunkStorageMetadata, Any]
 """A tensor, or a part of a tensor, in a file: type of the numbers, part, and ``StorageInfo`` of the numbers."""
 
 
-def index_of(data: bytes, uri: str) -> Metadata:
+def index_of(data: bytes, uri: str) -> dcp.Metadata:
     """Read the index of a checkpoint: a list of DCP, a rule, or the result of :func:`folder_index`.
 
     Raises:
         CorruptCheckpointError: the index is damaged.
         UntrustedCheckpointError: the index names an unknown type.
     """
-    if is_layout(data):
+    if data.startswith(LAYOUT_MARK):
         return read_layout(data, uri)
     return read_index(data.partition(b"\n")[2] if is_folder_index(data) else data, uri)
 
@@ -127,7 +114,7 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
         offsets = parts[name]["saved_offsets"] if name in parts else (0,) * len(shape)
         if len(offsets) != len(shape) or math.prod(shape) * dtype.itemsize != last - first:
             raise ValueError(f"{name!r} of the shape {shape[:8]} at {offsets[:8]} in {last - first} bytes")
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
         found[name] = dtype, chunk, StorageInfo(file, 8 + length + first, last - first)
     end = 8 + length
     for place in sorted((place for _, _, place in found.values()), key=lambda place: (place.offset, place.length)):
@@ -145,9 +132,7 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
     try:
         opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
     except RefusedError as e:
-        raise UntrustedCheckpointError(
-            f"{file!r} holds {e.name}, which is not known to be safe to load: a folder of weights is tensors by name."
-        ) from e
+        raise untrusted(repr(file), e) from e
     except CorruptCheckpointError as e:
         raise CorruptCheckpointError(f"{file!r} is no file of torch, or damaged: {e}") from e
     contents, records = opened.contents, {id(one): opened.records[name] for name, one in opened.unread.items()}
@@ -164,20 +149,20 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
                 "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
-        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)
+        chunk = dcp.ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)
         found[key] = tensor.dtype, chunk, StorageInfo(file, start, tensor.nbytes)
     return found
 
 
-def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> Metadata:
+def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) -> dcp.Metadata:
     """Return the index of the weights ``parts``, and of ``values``: files beside the weights, with sizes in bytes.
 
     Keys of weights begin with ``model``. In the nested state, weights are below ``model`` only if there are values.
     """
-    entries: dict[str, Any] = {name: BytesStorageMetadata() for name in values}
-    places: dict[Any, Any] = {MetadataIndex(name): StorageInfo(name, 0, size) for name, size in values.items()}
+    entries: dict[str, Any] = {name: dcp.BytesStorageMetadata() for name in values}
+    places: dict[Any, Any] = {dcp.MetadataIndex(name): StorageInfo(name, 0, size) for name, size in values.items()}
     paths: dict[str, Any] = {name: (name,) for name in values}
-    properties = {dtype: TensorProperties(dtype=dtype) for dtype in DTYPES.values()}  # one object: the index is smaller
+    properties: dict[torch.dtype, dcp.TensorProperties] = {}  # one object for a dtype: the index is smaller
     for name, stored in parts.items():
         chunks, dtype = [chunk for _, chunk, _ in stored], stored[0][0]
         ends = [[o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
@@ -187,7 +172,8 @@ def _index(parts: Mapping[str, Sequence[_Stored]], values: Mapping[str, int]) ->
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
             raise ValueError(f"{name!r} of the shape {tuple(shape)} is not whole")
         key = f"model.{name}"
-        entries[key] = TensorStorageMetadata(properties.get(dtype) or TensorProperties(dtype=dtype), shape, chunks)
+        of_dtype = properties.setdefault(dtype, dcp.TensorProperties(dtype=dtype))
+        entries[key] = dcp.TensorStorageMetadata(of_dtype, shape, chunks)
         paths[key] = ("model", name) if values else (name,)
-        places.update({MetadataIndex(key, chunk.offsets): place for _, chunk, place in stored})
-    return Metadata(entries, paths, places)
+        places.update({dcp.MetadataIndex(key, chunk.offsets): place for _, chunk, place in stored})
+    return dcp.Metadata(entries, paths, places)

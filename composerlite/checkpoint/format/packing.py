@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, TarSink, is_tar_header, members_of, tar_bytes
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of
 from composerlite.checkpoint.format.byte_sources import UnverifiedFile, Window
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import HostMemory, StreamWriter
 
-Sink = StreamWriter | PackedSink | TarSink
-"""Takes the bytes of a file in order, and writes them plain, compressed, or in an archive."""
+Sink = StreamWriter | PackedSink
+"""Takes the bytes of a file in order, and writes them plain or compressed."""
 
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
@@ -48,43 +48,20 @@ class Format:
     compressor: Compressor | None = None
     archive: bool = False
 
-    def check(self) -> None:
-        """Raise an error unless files can be written here.
-
-        Raises:
-            ConfigError: the library of the codec is not installed. The message names the package.
-        """
-        if self.compressor is not None:
-            self.compressor.imported()
-
-    def open_sink(
-        self,
-        path: Path,
-        size_bytes: int,
-        *,
-        memory: HostMemory | None = None,
-        members: Sequence[tuple[str, int]] = (),
-    ) -> Sink:
-        """Open a sink for the bytes of a ``.pt`` file, or of several files in order. The sink writes the file ``path``.
+    def open_sink(self, path: Path, size_bytes: int, memory: HostMemory | None = None) -> Sink:
+        """Open a sink for the bytes of a ``.pt`` file, or of an archive. The sink writes the file ``path``.
 
         Args:
             path: an existing file, empty.
-            size_bytes: exact size of the ``.pt`` file.
-            memory: a copy of the bytes, at the offsets of the ``.pt`` file.
-            members: names and sizes of several files in an archive. Default: the ``.pt`` file alone.
+            size_bytes: exact size of the ``.pt`` file, or of the archive.
+            memory: a copy of the bytes, at the offsets of the ``.pt`` file; ``None`` for an archive.
 
         Raises:
-            ConfigError: see :meth:`check`.
             OSError: no space. Raised at once unless the file is compressed.
         """
-        members = members or [(STATES, size_bytes)]
-        if self.archive:
-            size_bytes, memory = tar_bytes(*(size for _, size in members)), None
         if self.compressor is None:
-            inner = StreamWriter(path, size_bytes, memory=memory)
-        else:
-            inner = PackedSink(path, self.compressor, most_bytes=size_bytes)
-        return TarSink(inner, members) if self.archive else inner
+            return StreamWriter(path, size_bytes, memory=memory)
+        return PackedSink(path, self.compressor, most_bytes=size_bytes)
 
     def frame(self, data: bytes) -> bytes:
         """Return ``data`` as the bytes to append to a file of this format: a frame, if the file is compressed."""
@@ -108,14 +85,16 @@ def is_tar(name: str | Path) -> bool:
 
 
 def format_of(name: str | Path) -> Format:
-    """Return the format of the file ``name``. The name may be a template.
+    """Return the format of the file ``name`` to write. The name may be a template.
 
     Raises:
-        ConfigError: the suffix belongs to a format without a writer.
+        ConfigError: the suffix belongs to a format without a writer, or the library of the codec is not installed.
     """
     file_name = Path(name).name.lower()
     for known in _FORMATS:
         if file_name.endswith(known.suffix):
+            if known.compressor is not None:
+                known.compressor.imported()
             return known
     if (other := _OTHER_KINDS.search(file_name)) is not None:
         compressed = [known.suffix for known in _FORMATS if known.compressor is not None and not known.archive]
@@ -158,13 +137,7 @@ def is_packed_beginning(beginning: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def unpacked(
-    path: Path,
-    *,
-    size_bytes: int | None = None,
-    most_bytes: int = 0,
-    keep_archive: bool = False,
-) -> Generator[Window]:
+def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = False) -> Generator[Window]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
     Compressed files are unpacked into a file without a name: see :meth:`Compressor.decompress`. The system removes this
@@ -175,8 +148,7 @@ def unpacked(
         path: the checkpoint.
         size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
             ``path`` if that is more.
-        most_bytes: raises this limit.
-        keep_archive: only decompress. An archive stays an archive.
+        keep_archive: only decompress. An archive stays an archive, and may be smaller than ``size_bytes``.
 
     Raises:
         CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
@@ -190,7 +162,7 @@ def unpacked(
         if is_packed(path):
             try:
                 if (codec := codec_of(found.read(0, min(_HEADER_BYTES, found.size_bytes)))) is not None:
-                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes, most_bytes)
+                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes)
                     most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
                     file = stack.enter_context(codec.decompress(path, most_bytes=most))
                     found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
@@ -205,7 +177,7 @@ def unpacked(
                         names = ", ".join(map(repr, list(members)[:8])) or "nothing"
                         raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
                     found = members[STATES]
-                if size_bytes not in (None, found.size_bytes):
+                if not keep_archive and size_bytes not in (None, found.size_bytes):
                     raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
             except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
                 raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e

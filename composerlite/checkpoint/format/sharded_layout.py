@@ -30,7 +30,8 @@ from composerlite.checkpoint.format.sharded_index import Path, StorageInfo, read
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.errors import CorruptCheckpointError
 
-_MAGIC = b"composerlite sharded layout 5: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
+LAYOUT_MARK = b"composerlite sharded layout 5: for torch.distributed.checkpoint use 'composerlite checkpoint convert'\n"
+"""The first bytes of an index that is a rule."""
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""
 _MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
@@ -281,7 +282,7 @@ class ShardLayout:
             forms.update(dict.fromkeys((sizes, tensor.dtype) for sizes in itertools.product(*lengths)))
         items = tuple((sizes, dtype, item_place(sizes, dtype)[1]) for sizes, dtype in forms)
         index = (dataclasses.replace(self, items=items), suffix, pickle.dumps(listed))
-        return _MAGIC + zlib.compress(msgspec.json.encode(index, enc_hook=_dtype_name), 1)
+        return LAYOUT_MARK + zlib.compress(msgspec.json.encode(index, enc_hook=_dtype_name), 1)
 
 
 _Index = tuple[ShardLayout, Annotated[str, Meta(pattern=r"^[ -.0-~]*\Z", max_length=64)], bytes]
@@ -306,11 +307,6 @@ def file_name(rank: int, number: int, suffix: str) -> str:
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def is_layout(data: bytes) -> bool:
-    """Return true if the index ``data`` is a rule."""
-    return data.startswith(_MAGIC)
-
-
 def read_layout(data: bytes, uri: str) -> dcp.Metadata:
     """Read a rule.
 
@@ -320,7 +316,7 @@ def read_layout(data: bytes, uri: str) -> dcp.Metadata:
     """
     try:
         stream = zlib.decompressobj()
-        text = stream.decompress(data[len(_MAGIC) :], _MOST_BYTES + _MOST_TIMES * len(data))
+        text = stream.decompress(data[len(LAYOUT_MARK) :], _MOST_BYTES + _MOST_TIMES * len(data))
         if not stream.eof or stream.unused_data:
             raise ValueError("it ends before its end, or after it")
         layout, suffix, pickled = msgspec.json.decode(text, type=_Index, dec_hook=_dtype_of)

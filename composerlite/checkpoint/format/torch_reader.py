@@ -5,7 +5,6 @@ Reads every file of ``torch.save`` since torch 1.6.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import itertools
 import pickle
@@ -22,6 +21,7 @@ from composerlite.checkpoint.format.zip_file import ZipRecord, entries
 from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, storage_dtype
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.storage.disk.memory import address_of, memory_at
 from composerlite.types import Piece, batches
 
 T = TypeVar("T")
@@ -163,12 +163,7 @@ class TorchFile:
         self.read()
         self._eager = True
 
-    def read(
-        self,
-        *,
-        places: Mapping[str, int] | None = None,
-        sieves: Mapping[str, Sieve] | None = None,
-    ) -> None:
+    def read(self, *, places: Mapping[str, int] | None = None, sieves: Mapping[str, Sieve] | None = None) -> None:
         """Read the bytes of all living tensors, each storage once.
 
         Args:
@@ -212,20 +207,15 @@ class TorchFile:
         Args:
             parts: record, first byte in the record, address in memory, and size of each part.
         """
-        begun = [record for record, start, _, _ in parts if start == 0]
-        headers = bytearray(sum(len(record.header) for record in begun) + 1)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(headers))
+        headers = [(record, bytearray(len(record.header))) for record, start, _, _ in parts if start == 0]
         wanted: list[Piece] = [(record.offset + start, place, size) for record, start, place, size in parts if size]
-        for record in begun:
-            wanted.append((record.start, address, len(record.header)))
-            address += len(record.header)
+        wanted += [(record.start, address_of(header), len(header)) for record, header in headers]
         if wanted:
             self._source.read_into(sorted(wanted), self.progress)
-        if bytes(headers[:-1]) != b"".join(record.header for record in begun):
+        if any(bytes(header) != record.header for record, header in headers):
             raise CorruptCheckpointError("it changed while it was read")
         for record, start, place, size in parts if self._check_sums else ():
-            part = (ctypes.c_char * size).from_address(place)
-            crc = isal_zlib.crc32(part, self._sums.pop(record.name, 0))
+            crc = isal_zlib.crc32(memory_at(place, size), self._sums.pop(record.name, 0))
             if start + size < record.size:
                 self._sums[record.name] = crc
             else:

@@ -215,14 +215,14 @@ def _own_entries(
     The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are
     compared when the data are read.
     """
-    names = {entry.orig_filename for entry in ordered}
-    if len(names) < len(ordered) or not all(name.startswith(f"{ROOT}/") for name in names):
+    if not all(entry.orig_filename.startswith(f"{ROOT}/") for entry in ordered):
         return None
     sizes = ((entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size) for entry in ordered)
-    own: list[ZipRecord] = []
+    own: dict[str, ZipRecord] = {}
+    end = 0
     for entry, record in zip(ordered, laid_out(sizes), strict=True):
-        if entry.header_offset != record.start or record.end > start:
+        if entry.header_offset != record.start or record.name in own:
             return None
-        own.append(record._replace(crc=entry.CRC))
-    directory = trailer(own)[:-_END_BYTES] if own and own[-1].end == start else b""
-    return {record.name: record for record in own} if directory and read(start, len(directory)) == directory else None
+        own[record.name], end = record._replace(crc=entry.CRC), record.end
+    directory = trailer(list(own.values()))[:-_END_BYTES] if own and end == start else b""
+    return own if directory and read(start, len(directory)) == directory else None

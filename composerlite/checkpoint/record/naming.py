@@ -102,7 +102,7 @@ def check_template(template: str, *, argument: str) -> str:
     check_variables(template, argument=argument)
     source = f"{argument}={template!r}"
     try:
-        format_of(relative_path(template)).check()
+        format_of(relative_path(template))
     except ValueError as e:
         raise ConfigError(f"{source}: {e}") from e
     return template

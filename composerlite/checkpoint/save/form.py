@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from composerlite import dist
 from composerlite._torch_compat import local_part, storage_id
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState, without
-from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, tar_bytes
+from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, tar_bytes, tar_header
 from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
@@ -177,17 +177,23 @@ class FileWriter:
 
     def write(self, manifest: Manifest) -> _Written:
         """Write the file under a temporary name, durably, and return facts about the file."""
-        images = self._images.values()
+        images, is_archive = self._images.values(), self._format.archive
         sizes = [image.size_bytes + image.comment_bytes for image in images]
-        unpacked = tar_bytes(*sizes) if len(sizes) > 1 else sizes[0]
+        archive_bytes = tar_bytes(*sizes)
+        unpacked = archive_bytes if len(sizes) > 1 else sizes[0]
         with ExitStack() as stack:
             make_folder(self._path.parent)
             self._data = data = stack.enter_context(StagedFile(self._path))
-            path, members = data.temporary, [(name, image.size_bytes) for name, image in self._images.items()]
-            with self._format.open_sink(path, self._data_bytes, memory=self._memory, members=members) as sink:
+            path = data.temporary
+            size, memory = (archive_bytes, None) if is_archive else (self._data_bytes, self._memory)
+            with self._format.open_sink(path, size, memory) as sink:
                 self.seconds = sink.seconds
-                for image in images:
+                for name, image in self._images.items():
+                    if is_archive:
+                        sink.write(tar_header(name, image.size_bytes, at=sink.size_bytes))
                     image.write(sink)
+                if is_archive:
+                    sink.write(bytes(archive_bytes - sink.size_bytes))
                 not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
                 timings = {**manifest.timings, **sink.seconds}
                 record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])

@@ -42,7 +42,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
         ConfigError: the suffix names no known format, or a library for the compression is not installed.
     """
-    format_of(path.name).check()
+    format_of(path.name)  # before anything is written
     _make_folder_of(path)
     is_model = isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
     record = _record(manifest, path.name, "weights" if is_model else "monolithic")

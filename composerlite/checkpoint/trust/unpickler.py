@@ -28,12 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from composerlite._torch_compat import (
-    negative_view,
-    storage_dtypes,
-    untyped_storage,
-    wrapper_tensor,
-)
+from composerlite._torch_compat import negative_view, storage_dtypes, untyped_storage, wrapper_tensor
 
 _MOST_DEPTH = 200
 _MOST_KEY_PARTS, _MOST_KEY_DEPTH = 1000, 20
