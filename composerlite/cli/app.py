@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from composerlite._version import VERSION
 from composerlite.cli.conversion import convert, unshard
 from composerlite.cli.copies import cp, pull, push
 from composerlite.cli.evaluation import evaluate, predict
 from composerlite.cli.inspection import diff, inspect
 from composerlite.cli.listing import latest, ls, verify
-from composerlite.cli.output import one_line_errors, print_json, readable_errors
+from composerlite.cli.output import print_json, readable_errors
 from composerlite.cli.sweeping import collect, prune
 
 if TYPE_CHECKING:
@@ -29,18 +30,8 @@ def main() -> None:
     app()
 
 
-def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from composerlite import __version__
-
-        click.echo(f"composerlite {__version__}")
-        context.exit()
-
-
 @click.group("composerlite", context_settings={"show_default": True})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
-)
+@click.version_option(VERSION, message="composerlite %(version)s", help="Show the version.")
 def app() -> None:
     """Train PyTorch models and never lose their progress."""
 
@@ -49,7 +40,7 @@ class _CheckpointGroup(click.Group):
     """Commands of which each error is one line, whether composerlite, the system or a store raises it."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with one_line_errors():
+        with readable_errors(of_system=True):
             return super().invoke(ctx)
 
 
@@ -162,7 +153,7 @@ def report(runs: Sequence[str], output: Path, run: str | None, compare: str | No
     Launches and curves need the record that a JSONLLogger has written. Exit status: 0; 1 if there is no run, or it
     cannot be read; 2 if the command is wrong.
     """
-    with one_line_errors():
+    with readable_errors(of_system=True):
         from composerlite.report import facts_of, page_of, sentences, to_plain
 
         facts = facts_of(runs, run)

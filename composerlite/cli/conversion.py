@@ -9,13 +9,11 @@ from typing import Any
 import click
 
 from composerlite.checkpoint import Manifest
-from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import is_uri, parse_uri
-
-_FORMS = ("huggingface", "safetensors", "state_dict")
 
 
 @click.command()
@@ -51,13 +49,12 @@ def unshard(
         strategy = UnshardStrategy.chunks(chunk_bytes)
     with pointed(checkpoint) as target:
         found = target.the_one()
-        directory = model_directory(target.place, found)
+        directory = model_directory(found)
         if found.kind == "deepspeed":
             if optim or per_tensor or chunk_bytes is not None:
                 raise ConfigError("unshard: of a checkpoint of DeepSpeed the model alone is written, in one file.")
             file = Path(folder, "model.safetensors" if safetensors else "model.pt")
-            uri = target.place.uri(found.name)
-            written: tuple[Path, Path | None] = unshard_zero(uri, file, save_overwrite=overwrite, quiet=True), None
+            written = unshard_zero(found.uri, file, save_overwrite=overwrite, quiet=True), None
         elif directory is None:
             raise ConfigError(f"{checkpoint!r} is one file already: 'convert' writes it in another form.")
         else:
@@ -81,7 +78,9 @@ def unshard(
 @click.command()
 @options.checkpoint
 @click.argument("target", metavar="TARGET", help="The file, directory or folder to write.")
-@click.option("--to", metavar="FORM", help=f"Another form: {', '.join(_FORMS)}.")
+@click.option(
+    "--to", type=click.Choice(("huggingface", "safetensors", "state_dict")), help="A form that no suffix selects."
+)
 @click.option("--dtype", metavar="TYPE", help="Of the weights, with --to huggingface: bfloat16.")
 @click.option("--rename", metavar="FROM=TO", help="Names of weights that begin with FROM begin with TO: module.= .")
 @options.overwrite
@@ -108,11 +107,12 @@ def convert(
     form = _form(path, to)
     if dtype is not None and form != "huggingface":
         raise ConfigError(f"--dtype {dtype}: other forms keep the numbers as they are; expected --to huggingface.")
-    is_folder = form == "huggingface"
-    if not overwrite and path.exists() and (not is_folder or path.is_file()):
+    is_folder = form in ("directory", "huggingface", "safetensors folder")
+    if os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file()):
+        kind = "folder" if is_folder else "file"
+        raise CheckpointExistsError(f"{target!r} exists already and is no {kind}, so it stays. Give another name.")
+    if not overwrite and path.exists() and form != "huggingface":  # which refuses a folder with files
         raise CheckpointExistsError(f"{target!r} exists already. Give another name, or --overwrite to replace it.")
-    if os.path.lexists(path) and not (path.is_file() or path.is_dir()):
-        raise CheckpointExistsError(f"{target!r} is neither a file nor a folder, and stays. Give another name.")
     source = _convert(checkpoint, path, form, dtype=dtype, rename=rename, overwrite=overwrite)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
     if as_json:
@@ -145,8 +145,8 @@ def _convert(text: str, path: Path, form: str, *, dtype: str | None, rename: str
     else:
         with pointed(text) as source:
             found = source.the_one(whole=True)
-            contents = whole_contents(source.place, found, weights_only=form in converting.WEIGHT_FORMS)
-            manifest, uri = found.manifest, source.place.uri(found.name)
+            contents = whole_contents(found, weights_only=form in converting.WEIGHT_FORMS)
+            manifest, uri = found.manifest, found.uri
     if form == "directory":
         converting.write_directory(contents, path, manifest, overwrite=overwrite)
     elif form == "file":
@@ -161,9 +161,6 @@ def _form(path: Path, to: str | None) -> str:
     from composerlite.checkpoint.format.packing import format_of
 
     if to is not None:
-        if to not in _FORMS:
-            forms = ", ".join(_FORMS)
-            raise ConfigError(f"--to {to}: expected one of {forms}; the suffix of TARGET selects any other form.")
         return f"{to} folder" if to == "safetensors" and not path.name.endswith(".safetensors") else to
     if path.name.endswith(".ckpt"):
         raise ConfigError(

@@ -9,8 +9,7 @@ import click
 
 from composerlite.checkpoint.place.place import Place, set_link
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import place_at, pointed
-from composerlite.checkpoint.tools.surveying import Found, checkpoint_at, newest, survey
+from composerlite.checkpoint.tools.surveying import Found, Pointed, checkpoint_at, newest, place_at, pointed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
@@ -40,7 +39,7 @@ def cp(checkpoint: str, target: str, **how: Any) -> None:
             raise ConfigError(
                 f"{checkpoint!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
             )
-        _copy(source.place, source.found(), place, **how)
+        _copy(source.found(), place, **how)
 
 
 @click.command()
@@ -53,7 +52,7 @@ def push(folder: str, target: str, names: Sequence[str], everything: bool, **how
     """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("push", folder, target)
     with place_at(folder) as source, place_at(target, may_be_new=True) as place:
-        _copy(source, _chosen(source, names, everything=everything), place, **how)
+        _copy(_chosen(source, names, everything=everything), place, **how)
 
 
 @click.command()
@@ -66,15 +65,14 @@ def pull(source: str, folder: str, names: Sequence[str], everything: bool, **how
     """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
     _check_kinds("pull", folder, source)
     with place_at(source) as bucket, place_at(folder, may_be_new=True) as place:
-        _copy(bucket, _chosen(bucket, names, everything=everything), place, **how)
+        _copy(_chosen(bucket, names, everything=everything), place, **how)
 
 
 def _check_kinds(verb: str, folder: str, uri: str) -> None:
-    if is_uri(folder):
-        raise ConfigError(f"{verb} {folder}: expected a folder of this machine there. To copy between buckets use cp.")
-    if not is_uri(uri):
+    if is_uri(folder) or not is_uri(uri):
         raise ConfigError(
-            f"{verb} {uri}: expected a URI there, such as s3://bucket/run. To copy between folders use cp."
+            f"{verb}: expected a folder of this machine, given {folder!r}, and a URI such as s3://bucket/run, given "
+            f"{uri!r}. To copy between two folders or two buckets use cp."
         )
 
 
@@ -82,25 +80,18 @@ def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence
     """The checkpoints ``names``; the newest if there are none, or all that are committed."""
     if names and everything:
         raise ConfigError(f"--all {' '.join(names)}: expected names or --all.")
+    if names:
+        return [Pointed(place, name, name).the_one() for name in names]
     listed = survey(place)
     if everything:
         return [one for one in listed if one.committed]
-    if not names:
-        last = newest(listed)
-        if last is None:
-            raise CheckpointNotFoundError(f"no committed checkpoint in {place.uri()}: there is nothing to copy.")
-        return [last]
-    by_name = {one.name: one for one in listed}
-    for name in names:
-        if name not in by_name:
-            known = ", ".join(list(by_name)[-8:]) or "none"
-            raise CheckpointNotFoundError(f"{place.uri(name)!r} is no checkpoint. There are: {known}.")
-    return [by_name[name] for name in names]
+    last = newest(listed)
+    if last is None:
+        raise CheckpointNotFoundError(f"no committed checkpoint in {place.uri()}: there is nothing to copy.")
+    return [last]
 
 
-def _copy(
-    source: Place, chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool
-) -> None:
+def _copy(chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool) -> None:
     """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
     if link is not None:
         target.check_link(link)
@@ -110,9 +101,9 @@ def _copy(
     copied: list[dict[str, Any]] = []
     for found in chosen:
         with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:
-            is_new = copy(source, found, target, overwrite=overwrite, progress=progress)
+            is_new = copy(found, target, overwrite=overwrite, progress=progress)
         state = "copied" if is_new else "was there"
-        uris = {"source": source.uri(found.name), "target": target.uri(found.name)}
+        uris = {"source": found.uri, "target": target.uri(found.name)}
         copied.append({"name": found.name, **uris, "size_bytes": found.size_bytes, "state": state})
         if not as_json:
             click.echo(f"{state}: {uris['target']} ({bytes_text(found.size_bytes)})")

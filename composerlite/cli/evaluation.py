@@ -15,9 +15,10 @@ import click
 from composerlite.cli import options
 from composerlite.cli.output import print_json, readable_errors
 from composerlite.errors import CheckpointNotFoundError, ConfigError
+from composerlite.storage import make_folder
 
 if TYPE_CHECKING:
-    from composerlite.checkpoint import Manifest
+    from composerlite.checkpoint.tools.surveying import Found
     from composerlite.config import RunConfig
     from composerlite.core import Evaluator
     from composerlite.trainer import Trainer
@@ -57,9 +58,7 @@ def _of_a_run(command: F) -> F:
 @click.command("eval")
 @_of_a_run
 @options.as_json
-def evaluate(
-    source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool, traceback: bool, as_json: bool
-) -> None:
+def evaluate(traceback: bool, as_json: bool, **what: Any) -> None:
     """Evaluate a checkpoint on each eval_loader of its run.
 
     Prints a line for each, with the loss and all metrics. Nothing is trained or saved.
@@ -67,7 +66,7 @@ def evaluate(
     Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
     """
     with readable_errors(traceback=traceback):
-        chosen = _chosen(source, overrides, checkpoint, trust_config)
+        chosen = _chosen(**what)
         with _trainer(chosen) as trainer:
             from composerlite.core import metric_values
 
@@ -95,15 +94,7 @@ def evaluate(
     "With several ranks a name with {rank}, and each writes the outputs of its part of the data.",
 )
 @click.option("--data", metavar="LABEL", help="The eval_loader of this label, where there are several.")
-def predict(
-    source: str,
-    overrides: Sequence[str],
-    checkpoint: str | None,
-    trust_config: bool,
-    traceback: bool,
-    output: str,
-    data: str | None,
-) -> None:
+def predict(traceback: bool, output: str, data: str | None, **what: Any) -> None:
     """Write the outputs of a checkpoint's model for each batch of an eval_loader of its run.
 
     Nothing is trained or saved. The outputs are in memory until they are written.
@@ -111,14 +102,17 @@ def predict(
     Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
     """
     with readable_errors(traceback=traceback):
+        from composerlite.checkpoint.save.plain_file import write_torch
+
         path = _path_to_write(output)
-        chosen = _chosen(source, overrides, checkpoint, trust_config)
+        chosen = _chosen(**what)
         label = _label(chosen.config, data)
         with _trainer(chosen) as trainer:
             evaluator: Evaluator = next(one for one in trainer.state.evaluators if one.label == label)
             limit = evaluator.subset_num_batches
             outputs = trainer.predict(evaluator.dataloader, -1 if limit is None else limit)
-            _write(outputs, path)
+            make_folder(path.parent)
+            write_torch(path, _plain(outputs), overwrite=False)
         click.echo(f"wrote {path}")
 
 
@@ -127,17 +121,17 @@ class _Chosen(NamedTuple):
     """A run, and the checkpoint of it that is evaluated."""
 
     config: RunConfig
-    checkpoint: str
-    manifest: Manifest | None
+    checkpoint: Found
 
     def described(self) -> dict[str, Any]:
         """The checkpoint as JSON has it. What is not known is ``null``."""
-        time = {} if self.manifest is None else self.manifest.timestamp
-        name = None if self.manifest is None else self.manifest.run_name
-        return {"checkpoint": self.checkpoint, "run_name": name, "epoch": time.get("epoch"), "batch": time.get("batch")}
+        found = self.checkpoint
+        time = {} if found.manifest is None else found.manifest.timestamp
+        counts = {"epoch": time.get("epoch"), "batch": time.get("batch")}
+        return {"checkpoint": found.uri, "run_name": found.run_name, **counts}
 
 
-def _chosen(source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool) -> _Chosen:
+def _chosen(*, source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool) -> _Chosen:
     from composerlite.config import load_config
 
     if checkpoint is not None or source.lower().endswith((".yaml", ".yml")):
@@ -147,7 +141,7 @@ def _chosen(source: str, overrides: Sequence[str], checkpoint: str | None, trust
             raise ConfigError(
                 f"load_path={path!r} is what training begins with. To evaluate it pass --checkpoint {path}."
             )
-        chosen = _Chosen(config, *_of_config(config) if checkpoint is None else _found(checkpoint)[:2])
+        chosen = _Chosen(config, _of_config(config) if checkpoint is None else _found(checkpoint))
     else:
         chosen = _keeping(source, overrides, trust_config)
     if not chosen.config.eval_loaders:
@@ -155,7 +149,7 @@ def _chosen(source: str, overrides: Sequence[str], checkpoint: str | None, trust
     return chosen
 
 
-def _of_config(config: RunConfig) -> tuple[str, Manifest | None]:
+def _of_config(config: RunConfig) -> Found:
     """The newest good checkpoint of the run."""
     from composerlite.checkpoint.record.naming import format_name_with_dist
     from composerlite.trainer.build import resolve_run_name
@@ -170,7 +164,7 @@ def _of_config(config: RunConfig) -> tuple[str, Manifest | None]:
             "--checkpoint PLACE."
         )
     try:
-        return _found(format_name_with_dist(folder, name), name if is_named else None)[:2]
+        return _found(format_name_with_dist(folder, name), name if is_named else None)
     except CheckpointNotFoundError as e:
         e.add_note("It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.")
         raise
@@ -178,55 +172,49 @@ def _of_config(config: RunConfig) -> tuple[str, Manifest | None]:
 
 def _keeping(source: str, overrides: Sequence[str], trust_config: bool) -> _Chosen:
     """The checkpoint at ``source`` and the configuration that it keeps."""
+    from composerlite.checkpoint.tools.reading import metadata_of
+    from composerlite.checkpoint.tools.surveying import pointed
     from composerlite.config import load_kept
 
-    place, manifest, metadata = _found(source, with_metadata=True)
-    settings = metadata.get("settings")
+    found = _found(source)
+    with pointed(found.uri) as target:
+        settings = metadata_of(target.the_one()).get("settings")
     kept = cast("Mapping[str, Any]", settings).get("config") if isinstance(settings, Mapping) else None
     config = load_kept(kept, overrides)
     way = f"'composerlite eval CONFIG --checkpoint {source}', with the YAML file of the run"
     if config is None:
         raise ConfigError(
-            f"{place!r} keeps no configuration that could be read: it is of an earlier version, not of 'composerlite "
-            f"train', or an archive of DeepSpeed. Run {way}."
+            f"{found.uri!r} keeps no configuration that could be read: it is of an earlier version, not of "
+            f"'composerlite train', or an archive of DeepSpeed. Run {way}."
         )
     if not trust_config:
         raise ConfigError(
-            f"{place!r} keeps the configuration of its run, which names code that would be run, such as "
+            f"{found.uri!r} keeps the configuration of its run, which names code that would be run, such as "
             f"{config.model.name!r}. If you trust whoever made the checkpoint, add --trust-config; else run {way}."
         )
-    return _Chosen(config, place, manifest)
+    return _Chosen(config, found)
 
 
-def _found(
-    text: str, run_name: str | None = None, *, with_metadata: bool = False
-) -> tuple[str, Manifest | None, Mapping[str, Any]]:
-    """Find the checkpoint at ``text``: the path or URI, the manifest, and what it says of itself if that is wanted.
+def _found(text: str, run_name: str | None = None) -> Found:
+    """Find the checkpoint at ``text``, or the newest good checkpoint in that place.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: it is incomplete.
     """
-    from composerlite.checkpoint.tools.pointing import pointed
-    from composerlite.checkpoint.tools.surveying import newest
+    from composerlite.checkpoint.tools.surveying import newest, pointed
 
     with pointed(text) as target:
-        if target.name is None:
-            listed = [one for one in target.found() if run_name in (None, one.run_name)]
-            found = newest(one for one in listed if one.manifest is None or not one.manifest.run.not_finite)
-            if found is None:
-                of_run = "" if run_name is None else f" of run {run_name!r}"
-                raise CheckpointNotFoundError(
-                    f"no good checkpoint{of_run} in {text}: 'composerlite checkpoint ls' shows what is there."
-                )
-        else:
-            found = target.the_one(whole=True)
-        metadata: Mapping[str, Any] = {}
-        if with_metadata:
-            from composerlite.checkpoint.tools.reading import metadata_of
-
-            metadata = metadata_of(target.place, found)
-        return target.place.uri(found.name), found.manifest, metadata
+        if target.name is not None:
+            return target.the_one(whole=True)
+        listed = [one for one in target.found() if run_name in (None, one.run_name)]
+        found = newest(one for one in listed if one.manifest is None or not one.manifest.run.not_finite)
+        if found is None:
+            of_run = "" if run_name is None else f" of run {run_name!r}"
+            raise CheckpointNotFoundError(
+                f"no good checkpoint{of_run} in {text}: 'composerlite checkpoint ls' shows what is there."
+            )
+        return found
 
 
 def _trainer(chosen: _Chosen) -> Trainer:
@@ -234,7 +222,7 @@ def _trainer(chosen: _Chosen) -> Trainer:
     from composerlite.config import build_trainer
 
     logging.getLogger("composerlite").setLevel(logging.WARNING)
-    trainer = build_trainer(chosen.config, evaluates=chosen.checkpoint)
+    trainer = build_trainer(chosen.config, evaluates=chosen.checkpoint.uri)
     if trainer.state.rank == 0:
         parts = (
             f"{name.replace('_name', '')} {value}" for name, value in chosen.described().items() if value is not None
@@ -265,19 +253,6 @@ def _label(config: RunConfig, wanted: str | None) -> str:
     if wanted is not None and wanted not in labels:
         raise ConfigError(f"--data {wanted}: there is no such eval_loader. Expected one of {', '.join(labels)}.")
     return labels[0] if wanted is None else wanted
-
-
-def _write(outputs: list[Any], path: Path) -> None:
-    import torch
-
-    from composerlite.storage import StagedFile
-
-    plain = _plain(outputs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with StagedFile(path) as staged:
-        torch.save(plain, staged.file)
-        staged.flush()
-        staged.publish()
 
 
 def _plain(value: Any) -> Any:

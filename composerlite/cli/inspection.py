@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from composerlite.checkpoint.tools.pointing import pointed
+from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.cli import options
 from composerlite.cli.listing import described, metrics_text
 from composerlite.cli.output import print_json, print_table
@@ -32,15 +32,14 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
 
     with pointed(checkpoint) as target:
         found = target.the_one()
-        contents = contents_of(target.place, found)
+        contents = contents_of(found)
         leaves = list(leaves_of_contents(contents))
-        facts = described(target.place, found)
+        facts = described(found)
     facts["system"] = recognised(contents) if found.manifest is None else "composerlite"
-    tensors = [leaf for leaf in leaves if leaf.kind == "tensor"]
-    total = sum(leaf.size_bytes for leaf in tensors)
+    count, total = _tensors_in(leaves)
     if as_json:
-        entries = [_entry(leaf) for leaf in leaves]
-        print_json({**facts, "tensor_count": len(tensors), "tensor_bytes": total, "entries": entries})
+        entries = [{"key": ".".join(leaf.path), **leaf._asdict()} for leaf in leaves]
+        print_json({**facts, "tensor_count": count, "tensor_bytes": total, "entries": entries})
         return
     where = [f"epoch {facts['epoch']}, batch {facts['batch']}"] if facts["epoch"] is not None else []
     run = [f"run {facts['run_name']}"] if facts["run_name"] else []
@@ -53,24 +52,17 @@ def inspect(checkpoint: str, depth: int | None, as_json: bool) -> None:
         click.echo(f"metrics: {metrics_text(facts['metrics'])}")
     for line in _tree(leaves, depth):
         click.echo(line)
-    click.echo(f"{len(tensors)} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
+    click.echo(f"{count} tensors, {bytes_text(total)}; in files {bytes_text(facts['size_bytes'])}")
     for fault in facts["faults"]:
         click.echo(f"{facts['state']}: {fault}", err=True)
     if facts["system"] is None:
         click.echo(f"It is of no system that is recognised. {what_is_recognised()}", err=True)
 
 
-def _entry(leaf: Leaf) -> dict[str, object]:
-    shape = list(leaf.shape) if leaf.dtype else None
-    return {
-        "key": ".".join(leaf.path),
-        "path": list(leaf.path),
-        "kind": leaf.kind,
-        "dtype": leaf.dtype or None,
-        "shape": shape,
-        "size_bytes": leaf.size_bytes if leaf.dtype else None,
-        "value": leaf.text or None,
-    }
+def _tensors_in(leaves: Sequence[Leaf]) -> tuple[int, int]:
+    """Return the number of tensors, and the size of all of them in bytes."""
+    sizes = [leaf.size_bytes or 0 for leaf in leaves if leaf.kind == "tensor"]
+    return len(sizes), sum(sizes)
 
 
 def _tree(leaves: Sequence[Leaf], depth: int | None, level: int = 0) -> Iterator[str]:
@@ -84,17 +76,16 @@ def _tree(leaves: Sequence[Leaf], depth: int | None, level: int = 0) -> Iterator
         if len(group) == 1 and len(first.path) <= level + 1:
             yield f"{indent}{key}  {_line(first)}".rstrip()
             continue
-        tensors = [leaf for leaf in group if leaf.kind == "tensor"]
-        size = f"  {len(tensors)} tensors, {bytes_text(sum(leaf.size_bytes for leaf in tensors))}" if tensors else ""
-        yield f"{indent}{key}{size}"
+        count, size_bytes = _tensors_in(group)
+        yield f"{indent}{key}" + (f"  {count} tensors, {bytes_text(size_bytes)}" if count else "")
         if depth is None or level + 1 < depth:
             yield from _tree(group, depth, level + 1)
 
 
 def _line(leaf: Leaf) -> str:
-    if leaf.dtype:
-        return f"{leaf.dtype} {list(leaf.shape)}  {bytes_text(leaf.size_bytes)}"
-    return leaf.text
+    if leaf.shape is None:
+        return leaf.value or ""
+    return f"{leaf.dtype} {list(leaf.shape)}  {bytes_text(leaf.size_bytes or 0)}"
 
 
 # ── diff ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -129,7 +120,7 @@ def _contents(text: str, *, everything: bool) -> Mapping[str, Any]:
     from composerlite.checkpoint.tools.reading import weights_of, whole_contents
 
     with pointed(text) as target:
-        contents = whole_contents(target.place, target.the_one(), weights_only=not everything)
+        contents = whole_contents(target.the_one(), weights_only=not everything)
         return flat(contents if everything else weights_of(contents, text))
 
 

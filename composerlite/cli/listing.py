@@ -6,13 +6,11 @@ None of them imports torch, but ``verify`` where something is damaged or has no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
-from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.pointing import place_at, pointed
-from composerlite.checkpoint.tools.surveying import Found, abandoned, newest, survey
+from composerlite.checkpoint.tools.surveying import Found, newest, place_at, pointed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json, print_table
 from composerlite.errors import (
@@ -22,7 +20,6 @@ from composerlite.errors import (
     CorruptCheckpointError,
     UntrustedCheckpointError,
     bytes_text,
-    did_you_mean,
 )
 from composerlite.storage.progress import progress_of
 
@@ -32,26 +29,18 @@ _SPARE = ("metrics", "sample", "ranks", "run", "where", "kind")
 _NUMBERS = ("epoch", "batch", "sample", "size", "ranks")
 
 
-class _Listed(NamedTuple):
-    """A checkpoint, where it is, and whether its run was started over since."""
-
-    place: Place
-    found: Found
-    abandoned: bool
-
-
-_ORDERS: dict[str, Callable[[_Listed], Any]] = {
+_ORDERS: dict[str, Callable[[Found], Any]] = {
     "age": lambda one: 0,  # as they are
-    "name": lambda one: one.found.name,
-    "saved": lambda one: "~" if one.found.manifest is None else one.found.manifest.saved_at,  # later than any date
-    "size": lambda one: one.found.size_bytes,
+    "name": lambda one: one.name,
+    "saved": lambda one: "~" if one.manifest is None else one.manifest.saved_at,  # later than any date
+    "size": lambda one: one.size_bytes,
 }
 
 
 @click.command()
 @options.places
 @options.run
-@click.option("--sort", default="age", help="age, name, size or saved.")
+@click.option("--sort", type=click.Choice(list(_ORDERS)), default="age", help="Order of the list.")
 @options.as_json
 def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None:
     """List the checkpoints in PLACE: whether each is whole, of which moment, how large.
@@ -59,11 +48,9 @@ def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None
     A file is read at its end only, where its record is: 'verify' reads all. A file that was saved under another name is
     listed as a copy: no run resumes from it, and 'prune' leaves it.
     """
-    if sort not in _ORDERS:
-        raise ConfigError(f"--sort {sort}: no such choice.{did_you_mean(sort, _ORDERS)}")
     listed = sorted(_listed(places, run), key=_ORDERS[sort])
     if as_json:
-        print_json({"checkpoints": [described(*one) for one in listed]})
+        print_json({"checkpoints": [described(one) for one in listed]})
     elif listed:
         print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS, spare=_SPARE)
     else:
@@ -79,27 +66,23 @@ def latest(places: Sequence[str], run: str | None, as_json: bool) -> None:
 
     Of several runs it is that of the one that saved last; of several places with the same, that in the first of them.
     """
-    listed = _listed(places, run)
-    found = newest(one.found for one in listed)
+    found = newest(_listed(places, run))
     if found is None:
         raise CheckpointNotFoundError(
             f"no committed checkpoint{_of_run(run)} in {', '.join(places)}: 'composerlite checkpoint ls' shows what is "
             "there."
         )
-    place = next(one.place for one in listed if one.found is found)
     if as_json:
-        print_json(described(place, found))
+        print_json(described(found))
     else:
-        click.echo(place.uri(found.name))
+        click.echo(found.uri)
 
 
-def _listed(places: Sequence[str], run: str | None) -> list[_Listed]:
-    listed: list[_Listed] = []
+def _listed(places: Sequence[str], run: str | None) -> list[Found]:
+    listed: list[Found] = []
     for text in places:
         with place_at(text) as place:
-            there = survey(place)
-            left = abandoned(there)
-            listed += [_Listed(place, one, one.name in left) for one in there if run in (None, one.run_name)]
+            listed += [one for one in survey(place) if run in (None, one.run_name)]
     return listed
 
 
@@ -107,18 +90,18 @@ def _of_run(run: str | None) -> str:
     return "" if run is None else f" of run {run!r}"
 
 
-def described(place: Place, found: Found, abandoned: bool = False) -> dict[str, Any]:
+def described(found: Found) -> dict[str, Any]:
     """A checkpoint as JSON has it. What is not known is ``null``."""
     manifest = found.manifest
     counts = {} if manifest is None or not (manifest.run_name or found.kind == "step") else manifest.timestamp
     return {
         "name": found.name,
-        "uri": place.uri(found.name),
-        "where": "remote" if place.path_of("") is None else "local",
+        "uri": found.uri,
+        "where": "remote" if found.place.path_of("") is None else "local",
         "state": found.state,
         "copy_of": found.copy_of,
         "attempt": None if manifest is None else manifest.run.lineage.attempt,
-        "abandoned": abandoned,
+        "abandoned": found.abandoned,
         "faults": list(found.faults),
         "kind": found.kind or None,
         "run_name": found.run_name,
@@ -140,10 +123,10 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def _row(one: _Listed) -> list[str]:
-    facts = described(*one)
+def _row(one: Found) -> list[str]:
+    facts = described(one)
     metrics = metrics_text(facts["metrics"] or {})
-    is_marked = one.found.manifest is not None and bool(one.found.manifest.run.not_finite)
+    is_marked = one.manifest is not None and bool(one.manifest.run.not_finite)
     marks = ("ephemeral" if facts["ephemeral"] else "", "not finite" if is_marked else "")
     kind = " ".join(part for part in (facts["kind"], *marks) if part)
     counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]
@@ -152,7 +135,7 @@ def _row(one: _Listed) -> list[str]:
     size = bytes_text(facts["size_bytes"])
     return [
         *(facts["name"], facts["run_name"] or "", *counts, saved, size, kind, ranks, metrics),
-        *(facts["where"], "abandoned" if one.abandoned else _state(one.found)),
+        *(facts["where"], "abandoned" if one.abandoned else _state(one)),
     ]
 
 
@@ -190,7 +173,7 @@ def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
                 )
             size = sum(sum(r.size_bytes for r in one.records) if one.manifest else one.size_bytes for one in chosen)
             with progress_of(f"verifying {text}", size, wanted=True) as progress:
-                verdicts += [_verdict(target.place, one, progress, is_named=target.name is not None) for one in chosen]
+                verdicts += [_verdict(one, progress, is_named=target.name is not None) for one in chosen]
     if as_json:
         print_json({"checkpoints": verdicts})
     else:
@@ -208,29 +191,28 @@ def _told(verdict: dict[str, Any]) -> str:
     return ": ".join(filter(None, (verdict["state"], copy, "; ".join(verdict["faults"]))))
 
 
-def _verdict(place: Place, found: Found, progress: Callable[[int], object], *, is_named: bool = True) -> dict[str, Any]:
+def _verdict(found: Found, progress: Callable[[int], object], *, is_named: bool = True) -> dict[str, Any]:
     """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'``, ``'refused'`` or ``'unverified'``, with the
     reason. An incomplete one without a record is unverified in a listing, since its save may continue; it is damaged if
     it is named.
     """
-    differ: dict[str, str] = {}
+    faults: list[str] = []
     for record in found.records:
         try:
-            place.verify(record, progress)
+            found.place.verify(record, progress)
         except FileNotFoundError:
-            differ[record.path] = f"{record.path} is missing"
+            faults.append(f"{record.path} is missing")
         except CorruptCheckpointError as e:
-            differ[record.path] = str(e).rstrip(".")
-    faults = list(differ.values())
+            faults.append(str(e).rstrip("."))
     state = "damaged" if faults else "verified"
     if found.state == "unverified":
-        state, faults = _by_itself(place, found)
+        state, faults = _by_itself(found)
     elif found.manifest is None:  # the record is damaged, or the save did not end
         faults = list(found.faults)
         state = "damaged" if (found.decider or is_named) and faults else "unverified"
     return {
         "name": found.name,
-        "uri": place.uri(found.name),
+        "uri": found.uri,
         "state": state,
         "copy_of": found.copy_of,
         "faults": faults,
@@ -238,15 +220,12 @@ def _verdict(place: Place, found: Found, progress: Callable[[int], object], *, i
     }
 
 
-def _by_itself(place: Place, found: Found) -> tuple[str, list[str]]:
+def _by_itself(found: Found) -> tuple[str, list[str]]:
     """Return the verdict on a checkpoint without a record."""
     from composerlite.checkpoint.tools.reading import read_without_record  # imports torch
 
     try:
-        return "unverified", [read_without_record(place, found)]
-    except CorruptCheckpointError as e:
-        return "damaged", [str(e).rstrip(".")]
-    except UntrustedCheckpointError as e:
-        return "refused", [str(e).rstrip(".")]
+        return "unverified", [read_without_record(found)]
     except (CheckpointError, ConfigError) as e:
-        return "unverified", [str(e).rstrip(".")]
+        states: dict[type[Exception], str] = {CorruptCheckpointError: "damaged", UntrustedCheckpointError: "refused"}
+        return states.get(type(e), "unverified"), [str(e).rstrip(".")]

@@ -5,31 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import math
 import shutil
 import sys
 import traceback as tracebacks
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import click
 
 from composerlite.errors import ComposerliteError, ConfigError
 
+_NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+"""Texts for numbers that JSON does not have, by the constants of Python's encoder."""
+
 
 def print_json(result: object) -> None:
     """``result`` as JSON on stdout. Numbers that JSON does not have become ``'nan'``, ``'inf'`` and ``'-inf'``."""
-    click.echo(json.dumps(_plain(result), indent=1))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in cast("Sequence[Any]", value)]
-    return value
+    plain = json.loads(json.dumps(result), parse_constant=_NOT_FINITE.__getitem__)
+    click.echo(json.dumps(plain, indent=1))
 
 
 def print_table(
@@ -46,29 +39,15 @@ def print_table(
     listed = [[str(cell) for cell in row] for row in rows]
     shown = [place for place in range(len(columns)) if any(row[place] for row in listed)]
     widths = {place: max(len(columns[place]), *(len(row[place]) for row in listed)) for place in shown}
-    if sys.stdout.isatty():
-        room = shutil.get_terminal_size().columns
-        for place in [columns.index(head) for head in spare]:
-            if place in shown and sum(widths[at] + 2 for at in shown) > room:
-                shown.remove(place)
-        _print_rich([columns[at] for at in shown], [[row[at] for at in shown] for row in listed], right)
-        return
-    for row in [columns, *listed]:  # rich takes as long to import as all the rest
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for place in [columns.index(head) for head in spare]:
+        if place in shown and sum(widths[at] + 2 for at in shown) > room:
+            shown.remove(place)
+    for row in [columns, *listed]:
         texts = [row[at].rjust(widths[at]) if columns[at] in right else row[at].ljust(widths[at]) for at in shown]
-        click.echo("  ".join(texts).rstrip())
-
-
-def _print_rich(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="right" if head in right else "left", no_wrap=head != heads[-1], overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(text, style="red" if text.startswith(("incomplete", "damaged")) else "") for text in row))
-    Console(highlight=False).print(table)
+        line = "  ".join(texts).rstrip()
+        is_bad = row[-1].startswith(("incomplete", "damaged"))
+        click.echo(click.style(line, fg="red") if is_bad else line)
 
 
 @contextlib.contextmanager
@@ -97,11 +76,6 @@ def readable_errors(*, traceback: bool = False, of_system: bool = False) -> Gene
         for text in told:
             click.echo(f"composerlite: error: {text}", err=True)
         raise click.exceptions.Exit(2 if isinstance(e, ConfigError) else 1) from e
-
-
-def one_line_errors() -> contextlib.AbstractContextManager[None]:
-    """Run a block like :func:`readable_errors`, for commands that run no code of the user's."""
-    return readable_errors(of_system=True)
 
 
 def _told(error: Exception, *, of_system: bool) -> list[str] | None:

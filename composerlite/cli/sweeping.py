@@ -15,9 +15,8 @@ import click
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
 from composerlite.checkpoint.record.record import Manifest
-from composerlite.checkpoint.record.retention import deletions, retention_policy
-from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import Found, abandoned, remove, survey
+from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
+from composerlite.checkpoint.tools.surveying import Found, place_at, remove, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.core import Time, TimeUnit
@@ -37,16 +36,7 @@ from composerlite.storage import is_uri
 @options.dry_run
 @options.as_json
 def prune(
-    places: Sequence[str],
-    keep_last: int | None,
-    keep_every: str | None,
-    best_k: int | None,
-    best_metric: str | None,
-    best_mode: str,
-    with_abandoned: bool,
-    run: str | None,
-    dry_run: bool,
-    as_json: bool,
+    places: Sequence[str], run: str | None, with_abandoned: bool, dry_run: bool, as_json: bool, **rules: Any
 ) -> None:
     """Remove the checkpoints in PLACE that no rule keeps. Each run and each file name template counts by itself.
 
@@ -54,54 +44,79 @@ def prune(
     attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
     What a link leads to stays.
     """
+    policy = _policy(**rules, with_abandoned=with_abandoned)
+    removed: list[dict[str, Any]] = []
+    kept: list[str] = []
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(place_at(text)) for text in places]
+        found: dict[str, Found] = {}  # a place may be inside another place
+        for place in opened:
+            for one in survey(place):
+                found.setdefault(_identity(one.uri), one)
+        if run is not None:
+            _check_run(run, {one.run_name for one in found.values() if one.run_name})
+        chosen = [one for one in found.values() if one.committed and run in (None, one.run_name)]
+        gone = {one.uri: "abandoned: its run was started over" for one in chosen if one.abandoned and with_abandoned}
+        gone |= dict.fromkeys(_not_kept([one for one in chosen if not one.abandoned], policy))
+        for place in opened:
+            linked = _with_folders(place.links().values()) if gone else set[str]()
+            for one in (one for one in chosen if one.place is place):
+                stays = one.uri not in gone or not linked.isdisjoint((one.name, *(file.path for file in one.files)))
+                if stays or not remove(one, dry_run=dry_run):  # or another process saved the checkpoint again
+                    kept.append(one.uri)
+                else:
+                    removed.append({"uri": one.uri, "size_bytes": one.size_bytes, "why": gone[one.uri]})
+    _tell(removed, kept, dry_run=dry_run, as_json=as_json)
+
+
+def _policy(
+    *,
+    keep_last: int | None,
+    keep_every: str | None,
+    best_k: int | None,
+    best_metric: str | None,
+    best_mode: str,
+    with_abandoned: bool,
+) -> RetentionPolicy:
+    """Return the policy of the options of ``prune``."""
     if keep_last is None and keep_every is None and best_k is None and best_metric is None and not with_abandoned:
         raise ConfigError("prune: which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned.")
-    if (best_k is None) != (best_metric is None):
-        raise ConfigError("prune: --best-k 3 and --best-metric NAME go together; 'ls' shows the metrics there are.")
-    policy = retention_policy(
+    return retention_policy(
         -1 if keep_last is None else keep_last,
         keep_every=None if keep_every is None else Time.from_timestring(keep_every),
         best_k=best_k,
         best_metric=best_metric,
         best_mode=best_mode,
     )
-    removed: list[dict[str, Any]] = []
-    kept: list[str] = []
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(place_at(text)) for text in places]
-        listed = [(place, survey(place)) for place in opened]
-        if run is not None:
-            _check_run(run, [one.run_name for _, there in listed for one in there])
-        plans: list[tuple[Place, list[Found], dict[str, str | None]]] = []
-        groups: list[tuple[str, list[Manifest], list[Manifest]]] = []
-        for place, there in listed:
-            left = abandoned(there)
-            chosen = [(one, m) for one in there if (m := one.committed) and run in (None, m.run_name)]
-            counted: dict[tuple[str, str, str], list[Manifest]] = {}
-            for found, manifest in chosen:
-                if found.name not in left:
-                    counted.setdefault((found.home, manifest.run_name, manifest.template), []).append(manifest)
-            gone: dict[str, str | None] = {}
-            for (home, _, _), group in counted.items():
-                groups.append((place.uri(home), group, deletions(group, policy)))
-                gone |= dict.fromkeys((manifest.name for manifest in groups[-1][2]), None)
-            if with_abandoned:
-                gone |= dict.fromkeys(left, "abandoned: its run was started over")
-            plans.append((place, [found for found, _ in chosen], gone))
-        if best_metric is not None:
-            _check_metric(best_metric, groups)
-        seen: set[str] = set()
-        for place, chosen, gone in plans:
-            used = _with_folders({*place.links().values()}) if gone else set[str]()
-            for found in chosen:
-                if _is_known(place.uri(found.name), seen):
-                    continue
-                stays = found.name not in gone or not used.isdisjoint((found.name, *(f.path for f in found.files)))
-                if stays or not remove(place, found, dry_run=dry_run):  # or it was saved again meanwhile
-                    kept.append(place.uri(found.name))
-                else:
-                    removed.append(_removed(place, found, gone[found.name]))
-    _tell(removed, kept, dry_run=dry_run, as_json=as_json)
+
+
+def _not_kept(chosen: Sequence[Found], policy: RetentionPolicy) -> list[str]:
+    """Return the URIs of the checkpoints that ``policy`` does not keep: of each run, and each template of names.
+
+    Raises:
+        ConfigError: no checkpoint has the metric of the policy, or none in a group that would lose checkpoints.
+    """
+    groups: dict[tuple[str, str, str], list[Manifest]] = {}
+    uris: dict[int, str] = {}
+    for one in chosen:
+        if (manifest := one.committed) is not None:
+            group = (one.place.uri(one.home), manifest.run_name, manifest.template)
+            groups.setdefault(group, []).append(manifest)
+            uris[id(manifest)] = one.uri
+    metrics = {name for manifests in groups.values() for manifest in manifests for name in manifest.run.metrics}
+    not_kept: list[str] = []
+    for (home, run_name, _), manifests in groups.items():
+        deleted = deletions(manifests, policy)
+        known = {name for manifest in manifests for name in manifest.run.metrics}
+        if policy.metric and policy.metric not in (known if deleted else metrics):
+            hint = did_you_mean(policy.metric, known) if known else " They have no metrics: name another rule."
+            of_run = f" of run {run_name!r}" if run_name else ""
+            raise ConfigError(
+                f"--best-metric {policy.metric}: no checkpoint{of_run} in {home} has this metric, and the best of them "
+                f"are not known. Nothing was removed.{hint}"
+            )
+        not_kept += [uris[id(manifest)] for manifest in deleted]
+    return not_kept
 
 
 @click.command("gc")
@@ -117,65 +132,40 @@ def collect(places: Sequence[str], older_than: str, dry_run: bool, as_json: bool
     No checkpoint is deleted. What a process that lives is writing on this machine's disks stays.
     """
     age = _age(older_than)
-    removed: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    removed: dict[str, dict[str, Any]] = {}
     for text in places:
         with place_at(text) as place:
+            until = datetime.now(UTC) - age
             for one in place.sweep(age, dry_run=dry_run):
-                uri = place.uri(one.path)
-                if not _is_known(uri, seen):
-                    removed.append({"uri": uri, "size_bytes": one.size_bytes, "why": _why(one)})
-            for file in _garbage(place, age):
-                if not _is_known(place.uri(file.path), seen):
-                    removed.append(
-                        {"uri": place.uri(file.path), "size_bytes": file.size_bytes, "why": "a file of a killed save"}
-                    )
-                    if not dry_run:
-                        place.delete([file.path], folders=True)
-    _tell(removed, [], dry_run=dry_run, as_json=as_json)
+                why = "a file that was not written to its end"
+                if one.modified_at is not None:
+                    why = f"the parts of an upload that was started {one.modified_at}"
+                _add(removed, place, one, why)
+            files = place.files()
+            old = [file.path for file in files.values() if file.modified_at is not None and file.modified_at <= until]
+            unused = garbage(place, old, re.compile(".*"))
+            for path in unused:
+                _add(removed, place, files[path], "a file of a killed save")
+            if not dry_run:
+                place.delete(unused, folders=True)
+    _tell(list(removed.values()), [], dry_run=dry_run, as_json=as_json)
 
 
-def _garbage(place: Place, age: timedelta) -> list[StoredFile]:
-    """Data files of killed saves that are as old as ``age``."""
-    files = place.files()
-    old = [path for path, file in files.items() if _is_old([file], age)]
-    return [files[path] for path in garbage(place, old, re.compile(".*"))]
+def _add(removed: dict[str, dict[str, Any]], place: Place, one: StoredFile, why: str) -> None:
+    """Add a file to ``removed``, once if one place is inside another."""
+    uri = place.uri(one.path)
+    removed.setdefault(_identity(uri), {"uri": uri, "size_bytes": one.size_bytes, "why": why})
 
 
-def _with_folders(names: set[str]) -> set[str]:
-    """``names``, and the folders they are in: a link may lead to a file of a checkpoint that is a directory."""
-    return names | {str(folder) for name in names for folder in PurePosixPath(name).parents}
+def _with_folders(names: Iterable[str]) -> set[str]:
+    """Return ``names`` with the folders above: a link may lead to a file of a checkpoint that is a directory."""
+    return {str(path) for name in names for path in (name, *PurePosixPath(name).parents)}
 
 
-def _check_run(run: str, there: Iterable[str | None]) -> None:
-    """See that a checkpoint is of the run ``run``; raises :class:`ConfigError`."""
-    known = {name for name in there if name}
+def _check_run(run: str, known: set[str]) -> None:
     if run not in known:
         hint = did_you_mean(run, known) if known else " There is no checkpoint of a run."
         raise ConfigError(f"--run {run}: no checkpoint there is of this run.{hint}")
-
-
-def _check_metric(metric: str, groups: Sequence[tuple[str, Sequence[Manifest], Sequence[Manifest]]]) -> None:
-    """See that what would go was compared with a checkpoint that has ``metric``.
-
-    Args:
-        metric: its name.
-        groups: where each group is, its checkpoints, and those that would go.
-
-    Raises:
-        ConfigError: no checkpoint has it, or none of a group of which some would go.
-    """
-    blind = [one for one in groups if not any(metric in manifest.run.metrics for manifest in one[1])]
-    at_risk = [one for one in blind if one[2]] or (blind if len(blind) == len(groups) else [])
-    if at_risk:
-        where, group, _ = at_risk[0]
-        known = {name for manifest in group for name in manifest.run.metrics}
-        hint = did_you_mean(metric, known) if known else " They have no metrics: name another rule."
-        of_run = f" of run {group[0].run_name!r}" if group[0].run_name else ""
-        raise ConfigError(
-            f"--best-metric {metric}: no checkpoint{of_run} in {where} has this metric, and the best of them are not "
-            f"known. Nothing was removed.{hint}"
-        )
 
 
 def _age(text: str) -> timedelta:
@@ -190,29 +180,9 @@ def _age(text: str) -> timedelta:
     return age
 
 
-def _is_old(files: Iterable[StoredFile], older_than: timedelta) -> bool:
-    """Return true if all files are that old. Without a known age they may be those of a save in progress."""
-    latest = datetime.now(UTC) - older_than
-    return all(file.modified_at is not None and file.modified_at <= latest for file in files)
-
-
-def _is_known(uri: str, seen: set[str]) -> bool:
-    """Return true if ``uri`` has been ``seen`` before, as of places that are the same or one in the other."""
-    key = uri if is_uri(uri) else os.path.realpath(uri)
-    known = key in seen
-    seen.add(key)
-    return known
-
-
-def _removed(place: Place, found: Found, why: str | None) -> dict[str, Any]:
-    return {"uri": place.uri(found.name), "size_bytes": found.size_bytes, "why": why}
-
-
-def _why(one: StoredFile) -> str:
-    """Description of a leftover of a killed process: an upload has the time at which it was started."""
-    if one.modified_at is None:
-        return "a file that was not written to its end"
-    return f"the parts of an upload that was started {one.modified_at}"
+def _identity(uri: str) -> str:
+    """Return a text that is equal for two paths of one file, in places that are the same or one in the other."""
+    return uri if is_uri(uri) else os.path.realpath(uri)
 
 
 def _tell(removed: Sequence[dict[str, Any]], kept: Sequence[str], *, dry_run: bool, as_json: bool) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
 from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import survey
+from composerlite.checkpoint.tools.surveying import place_at, survey
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.report.launches import Launch, launches_in
 from composerlite.report.record import Line, RunRecord, parse_record
@@ -178,7 +177,7 @@ def _gathered(places: Sequence[str], run: str | None) -> _Gathered:
                 records += _records(place, [name], run)
         else:
             with place_at(text) as place:
-                stored += [stored_at(place, one) for one in survey(place)]
+                stored += [stored_at(one) for one in survey(place)]
                 records += _records(place, [path for path in place.files() if _RECORD.search(path)], run)
     asked, run = run, _last_run(records, stored) if run is None else run
     if run is None:

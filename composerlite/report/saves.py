@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import final
 
-from composerlite.checkpoint.place.place import Place
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.report.record import Line
 
@@ -70,15 +69,15 @@ class Save:
     error: str | None = None
 
 
-def stored_at(place: Place, found: Found) -> Stored:
+def stored_at(found: Found) -> Stored:
     """Return the facts about a checkpoint in its record."""
     manifest = found.manifest
     counts: Mapping[str, int | float] = {} if manifest is None else manifest.timestamp
     epoch, batch = counts.get("epoch"), counts.get("batch")
     return Stored(
         name=found.name,
-        uri=place.uri(found.name),
-        where="remote" if place.path_of("") is None else "local",
+        uri=found.uri,
+        where="remote" if found.place.path_of("") is None else "local",
         state=found.state,
         faults=found.faults,
         kind=found.kind,

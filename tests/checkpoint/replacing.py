@@ -49,8 +49,7 @@ from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save as save_of_run
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import remove, survey
+from composerlite.checkpoint.tools.surveying import place_at, remove, survey
 from composerlite.cli.app import app
 from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
 from composerlite.errors import CheckpointNotFoundError
@@ -241,7 +240,7 @@ def _delete_step(place: str) -> None:
     """As ``prune`` does."""
     with place_at(place) as here:
         for found in survey(here):
-            remove(here, found)
+            remove(found)
 
 
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -388,7 +387,7 @@ def _copied(one: Kind) -> Kind:
             one.save(str(source), value, False)
         with place_at(str(source)) as here, place_at(place, may_be_new=True) as there:
             for found in survey(here):
-                copy(here, found, there, overwrite=overwrite)
+                copy(found, there, overwrite=overwrite)
 
     return one._replace(save=save, start=_collect_garbage)
 

@@ -19,8 +19,7 @@ from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkp
 from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.record.record import SavedRun, seal
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import Pointed
-from composerlite.checkpoint.tools.surveying import survey
+from composerlite.checkpoint.tools.surveying import Pointed, survey
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest
 
@@ -107,7 +106,7 @@ def test_a_planted_checkpoint_is_not_copied_nor_fetched(victim: Path, tmp_path: 
     (found,) = [one for one in survey(source) if one.name == planted.name]
     refused = pytest.raises(CorruptCheckpointError, match=rf"{victim.name}', which is no part of it")
     with refused:
-        copy(source, found, target, overwrite=True)
+        copy(found, target, overwrite=True)
     with Bucket.of(LocalObjectStore(tmp_path), "run") as bucket, refused:
         fetch_checkpoint(bucket, planted, target)
     assert tree(tmp_path / "there") == {victim.name: b"good"}
@@ -134,7 +133,7 @@ def test_the_archive_of_the_first_rank_stands_for_all(
         found = pointed.the_one(whole=True)
         assert (found.name, found.state, len(found.files)) == (template.format(rank=0), "committed", 2)
         with Folder(tmp_path / "there") as target:
-            assert copy(pointed.place, found, target)
+            assert copy(found, target)
     assert tree(tmp_path / "there") == tree(tmp_path / "run")
 
 

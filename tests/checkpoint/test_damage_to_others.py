@@ -21,8 +21,8 @@ from composerlite.checkpoint.foreign.deepspeed import taken_from_deepspeed
 from composerlite.checkpoint.load.reader import deepspeed_contents
 from composerlite.checkpoint.load.sharded import load_flat
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.reading import read_without_record
+from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.errors import CheckpointError, ConfigError
 
 FEW, MANY = 20, 1000
@@ -113,7 +113,7 @@ def test_damage_by_chance_to_what_other_systems_save_does_no_harm(
 
 def _verify(path: Path) -> None:
     with pointed(str(path)) as target:
-        read_without_record(target.place, target.the_one())
+        read_without_record(target.the_one())
 
 
 def _readable_by_mutations(path: Path) -> bytes:
@@ -138,7 +138,7 @@ def test_every_system_that_is_recognised_is_damaged_here() -> None:
     found: set[Any] = set()
     for path in (*(path for path, _ in FORMATS.values()), "deepspeed/zero1"):  # which has a test of its own below
         with pointed(str(DATA / path)) as target:
-            found.add(recognised(contents_of(target.place, target.the_one())))
+            found.add(recognised(contents_of(target.the_one())))
     assert {system.name for system in SYSTEMS} <= found
 
 

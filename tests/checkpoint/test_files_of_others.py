@@ -19,8 +19,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import survey
+from composerlite.checkpoint.tools.surveying import place_at, survey
 from composerlite.errors import CheckpointError
 
 LATEST = "latest.pt"

@@ -84,7 +84,7 @@ def deletions(folder: Path) -> dict[str, Callable[[], object]]:
     place = Folder(folder)
     manifest = min(Catalog(place).manifests(), key=lambda manifest: manifest.batch)
     found = next(one for one in survey(place) if one.name == manifest.name)
-    return {"retention": lambda: delete_checkpoint(place, manifest), "prune": lambda: remove(place, found)}
+    return {"retention": lambda: delete_checkpoint(place, manifest), "prune": lambda: remove(found)}
 
 
 def deleted_by_two(root: str) -> None:

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from test_composer_files import resumed
 from test_other_systems import DATA, SAVED, WHOLE, bin_folder, halves, of_deepspeed, plain_contents, trainer, weights
 
-from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.reading import whole_contents
+from composerlite.checkpoint.tools.surveying import pointed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PAGES = Path(__file__).parents[2] / "docs/migration"
@@ -188,7 +188,7 @@ def _deepspeed(folder: Path) -> Path:
 def _with(name: str, folder: Path, **more: Any) -> Path:
     """A directory of DCP with more in it."""
     with pointed(str(DATA / name)) as target:
-        contents = whole_contents(target.place, target.the_one())
+        contents = whole_contents(target.the_one())
     dcp.save({**contents, **more}, checkpoint_id=folder / "more", no_dist=True)
     return folder / "more"
 

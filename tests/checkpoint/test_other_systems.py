@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Callback, Event, Logger, State, Trainer
 from composerlite.checkpoint.format.archive import stand_ins
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
-from composerlite.checkpoint.tools.pointing import pointed
 from composerlite.checkpoint.tools.reading import whole_contents
+from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -411,7 +411,7 @@ def _deepspeed_of_fp16(folder: Path) -> Path:
 
 def _torchtitan_alone(folder: Path) -> Path:
     with pointed(str(DATA / "dcp/torchtitan")) as target:
-        contents = whole_contents(target.place, target.the_one())
+        contents = whole_contents(target.the_one())
     del contents["optimizer"]
     dcp.save(contents, checkpoint_id=folder / "titan", no_dist=True)
     return folder / "titan"

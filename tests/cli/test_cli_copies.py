@@ -23,7 +23,7 @@ from composerlite.checkpoint import (
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.tools.converting import write_file
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.pointing import place_at, pointed
+from composerlite.checkpoint.tools.surveying import place_at, pointed
 from composerlite.cli.app import app
 from composerlite.errors import CheckpointExistsError, ConfigError
 from composerlite.storage import StagedFile, Transfer, open_store
@@ -154,7 +154,7 @@ SAVES: dict[str, Any] = {
 def copied(checkpoint: Path, target: str, **options: Any) -> None:
     """Copy a checkpoint to the place."""
     with pointed(str(checkpoint)) as source, place_at(target, may_be_new=True) as place:
-        copy(source.place, source.the_one(), place, **options)
+        copy(source.the_one(), place, **options)
 
 
 @contextlib.contextmanager
@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
         in_folder = where == "folder"
         place = stack.enter_context(place_at(target, may_be_new=True) if in_folder else overtaken(target, by=theirs))
         with pytest.raises(CheckpointExistsError, match=r"step1.* was saved by another process meanwhile"):
-            copy(source.place, source.the_one(), place, progress=overtake if in_folder else int)
+            copy(source.the_one(), place, progress=overtake if in_folder else int)
     assert states("cp", f"{target}/step1", "back", cwd=tmp_path) == ["copied: back/step1"]
     (found,) = answer("checkpoint", "verify", "back", cwd=tmp_path)["checkpoints"]
     assert (found["name"], found["state"]) == ("step1", "verified")
@@ -223,8 +223,8 @@ def test_a_file_that_appears_during_a_conversion_is_not_replaced(
     arguments = ["checkpoint", "convert", str(demo / ONE), str(path)]
     done = CliRunner().invoke(app, [*arguments, *(["--to", "state_dict"] if target == "weights" else [])])
     assert done.exit_code == 1
-    words = ("was saved by another process", "was written by another process", "holds a checkpoint")
-    assert any(f"{str(path)!r} {said}" in done.output for said in words), done.output
+    words = (" was saved by another process", ": File exists", " holds a checkpoint")
+    assert any(f"{str(path)!r}{said}" in done.output for said in words), done.output
     assert [found.name for found in theirs.parent.iterdir()] == [theirs.name]
     assert theirs.read_bytes() == b"theirs"
 
@@ -398,10 +398,10 @@ def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
         (["cp", "demo/foreign.pt", "there"], 1, "has no record"),
         (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
         (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
-        (["push", "demo", "there"], 2, "expected a URI there"),
+        (["push", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'there'"),
         (["push", bucket, bucket], 2, "expected a folder of this machine"),
-        (["pull", "demo", "there"], 2, "expected a URI there"),
-        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. There are: "),
+        (["pull", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'demo'"),
+        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. The folder holds: "),
         (["push", "demo", bucket, ONE, "--all"], 2, "expected names or --all"),
         (["pull", f"{bucket}/nothing", "there"], 1, "there is nothing to copy"),
     ):

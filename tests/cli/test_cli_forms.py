@@ -147,7 +147,7 @@ def test_convert_replaces_files_only(to: str, demo: Path) -> None:
     os.mkfifo(pipe)
     done = composerlite("checkpoint", "convert", f"demo/{ONE}", pipe, *form, "--overwrite", cwd=demo.parent)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is neither a file nor a folder" in done.stderr
+    assert "so it stays" in done.stderr
     assert pipe.is_fifo()
     if form:
         composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", *form, "--overwrite", cwd=demo.parent)
@@ -180,7 +180,7 @@ def test_a_conversion_for_others_replaces_no_checkpoint_that_is_a_folder(demo: P
         "checkpoint", "convert", f"demo/{THREE}", "w", "--to", "state_dict", "--overwrite", cwd=demo.parent
     )
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert "'w' is a " in done.stderr
+    assert "'w' exists already and is no file" in done.stderr
     assert "Give another" in done.stderr
     (found,) = answer("checkpoint", "verify", "w", cwd=demo.parent)["checkpoints"]
     assert found["state"] == "verified"

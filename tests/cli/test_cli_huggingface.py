@@ -63,7 +63,7 @@ def test_what_convert_cannot_do_is_said(run: tuple[Path, HuggingFaceModel]) -> N
     folder, _ = run
     for arguments, message in (
         ([], "Missing argument 'TARGET'"),
-        (["a", "--to", "gguf"], "--to gguf: expected one of huggingface, safetensors"),
+        (["a", "--to", "gguf"], "'gguf' is not one of 'huggingface', 'safetensors', 'state_dict'"),
         (["a.pt", "--dtype", "bfloat16"], "expected --to huggingface"),
         (["a", "--to", "huggingface", "--dtype", "bf17"], "bf17"),
     ):

@@ -11,8 +11,7 @@ import torch
 from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import Catalog, Checkpointer
-from composerlite.checkpoint.tools.pointing import place_at
-from composerlite.checkpoint.tools.surveying import remove, survey
+from composerlite.checkpoint.tools.surveying import place_at, remove, survey
 from composerlite.errors import ConfigError
 from composerlite.storage import StagedFile, Transfer, open_store
 
@@ -96,12 +95,12 @@ def test_prune_leaves_what_a_run_saves_meanwhile(where: str, demo: Path, bucket:
         train(demo, epochs=2, save_overwrite=True)
         if where == "bucket":
             published(demo, bucket)
-        assert not remove(place, listed[TWO])
+        assert not remove(listed[TWO])
         catalog = Catalog(place)
         for manifest in catalog.manifests():
             catalog.verify(manifest)
         assert {ONE, TWO} < {manifest.name for manifest in catalog.manifests()}
-        assert remove(place, listed[THREE])
+        assert remove(listed[THREE])
         assert [manifest.name for manifest in catalog.manifests()] == [ONE, TWO]
 
 
@@ -193,7 +192,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     before = everything(demo)
     for arguments, words in (
         ([], "which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned."),
-        (["--best-k", "2"], "--best-k 3 and --best-metric NAME go together"),
+        (["--best-k", "2"], "best_k=2, best_metric=None: give both"),
         (["--keep-every", "10"], "invalid time '10'"),
         (["--keep-every", "0.5dur"], "does not know how long training will be"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),

@@ -15,7 +15,7 @@ from recorded_in_bucket import BATCHES
 
 from composerlite import Callback, Logger, State
 from composerlite.callbacks import CheckpointSaver
-from composerlite.checkpoint.tools.pointing import place_at
+from composerlite.checkpoint.tools.surveying import place_at
 from composerlite.loggers import JSONLLogger
 from composerlite.loggers.run_file import _joined  # pyright: ignore[reportPrivateUsage]
 from composerlite.report import facts_of

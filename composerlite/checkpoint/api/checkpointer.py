@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import os
@@ -19,7 +18,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, Protocol, cast, final, runtime_checkable
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,9 +26,11 @@ from torch.optim import Optimizer
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
     get_checkpoint_metadata,
+    in_background,
     load_model_and_optim_state,
     load_state_dict,
     model_and_optim_state,
+    run_save,
     task_of,
 )
 from composerlite.checkpoint.api.step_files import StepWriter, find_step, metadata_of, read_train_state
@@ -40,7 +41,6 @@ from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import check_name, map_reads
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
-from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, group_of
 from composerlite.errors import (
     CheckpointNotFoundError,
@@ -82,19 +82,14 @@ def model_and_optimizer(module: object) -> tuple[nn.Module, Optimizer | None]:
     Raises:
         ConfigError: ``module`` is neither a model nor a model and an optimizer.
     """
-    pair = cast("tuple[Any, ...]", module) if isinstance(module, tuple) else (module, None)
-    if (
-        len(pair) != 2
-        or not isinstance(pair[0], nn.Module)
-        or not (pair[1] is None or hasattr(pair[1], "param_groups"))
-    ):
-        kinds = ", ".join(type(one).__name__ for one in pair)
-        shown = f"({kinds})" if isinstance(module, tuple) else type(module).__name__
-        raise ConfigError(
-            f"train_module is {shown}: expected a model, (model, optimizer), or an object with state_dict_to_save() "
-            "and load_state_dict(), which may save several models and optimizers."
-        )
-    return pair[0], pair[1]
+    pair: Any = module if isinstance(module, tuple) else (module, None)
+    if len(pair) == 2 and isinstance(pair[0], nn.Module) and (pair[1] is None or hasattr(pair[1], "param_groups")):
+        return pair
+    kinds = ", ".join(type(one).__name__ for one in pair)
+    raise ConfigError(
+        f"train_module is ({kinds}): expected a model, (model, optimizer), or an object with state_dict_to_save() and "
+        "load_state_dict(), which may save several models and optimizers."
+    )
 
 
 @final
@@ -188,7 +183,7 @@ class Checkpointer:
                 the URI names no store; or a machine does not see the folder.
             SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names the key.
         """
-        _run(self._begin(dir, train_module, train_state, ephemeral))
+        run_save(self._begin(dir, train_module, train_state, ephemeral))
 
     def save_async(
         self,
@@ -211,9 +206,7 @@ class Checkpointer:
         Raises:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
-        job = self._begin(dir, train_module, train_state, ephemeral)
-        job.stage(shared_staging)
-        self._last = job.start(functools.partial(_run, job))
+        self._last = in_background(self._begin(dir, train_module, train_state, ephemeral))
         return self._last
 
     def _begin(
@@ -439,8 +432,3 @@ class Checkpointer:
                 f"there is no checkpoint in {os.fspath(dir)!r}: no directory step<number> with a {MARKER!r} in it."
             )
         return found[-1][1]
-
-
-def _run(job: SaveTask) -> None:
-    job.run()
-    log.info("saved checkpoint %s", job.path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
@@ -55,6 +56,7 @@ from composerlite.types import StateDict, Stateful
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
+log = logging.getLogger(__name__)
 WorkDir = str | os.PathLike[str] | None
 
 
@@ -96,7 +98,7 @@ def save_state_dict(
         OSError, ObjectStoreError: the files cannot be written.
     """
     state = functools.partial(_plain, state_dict)
-    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
+    run_save(_begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads))
 
 
 def async_save_state_dict(
@@ -124,7 +126,7 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     state = functools.partial(_plain, state_dict)
-    return _in_background(
+    return in_background(
         _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     )
 
@@ -160,7 +162,7 @@ def save_model_and_optim_state(
             in the state, other than parameters of the model.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
+    run_save(_begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads))
 
 
 def async_save_model_and_optim_state(
@@ -186,7 +188,7 @@ def async_save_model_and_optim_state(
         A future, done when the checkpoint is durable, or with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    return _in_background(
+    return in_background(
         _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
     )
 
@@ -212,14 +214,16 @@ def _begin(
     return task_of(record_of_directory(folder.name, group.size), folder, writer, group)
 
 
-def _in_background(job: SaveTask) -> Future[None]:
+def in_background(job: SaveTask) -> Future[None]:
     """Copy the state, and write the copy in a thread. Return a future for the end of the save, or the error."""
-
-    def finish() -> None:
-        job.run()
-
     job.stage(shared_staging)
-    return job.start(finish)
+    return job.start(functools.partial(run_save, job))
+
+
+def run_save(job: SaveTask) -> None:
+    """Write the files and commit."""
+    job.run()
+    log.info("saved checkpoint %s", job.path)
 
 
 def task_of(manifest: Manifest, folder: Directory, writer: RankWriter, group: Group) -> SaveTask:

@@ -123,16 +123,13 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
     """Return the training state saved by this rank; the state of rank 0 if this rank saved no state."""
     saved = found.world_size or len(found.rank_files)
     if group.is_first and group.size != saved:
-        what = f"ranks from {saved} on take the train state of rank 0"
-        if group.size < saved:
-            what = f"the train state of ranks from {group.size} on is not used"
         log.warning(
-            "checkpoint %s was saved by %d ranks and is loaded by %d: %s. What is of each rank, such as random "
-            "numbers, does not continue as it would have.",
+            "checkpoint %s was saved by %d ranks and is loaded by %d: a new rank takes the train state of rank 0, and "
+            "the train state of a rank that is gone is not used. What is of each rank, such as random numbers, does "
+            "not continue as it would have.",
             folder.uri,
             saved,
             group.size,
-            what,
         )
     rank = group.rank if group.rank in found.rank_files else 0
     name = f"{TRAIN}/rank{rank}.pt"

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from torch import Tensor
-
 from composerlite.checkpoint.api.state_dict import WorkDir
 from composerlite.checkpoint.format.packing import is_tar
 from composerlite.checkpoint.format.sharded_index import nested
@@ -163,7 +161,8 @@ def _write_parts(
     overwrite: bool,
 ) -> list[Path]:
     """Write ``parts`` of a checkpoint below ``target``; return the file or the folder of each."""
-    stored = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    stored = metadata.state_dict_metadata
     is_one_file = strategy.name is UnshardStrategyType.one_file
     prefixes: dict[Path, str] = {}
     for part in parts:
@@ -180,24 +179,22 @@ def _write_parts(
     for old in paths[1:] if is_one_file else [_index_of(path, suffix) for path in paths]:
         old.unlink(missing_ok=True)
     for path, prefix in prefixes.items():
-        keys = [key for key in stored if key.startswith(prefix)]
-        folder = path.parent if is_one_file else path
-        make_folder(folder)
-        files = {path.name: keys} if is_one_file else _files(stored, keys, prefix, strategy.chunk_size_bytes, suffix)
-        size_bytes = 0
-        for file, of_file in files.items():
-            values = sharded.load_flat(reader, of_file)
-            size_bytes += sum(value.nbytes for value in values.values() if isinstance(value, Tensor))
+        sizes = {key: _size_of(one) for key, one in stored.items() if key.startswith(prefix)}
+        files = {path: list(sizes)} if is_one_file else _files(path, sizes, prefix, strategy.chunk_size_bytes, suffix)
+        for file, keys in files.items():
+            make_folder(file.parent)
+            values = sharded.load_flat(reader, keys)
             if is_one_file and suffix == ".pt":
-                write_torch(folder / file, nested(reader.read_metadata(), prefix[:-1], keys, values))
+                write_torch(file, nested(metadata, prefix[:-1], keys, values))
             else:
                 write = write_safetensors if suffix == ".safetensors" else write_torch
-                write(folder / file, {key.removeprefix(prefix): value for key, value in values.items()})
+                write(file, {key.removeprefix(prefix): value for key, value in values.items()})
             del values  # before the next file is read
         if not is_one_file:
-            places = {key.removeprefix(prefix): file for file, of_file in files.items() for key in of_file}
-            with atomic_write(_index_of(folder, suffix)) as out:
-                out.write(json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": places}, indent=1).encode())
+            places = {key.removeprefix(prefix): file.name for file, keys in files.items() for key in keys}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            with atomic_write(_index_of(path, suffix)) as out:
+                out.write(json.dumps(index, indent=1).encode())
     return paths
 
 
@@ -205,24 +202,28 @@ def _index_of(folder: Path, suffix: str) -> Path:
     return folder / f"{folder.name}{suffix}.index.json"
 
 
+def _size_of(stored: Any) -> int:
+    """Return the size in bytes of a tensor in the index; 0 for a value."""
+    is_tensor = isinstance(stored, sharded.TensorStorageMetadata)
+    return stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else 0
+
+
 def _files(
-    stored: Mapping[str, Any], keys: Sequence[str], prefix: str, chunk_bytes: int | None, suffix: str
-) -> dict[str, list[str]]:
-    """Return the keys of each file, by the name of the file. No two names differ in case alone.
+    folder: Path, sizes: Mapping[str, int], prefix: str, chunk_bytes: int | None, suffix: str
+) -> dict[Path, list[str]]:
+    """Return the keys of each file. No two names differ in case alone.
 
     Args:
-        stored: entries of the index, by key.
-        keys: of the model or the optimizer.
+        folder: of the files.
+        sizes: size in bytes by key, of the model or the optimizer.
         prefix: of the keys, left out in names of files.
         chunk_bytes: about the size of a file; ``None``: a file for each key.
         suffix: of the files.
     """
-    files: dict[str, list[str]] = {}
+    files: dict[Path, list[str]] = {}
     taken: set[str] = set()
     name, size = "", 0
-    for key in keys:
-        is_tensor = isinstance(stored[key], sharded.TensorStorageMetadata)
-        own = stored[key].size.numel() * stored[key].properties.dtype.itemsize if is_tensor else 0
+    for key, own in sizes.items():
         size += own
         if chunk_bytes is None:
             name = re.sub(r"[^A-Za-z0-9_-]", "-", key.removeprefix(prefix))[:200]
@@ -230,5 +231,5 @@ def _files(
             taken.add(name.lower())
         elif not files or size > chunk_bytes:
             name, size = f"chunk-{len(files):05}", own
-        files.setdefault(name + suffix, []).append(key)
+        files.setdefault(folder / (name + suffix), []).append(key)
     return files

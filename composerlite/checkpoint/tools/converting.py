@@ -21,7 +21,6 @@ from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.reading import weights_of
 from composerlite.devices import rng
 from composerlite.dist import Group
-from composerlite.errors import CheckpointExistsError
 from composerlite.storage import make_folder
 from composerlite.types import StateDict
 
@@ -39,11 +38,11 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         overwrite: replace an existing file.
 
     Raises:
-        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or ``path`` is a folder.
+        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false.
         ConfigError: the suffix names no known format, or a library for the compression is not installed.
     """
     format_of(path.name)  # before anything is written
-    _make_folder_of(path)
+    make_folder(path.parent)
     is_model = isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
     record = _record(manifest, path.name, "weights" if is_model else "monolithic")
     images = {STATES: TorchImage(cast("Any", contents))}
@@ -91,31 +90,18 @@ def write_weights(
         overwrite: replace an existing file, or weights in the folder.
 
     Raises:
-        CheckpointExistsError: ``path`` exists, and ``overwrite`` is false, or a folder is where a file is to be.
+        FileExistsError: ``path`` exists, and ``overwrite`` is false.
         IncompatibleCheckpointError: there is no model.
         ConfigError: ``rename`` gives two weights the same name, or changes no name.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    if form == "safetensors folder":
-        make_folder(path.parent)
-        save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
-        return
-    _make_folder_of(path)
-    try:
-        (write_safetensors if form == "safetensors" else write_torch)(path, weights, overwrite=overwrite)
-    except FileExistsError as e:
-        raise CheckpointExistsError(f"{str(path)!r} was written by another process meanwhile, and stays.") from e
-
-
-def _make_folder_of(path: Path) -> None:
-    """Make the folder of the file ``path``.
-
-    Raises:
-        CheckpointExistsError: ``path`` is a folder.
-    """
-    if path.is_dir():
-        raise CheckpointExistsError(f"{str(path)!r} is a folder, and a file does not replace it. Give another name.")
     make_folder(path.parent)
+    if form == "safetensors folder":
+        save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
+    elif form == "safetensors":
+        write_safetensors(path, weights, overwrite=overwrite)
+    else:
+        write_torch(path, weights, overwrite=overwrite)
 
 
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:

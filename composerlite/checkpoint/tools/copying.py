@@ -18,14 +18,13 @@ from composerlite.errors import (
 )
 
 
-def copy(source: Place, found: Found, target: Place, *, overwrite: bool = False, progress: OnBytes = int) -> bool:
-    """Copy a checkpoint of ``source`` to ``target``, under the same name. Returns false if the copy existed already.
+def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBytes = int) -> bool:
+    """Copy the checkpoint ``found`` to ``target``, under the same name. Returns false if the copy existed already.
 
     After a kill at any moment the copy is missing in the listing of ``target``, or whole. Files of a directory from an
     interrupted copy are verified and not copied again.
 
     Args:
-        source: place of the checkpoint.
         found: the checkpoint.
         target: place of the copy.
         overwrite: replace another checkpoint of the same name, after all bytes of the source were verified. A step and
@@ -40,7 +39,7 @@ def copy(source: Place, found: Found, target: Place, *, overwrite: bool = False,
         CheckpointNotFoundError: the checkpoint has no record.
         IncompatibleCheckpointError: a part of the checkpoint is on the disks of other nodes.
     """
-    manifest = _whole_record(source, found)
+    source, manifest = found.place, _whole_record(found)
     uri = target.uri(manifest.name)
     is_file = target.exists(manifest.name)
     if is_file if manifest.is_directory else not is_file and any(target.files(manifest.name)):
@@ -78,9 +77,9 @@ def copy(source: Place, found: Found, target: Place, *, overwrite: bool = False,
     return True
 
 
-def _whole_record(source: Place, found: Found) -> Manifest:
-    """Return the record of ``found``, if the whole checkpoint is in ``source``. Errors as :func:`copy`."""
-    uri, manifest = source.uri(found.name), found.manifest
+def _whole_record(found: Found) -> Manifest:
+    """Return the record of ``found``, if the whole checkpoint is in its place. Errors as :func:`copy`."""
+    uri, manifest = found.uri, found.manifest
     if manifest is None and not found.decider:
         raise CheckpointNotFoundError(
             f"{uri!r} has no record: nothing says what its bytes must be. Copy it as any other file: load_path takes "
@@ -93,5 +92,5 @@ def _whole_record(source: Place, found: Found) -> Manifest:
             f"{uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to one "
             "folder, or save to a bucket."
         )
-    check_own(source, manifest)
+    check_own(found.place, manifest)
     return manifest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -19,45 +19,44 @@ from composerlite.checkpoint.load.reader import deepspeed_contents, opened, read
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.tools.pointing import pointed
-from composerlite.checkpoint.tools.surveying import Found
+from composerlite.checkpoint.tools.surveying import Found, pointed
 from composerlite.devices import rng
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-_MODELS = ("model.", "state.model.")
+_WEIGHTS = ("model.", "state.model.", "state.integrations.")
+"""Beginnings of the keys of a directory that a reader of weights needs."""
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
 """The first bytes of a file show whether the file is compressed."""
 
 
 # ── parts of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────────
-def model_directory(place: Place, found: Found) -> ShardedDirectory | None:
+def model_directory(found: Found) -> ShardedDirectory | None:
     """Return the directory of the model, for a step the directory in the step. ``None``: the checkpoint is one file."""
     if found.kind == "step":
-        return ShardedDirectory(place.inside(""), f"{found.name}/{MODEL}")
+        return ShardedDirectory(found.place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(WEIGHTS_SUFFIX):
         folder, _, file = found.name.rpartition("/")
-        return ShardedDirectory(place, folder, file)
+        return ShardedDirectory(found.place.inside(""), folder, file)
     if any(file.path.startswith(f"{found.name}/") for file in found.files):
-        return ShardedDirectory(place.inside(""), found.name)
+        return ShardedDirectory(found.place.inside(""), found.name)
     return None
 
 
-def _deepspeed_folder(place: Place, found: Found) -> str | None:
+def _deepspeed_folder(found: Found) -> str | None:
     """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
     """
     if not found.files:
-        raise CheckpointNotFoundError(f"{place.uri(found.name)!r}: its files are gone.")
+        raise CheckpointNotFoundError(f"{found.uri!r}: its files are gone.")
     paths = [file.path for file in found.files]
     if found.manifest is not None or not holds_model_states([path.rpartition("/")[2] for path in paths]):
         return None
-    return None if found.name in paths else deepspeed_save(place, found.name)
+    return None if found.name in paths else deepspeed_save(found.place, found.name)
 
 
 def _train_files(found: Found) -> list[str]:
@@ -67,7 +66,7 @@ def _train_files(found: Found) -> list[str]:
 
 
 # ── keys and shapes ──────────────────────────────────────────────────────────────────────────────────────────────────
-def contents_of(place: Place, found: Found) -> Any:
+def contents_of(found: Found) -> Any:
     """Return the contents of a checkpoint with tensors on the device ``meta``.
 
     Bytes of tensors are read of compressed files only.
@@ -77,10 +76,10 @@ def contents_of(place: Place, found: Found) -> Any:
         CorruptCheckpointError: the bytes differ from the record or the checksums.
         UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
-    if (save := _deepspeed_folder(place, found)) is not None:
-        return deepspeed_contents(place, save)
-    if (directory := model_directory(place, found)) is None:
-        return _shapes_in_file(place, found.name, found)
+    if (save := _deepspeed_folder(found)) is not None:
+        return deepspeed_contents(found.place, save)
+    if (directory := model_directory(found)) is None:
+        return _shapes_in_file(found.name, found)
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 
@@ -91,12 +90,13 @@ def contents_of(place: Place, found: Found) -> Any:
     shapes = nested(metadata, "", list(values), values)
     if found.kind != "step":
         return shapes
-    beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(place, path, found) for path in _train_files(found)}
+    beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(path, found) for path in _train_files(found)}
     return {MODEL: shapes, **beside}
 
 
-def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
+def _shapes_in_file(path: str, found: Found) -> Any:
     """Read the shapes in a file. A compressed file in a bucket is downloaded first."""
+    place = found.place
     if place.path_of(path) is None:
         size = place.size(path)
         digest = next((record.digest for record in found.records if record.path == path), None)
@@ -111,13 +111,12 @@ def _shapes_in_file(place: Place, path: str, found: Found) -> Any:
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def whole_contents(place: Place, found: Found, *, weights_only: bool = False) -> Any:
+def whole_contents(found: Found, *, weights_only: bool = False) -> Any:
     """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
 
     Args:
-        place: place of the checkpoint.
         found: the checkpoint.
-        weights_only: read the model alone.
+        weights_only: read only the model, and the state of integrations if there is one.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
@@ -125,16 +124,20 @@ def whole_contents(place: Place, found: Found, *, weights_only: bool = False) ->
         UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
         ConfigError: a library for the compression is not installed.
     """
-    if weights_only:
-        return _read_part(place, found, _MODELS, model_in)
-    return _read_part(place, found, ("",), lambda contents: contents)
+    if (save := _deepspeed_folder(found)) is not None:
+        contents = deepspeed_contents(found.place, save)
+        return _weights_in(contents) if weights_only else contents
+    if (directory := model_directory(found)) is not None:
+        return _read_directory(directory, _WEIGHTS if weights_only else ("",))
+    with fetched(found.place.path_of(found.name) or found.uri) as path:
+        return _read_file(path, weights_only=weights_only)
 
 
-def model_and_integrations(text: str) -> StateDict:
+def model_and_integrations(text: str) -> Any:
     """Load the model and the state of integrations from the checkpoint at the path, URI or address ``text``.
 
     Returns:
-        ``{'state': {'model': …, 'integrations': …}}``, without missing parts.
+        ``{'state': {'model': …, 'integrations': …}}``; without integrations the model, as :func:`weights_of` takes it.
 
     Raises:
         ConfigError: ``text`` is a folder of several checkpoints, or the URI names no store.
@@ -142,19 +145,17 @@ def model_and_integrations(text: str) -> StateDict:
     """
     if is_uri(text) and parse_uri(text)[0] in ("http", "https"):
         with fetched(text) as path:
-            return _read_file(path, _model_and_integrations_in)
+            return _read_file(path, weights_only=True)
     with pointed(text) as target:
-        keys = (*_MODELS, "state.integrations.")
-        contents = _read_part(target.place, target.the_one(whole=True), keys, _model_and_integrations_in)
-    return contents if isinstance(contents, dict) and "state" in contents else {"state": {"model": contents}}
+        return whole_contents(target.the_one(whole=True), weights_only=True)
 
 
-def metadata_of(place: Place, found: Found) -> StateDict:
+def metadata_of(found: Found) -> StateDict:
     """Return ``state/metadata`` of a run's checkpoint, without reading a tensor. Archives of DeepSpeed have none."""
     if found.kind == "deepspeed":
         return {}
-    directory = model_directory(place, found)
-    contents: Any = contents_of(place, found) if directory is None else _read_directory(directory, ("state.metadata.",))
+    directory = model_directory(found)
+    contents: Any = contents_of(found) if directory is None else _read_directory(directory, ("state.metadata.",))
     for key in ("state", "metadata"):
         contents = cast("Mapping[Any, Any]", contents).get(key) if isinstance(contents, Mapping) else None
     return cast("StateDict", contents) if isinstance(contents, dict) else {}
@@ -170,16 +171,6 @@ def weights_of(contents: Any, source: str) -> StateDict:
         return found
     hint = "'composerlite checkpoint inspect' shows what"
     raise IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
-
-
-def _read_part(place: Place, found: Found, keys: tuple[str, ...], part: Callable[[Any], Any]) -> Any:
-    """Load a part of a checkpoint: of a directory the values below ``keys``, of a file the result of ``part``."""
-    if (save := _deepspeed_folder(place, found)) is not None:
-        return part(deepspeed_contents(place, save))
-    if (directory := model_directory(place, found)) is not None:
-        return _read_directory(directory, keys)
-    with fetched(place.path_of(found.name) or place.uri(found.name)) as path:
-        return _read_file(path, part)
 
 
 def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
@@ -200,24 +191,26 @@ def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
     return contents
 
 
-def _read_file(path: Path, part: Callable[[Any], Any]) -> Any:
+def _read_file(path: Path, *, weights_only: bool) -> Any:
     if is_read_in_place(path):
         return _read_directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
     with opened(path) as file:
-        file.contents = part(file.contents)
+        if weights_only:
+            file.contents = _weights_in(file.contents)
         file.read()
         return file.contents
 
 
-def _model_and_integrations_in(contents: Any) -> StateDict:
+def _weights_in(contents: Any) -> Any:
+    """Return the model in ``contents``; with the state of integrations, if there is one, both in a dict of a run."""
     state: Any = contents.get("state") if isinstance(contents, Mapping) else None
-    has_integrations = isinstance(state, Mapping) and "integrations" in state
-    more = {"integrations": state["integrations"]} if has_integrations else {}
-    return {"state": {"model": model_in(contents), **more}}
+    if isinstance(state, Mapping) and "integrations" in state:
+        return {"state": {"model": model_in(contents), "integrations": state["integrations"]}}
+    return model_in(contents)
 
 
 # ── without a record ─────────────────────────────────────────────────────────────────────────────────────────────────
-def read_without_record(place: Place, found: Found) -> str:
+def read_without_record(found: Found) -> str:
     """Read a checkpoint without a record, and compare the bytes with the checksums in the files.
 
     Of a directory a single item is in memory at a time, of other forms the whole checkpoint.
@@ -233,11 +226,11 @@ def read_without_record(place: Place, found: Found) -> str:
     from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
     from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
 
-    system = recognised(contents_of(place, found)) or "of no system that is recognised"
+    system = recognised(contents_of(found)) or "of no system that is recognised"
     sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
-    directory = None if _deepspeed_folder(place, found) is not None else model_directory(place, found)
+    directory = None if _deepspeed_folder(found) is not None else model_directory(found)
     if directory is None:
-        whole_contents(place, found)
+        whole_contents(found)
         return sentence
     items: dict[tuple[str, int], tuple[str, int]] = {(path, 0): (path, -1) for path in _train_files(found)}
     with RemoteFileSystemReader(directory) as reader:
@@ -264,18 +257,18 @@ class Leaf(NamedTuple):
     Attributes:
         path: the keys from the top of the checkpoint to the value.
         kind: ``'tensor'``, ``'array'`` or the name of the type of a plain value.
-        dtype: type of the numbers in a tensor or an array; empty for plain values.
+        dtype: type of the numbers in a tensor or an array.
         shape: shape of a tensor or an array.
         size_bytes: size of a tensor or an array in bytes.
-        text: a plain value, shortened.
+        value: a plain value as text, shortened.
     """
 
     path: tuple[str, ...]
     kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    size_bytes: int = 0
-    text: str = ""
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    size_bytes: int | None = None
+    value: str | None = None
 
 
 def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -302,11 +295,11 @@ def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
         elif isinstance(value, np.ndarray):
             yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
         elif value is ...:
-            yield Leaf(path, "value", text="in a data file")
+            yield Leaf(path, "value", value="in a data file")
         elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:
-            yield Leaf(path, type(value).__name__, text=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]
+            yield Leaf(path, type(value).__name__, value=f"{count} items")  # pyright: ignore[reportUnknownArgumentType]
         else:
-            yield Leaf(path, type(value).__name__, text=shortened(value))
+            yield Leaf(path, type(value).__name__, value=shortened(value))
 
 
 def shortened(value: Any) -> str:

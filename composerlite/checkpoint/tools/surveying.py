@@ -1,22 +1,31 @@
-"""List the complete and incomplete checkpoints in a place, with reasons. Only records are read, no data."""
+"""Find checkpoints: all in a place, complete or not, with reasons, or the checkpoint at a path or URI.
+
+Only records are read, no data.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from pathlib import Path
+from typing import NamedTuple, cast, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, SUFFIX, TRAIN
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
-from composerlite.checkpoint.place.catalog import may_be_decider, record_in
+from composerlite.checkpoint.load.resolve import deepspeed_save, place_of
+from composerlite.checkpoint.place.bucket import Bucket
+from composerlite.checkpoint.place.catalog import home_of, may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
 from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.record import FileRecord, Manifest
-from composerlite.errors import CheckpointError
+from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from composerlite.storage import is_uri, open_store, parse_uri
 
 UNLISTED = "it has no record: its save did not end, or another program wrote it"
 _LOOKS_SAVED = re.compile(
@@ -31,6 +40,7 @@ class Found:
     """A checkpoint, or the files of an incomplete checkpoint.
 
     Attributes:
+        place: the folder or the bucket. Methods that read work until the place is closed.
         name: path below the place.
         kind: ``'monolithic'``, ``'weights'``, ``'sharded'``; ``'step'``: the directory of a ``Checkpointer``; empty:
             unknown.
@@ -40,8 +50,11 @@ class Found:
         decider: path of the file with the record; empty without a record.
         copy_of: name in the record of a copy made by hand; ``None`` otherwise.
         home: the folder of the run, with a slash at the end; empty: the place itself.
+        abandoned: the checkpoint is committed, but no run resumes from it: its run was started over, or went back to
+            an older checkpoint.
     """
 
+    place: Place
     name: str
     kind: str
     manifest: Manifest | None
@@ -50,6 +63,12 @@ class Found:
     decider: str = ""
     copy_of: str | None = None
     home: str = ""
+    abandoned: bool = False
+
+    @property
+    def uri(self) -> str:
+        """Path or URI of the checkpoint."""
+        return self.place.uri(self.name)
 
     @property
     def state(self) -> str:
@@ -89,23 +108,6 @@ def newest(listed: Iterable[Found]) -> Found | None:
     return max(living_line(of_run, lambda pair: pair[1]), key=lambda pair: pair[1].order)[0]
 
 
-def abandoned(listed: Iterable[Found]) -> set[str]:
-    """Return the names of the committed checkpoints of abandoned attempts, in one place.
-
-    A run abandons checkpoints when the run is started over, or goes back to an older checkpoint. No run resumes from
-    abandoned checkpoints.
-    """
-    runs: dict[tuple[str, str], list[Manifest]] = {}
-    for one in listed:
-        if (manifest := one.committed) is not None:
-            runs.setdefault((one.home, manifest.run_name), []).append(manifest)
-    left: set[str] = set()
-    for manifests in runs.values():
-        living = living_line(manifests, lambda manifest: manifest)
-        left |= {manifest.name for manifest in manifests} - {manifest.name for manifest in living}
-    return left
-
-
 def survey(place: Place) -> list[Found]:
     """List the checkpoints in ``place`` and its folders, oldest first; files without a record come last.
 
@@ -118,22 +120,32 @@ def survey(place: Place) -> list[Found]:
     deciders = [path for path in files if may_be_decider(path)]
     found: list[Found] = []
     for path, record in zip(deciders, map_reads(place, functools.partial(_record, place), deciders), strict=True):
-        if isinstance(record, Manifest):
-            found.append(_of_record(path, record, files))
-        elif record is not None:
-            name = path.rpartition("/")[0].removesuffix(f"/{MODEL}") if path.endswith(INDEXES) else path
-            found.append(Found(name, "", None, (str(record),), _below(files, name), path))
+        if record is not None:
+            found.append(_of_record(place, path, record, files))
     known = {one.name for one in found}
     for path in files:  # steps of other programs have no record with the names of their files
         name = path.removesuffix(f"/{MARKER}")
         if name != path and name not in known:
             needed = (f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt")
             faults = tuple(f"{last} is missing" for last in needed if f"{name}/{last}" not in files)
-            found.append(Found(name, "step", None, faults or (UNLISTED,), _below(files, name), path))
+            found.append(Found(place, name, "step", None, faults or (UNLISTED,), files_of(files, name), path))
+    found = _with_abandoned(found)
     found.sort(key=lambda one: (*((1,) if one.manifest is None else (0, *one.manifest.order)), one.name))
     taken = {file.path for one in found for file in one.files}
     rest = {path: file for path, file in files.items() if path not in taken}
-    return found + _without_record(rest, {one.name for one in found})
+    return found + _without_record(place, rest, {one.name for one in found})
+
+
+def _with_abandoned(found: Sequence[Found]) -> list[Found]:
+    """Mark the committed checkpoints of abandoned attempts."""
+    runs: dict[tuple[str, str], list[Found]] = {}
+    for one in found:
+        if one.committed is not None:
+            runs.setdefault((one.home, one.committed.run_name), []).append(one)
+    living: set[str] = set()
+    for of_run in runs.values():
+        living |= {one.name for one in living_line(of_run, lambda one: cast("Manifest", one.manifest))}
+    return [replace(one, abandoned=one.committed is not None and one.name not in living) for one in found]
 
 
 def checkpoint_at(place: Place, path: str) -> Found | None:
@@ -141,23 +153,21 @@ def checkpoint_at(place: Place, path: str) -> Found | None:
     record = _record(place, path)
     if record is None:
         return None
-    if not isinstance(record, Manifest):
-        return Found(path, "", None, (str(record),), (StoredFile(path, place.size(path), None),), path)
 
     def stored(name: str) -> StoredFile | None:
         with contextlib.suppress(FileNotFoundError):
             return StoredFile(name, place.size(name), None)
         return None
 
-    files = map_reads(place, stored, [file.path for file in record.here])
-    return _of_record(path, record, {file.path: file for file in files if file is not None})
+    paths = [file.path for file in record.here] if isinstance(record, Manifest) else [path]
+    files = map_reads(place, stored, paths)
+    return _of_record(place, path, record, {file.path: file for file in files if file is not None})
 
 
-def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
+def remove(found: Found, *, dry_run: bool = False) -> bool:
     """Delete a checkpoint with a record.
 
     Args:
-        place: place of the checkpoint.
         found: the checkpoint.
         dry_run: delete nothing.
 
@@ -166,14 +176,126 @@ def remove(place: Place, found: Found, *, dry_run: bool = False) -> bool:
     """
     if found.manifest is None:
         return False
-    there = record_in(place, found.decider)
+    there = record_in(found.place, found.decider)
     if there is not None and there.id != found.manifest.id:
         return False
     if not dry_run:
-        delete_checkpoint(place, found.manifest)
+        delete_checkpoint(found.place, found.manifest)
     return True
 
 
+# ── paths and URIs ───────────────────────────────────────────────────────────────────────────────────────────────────
+class Pointed(NamedTuple):
+    """A path or URI, resolved.
+
+    Attributes:
+        place: the place with the checkpoints.
+        name: name of one checkpoint in ``place``; ``None``: all checkpoints there.
+        text: the path or URI.
+    """
+
+    place: Place
+    name: str | None
+    text: str
+
+    def found(self) -> list[Found]:
+        """Return the checkpoint of this name, or all checkpoints of the place, oldest first.
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of this name.
+        """
+        if self.name is None:
+            return survey(self.place)
+        if (one := checkpoint_at(self.place, self.name)) is not None and one.name == self.name:
+            return [one]
+        listed = survey(self.place)
+        if chosen := [one for one in listed if one.name == self.name]:
+            return chosen
+        files = files_of(self.place.files(), self.name)
+        has_index = any(file.path.endswith(f"/{INDEX}") for file in files)  # the model of a step
+        if files and not has_index:  # a checkpoint by its contents, not by its name
+            return [Found(self.place, self.name, "", None, (UNLISTED,), files)]
+        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_names_of(listed)}")
+
+    def the_one(self, *, whole: bool = False) -> Found:
+        """Return the one checkpoint of this name.
+
+        Args:
+            whole: an incomplete checkpoint is an error.
+
+        Raises:
+            ConfigError: ``text`` is a folder of several checkpoints.
+            CheckpointNotFoundError: there is no checkpoint of this name.
+            CorruptCheckpointError: the checkpoint is incomplete, and ``whole`` is true.
+        """
+        if self.name is None:
+            raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
+        (found,) = self.found()
+        if whole and found.manifest is not None and found.faults:
+            raise CorruptCheckpointError(f"{self.text!r} is incomplete: {'; '.join(found.faults[:3])}.")
+        return found
+
+
+def place_at(text: str, *, may_be_new: bool = False) -> Place:
+    """Open the folder, or the part of a bucket, at ``text``. No request is sent to a bucket.
+
+    Args:
+        text: a path or a URI.
+        may_be_new: the folder need not exist: a copy makes the folder.
+
+    Raises:
+        ConfigError: the URI names no store, or ``text`` is a file.
+        CheckpointNotFoundError: there is no such folder.
+    """
+    _check_listable(text)
+    if is_uri(text):
+        return Bucket.of(open_store(text), parse_uri(text)[2])
+    folder = Path(parse_uri(text)[2])
+    if folder.is_file():
+        raise ConfigError(f"{text!r} is a file: expected a folder of checkpoints, or its URI.")
+    if not may_be_new and not folder.is_dir():
+        raise CheckpointNotFoundError(f"{text!r} does not exist: expected a folder of checkpoints, or its URI.")
+    return Folder(folder)
+
+
+def _check_listable(text: str) -> None:
+    if parse_uri(text)[0] in ("http", "https"):
+        raise ConfigError(f"{text!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
+
+
+@contextlib.contextmanager
+def pointed(text: str) -> Generator[Pointed]:
+    """Resolve ``text``, and keep the place open until the block ends. Links are followed.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint or folder.
+        ConfigError: the URI names no store.
+        CorruptCheckpointError: links form a loop.
+    """
+    _check_listable(text)
+    with place_of(text, None) as (above, name):
+        here = above.path_of(name)
+        is_file = name != "" and above.exists(name)
+        inside = [] if is_file or not name else above.names(name)
+        is_one = is_file or any(one in (INDEX, MARKER) or one.endswith(SUFFIX) for one in inside)
+        if is_one or (here and holds_weights(inside)) or (inside and deepspeed_save(above, name) is not None):
+            place, found = home_of(above, name)
+        elif here is None or here.is_dir():
+            place, found = above.inside(name), None
+        else:
+            there = _names_of(survey(above)) if here.parent.is_dir() else ""
+            raise CheckpointNotFoundError(f"there is no checkpoint and no folder {text!r}.{there}")
+        if here and not Path(parse_uri(text)[2]).is_absolute() and here.is_relative_to(Path.cwd()):
+            place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
+        yield Pointed(place, found, text)
+
+
+def _names_of(listed: list[Found]) -> str:
+    names = [one.name for one in listed]
+    return f" The folder holds: {', '.join(names[-8:])}." if names else " The folder holds no checkpoint."
+
+
+# ── records and files ────────────────────────────────────────────────────────────────────────────────────────────────
 def _record(place: Place, path: str) -> Manifest | CheckpointError | None:
     """Return the record in the file ``path``, or the error of an unreadable record."""
     try:
@@ -182,8 +304,13 @@ def _record(place: Place, path: str) -> Manifest | CheckpointError | None:
         return e
 
 
-def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) -> Found:
-    """Compare names and sizes of ``files`` with the record."""
+def _of_record(
+    place: Place, decider: str, record: Manifest | CheckpointError, files: Mapping[str, StoredFile]
+) -> Found:
+    """Compare names and sizes of ``files`` with the record, or with the error of an unreadable record."""
+    if not isinstance(record, Manifest):
+        name = decider.rpartition("/")[0].removesuffix(f"/{MODEL}") if decider.endswith(INDEXES) else decider
+        return Found(place, name, "", None, (str(record),), files_of(files, name), decider)
     name = record.path_of(decider)
     manifest = replace(record, name=name, template=record.also.get(name, record.template))
     faults: list[str] = []
@@ -200,10 +327,10 @@ def _of_record(decider: str, record: Manifest, files: Mapping[str, StoredFile]) 
     if record.form != "step":
         names = [saved for saved in (record.name, *record.also) if f"/{name}".endswith(f"/{saved}")]
         home, copy_of = (name.removesuffix(max(names, key=len)), None) if names else (home, record.name)
-    return Found(name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, home)
+    return Found(place, name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, home)
 
 
-def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
+def _without_record(place: Place, files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
     """Find sharded directories, folders of weights, and single files with the names of checkpoints.
 
     Data files of a killed save in a ``known`` directory are left out: ``gc`` removes these files.
@@ -226,11 +353,11 @@ def _without_record(files: Mapping[str, StoredFile], known: set[str]) -> list[Fo
     for name, kind in sorted(directories.items()):
         has_index = any(path in files for path in (f"{name}/{INDEX}", f"{name}/{MODEL}/{INDEX}"))
         fault = UNLISTED if kind == "weights" or has_index else f"{INDEX} is missing: its save did not end"
-        found.append(Found(name, kind, None, (fault,), _below(files, name)))
+        found.append(Found(place, name, kind, None, (fault,), files_of(files, name)))
     inside = {file.path for one in found for file in one.files}
-    return found + [Found(path, "", None, (UNLISTED,), (files[path],)) for path in alone if path not in inside]
+    return found + [Found(place, path, "", None, (UNLISTED,), (files[path],)) for path in alone if path not in inside]
 
 
-def _below(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
+def files_of(files: Mapping[str, StoredFile], name: str) -> tuple[StoredFile, ...]:
     """Return the file ``name``, or the files in the directory of this name."""
     return tuple(file for path, file in files.items() if path == name or path.startswith(f"{name}/"))
