@@ -330,6 +330,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.place.bucket import Bucket
     from composerlite.checkpoint.save.form import AfterCommit, SaveRequest
+    from composerlite.checkpoint.save.options import SaveOptions
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
 
@@ -344,8 +345,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 bucket=Bucket(uploader.transfer, root),
                 template=TEMPLATE,
                 links=[f"{root}/latest-rank0.pt"],
-                timeout=TIMEOUT,
-                keep=-1,
+                options=SaveOptions({"upload_timeout_in_seconds": TIMEOUT}),
                 check=lambda: None,
             )
 

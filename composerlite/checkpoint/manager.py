@@ -22,8 +22,8 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.naming import varies
 from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name, gather
-from composerlite.checkpoint.save.options import save_options
+from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name
+from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes
 from composerlite.checkpoint.save.publish import Publisher, Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, may_replace, position_of
@@ -105,7 +105,7 @@ class CheckpointManager:
             raise ConfigError(
                 f"options={options}: give {', '.join(twice)} as folder, filename and keep of the manager."
             )
-        self.options = save_options({**given, **(options or {})})
+        self.options = SaveOptions({**given, **(options or {})})
         if parts and (self.options.in_memory or self.options.replication is not None or self.options.on_exception):
             raise ConfigError(
                 f"options={options}: in_memory, replication and on_exception need a Trainer. Leave them out."
@@ -322,7 +322,7 @@ class CheckpointManager:
             if self.where.is_leader and not self.options.overwrite:
                 buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
                 self.where.refuse_conflicts(state, buckets)
-        keeps_one = self.options.keep.only_newest or self.options.in_memory
+        keeps_one = self.options.keep.policy.last == 1 or self.options.in_memory
         if several and group.is_first and not keeps_one and not varies(self.where.filename):
             log.warning(
                 "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
@@ -410,7 +410,7 @@ class CheckpointManager:
             held = self._contents()
             check_kinds(held, self.options.ignore_keys)
         if self.options.asynchronous:
-            contents = gather(held, weights_only=self.options.weights_only, ignore_keys=self.options.ignore_keys)
+            contents = dataclasses.replace(self._request(), state_dict=held).gathered()
             if (size_bytes := Form(self.state).expected_bytes(contents)) is not None:
                 self._staging.prepare(size_bytes)
 

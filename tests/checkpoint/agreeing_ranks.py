@@ -18,8 +18,9 @@ from torch import nn
 
 from composerlite import dist
 from composerlite.checkpoint.place import node_disks
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save.form import gather
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, expected_bytes
 from composerlite.core import Event, State
 from composerlite.errors import ConfigError, RankError
@@ -95,7 +96,7 @@ def expects(folder: Path) -> tuple[int, int]:
     """How many bytes this rank expects to copy for a save, and how many it is told to."""
     state = sharded_state(width=256)
     step(state)
-    contents = gather(state.state_dict(), weights_only=False, ignore_keys=None)
+    contents = SaveRequest(state=state, catalog=Catalog(folder), template="ba1").gathered()
     body = ShardWriter(lambda: contents, ShardedDirectory.of(folder / "ba1"), overwrite=False, of_run=True)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes

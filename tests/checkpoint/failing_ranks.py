@@ -18,7 +18,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save import form, save, sharded_plan
-from composerlite.checkpoint.save.form import FileWriter
+from composerlite.checkpoint.save.form import FileWriter, SaveRequest
 from composerlite.checkpoint.save.save import LONGEST_WORK
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.core import Logger, State
@@ -30,7 +30,7 @@ Stage = tuple[str, int, Any, str]
 """Its name, the rank that fails there, and the function in which it does."""
 STAGES: dict[str, list[Stage]] = {
     "copies": [
-        ("gather", 1, form, "gather"),
+        ("gather", 1, SaveRequest, "gathered"),
         ("name", 0, Catalog, "check_free"),
         ("snapshot", 0, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
@@ -40,7 +40,7 @@ STAGES: dict[str, list[Stage]] = {
         ("retention", 0, save, "delete_checkpoint"),
     ],
     "shards": [
-        ("gather", 1, form, "gather"),
+        ("gather", 1, SaveRequest, "gathered"),
         ("plan", 1, sharded_plan, "RankState"),
         ("claim", 0, ShardedDirectory, "begin"),
         ("snapshot", 1, StagingMemory, "take"),

@@ -130,7 +130,6 @@ def save_archives(
             {STATES: TorchImage({"x": torch.full((10,), value)}), f"{DEEPSPEED}/zero.pt": TorchImage({"rank": rank})},
             Catalog(folder),
             name=template.format(rank=rank),
-            template=template,
             overwrite=overwrite,
             record=record,
         )

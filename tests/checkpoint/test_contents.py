@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from parts import Remember, new_state
 
 from composerlite.checkpoint import IgnoreKeys
 from composerlite.checkpoint.contents import check_ignore_keys, glob_filter, without
-from composerlite.checkpoint.save.form import gather
+from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.errors import ConfigError
 
 WEIGHT = torch.ones(2)
@@ -111,7 +113,7 @@ def test_the_live_state_is_never_changed(ignore: IgnoreKeys) -> None:
     remember = Remember({"list": [1, 2], "dict": {"a": 1}})
     state = new_state(3, callbacks=[remember])
     before = copy.deepcopy(state.state_dict())
-    contents = gather(state.state_dict(), ignore_keys=ignore)
+    contents = SaveRequest(state=state, catalog=Catalog(Path()), template="x.pt", ignore_keys=ignore).gathered()
     assert not contents.get("state")
     after = state.state_dict()
     assert paths(before) == paths(after)

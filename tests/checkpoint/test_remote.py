@@ -24,6 +24,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint
+from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.publish import Publisher
 from composerlite.errors import (
     CheckpointExistsError,
@@ -337,8 +338,7 @@ def test_a_link_that_was_not_moved_is_noticed(remote: Catalog, store: FaultyStor
         bucket=Bucket(Transfer(store), "run"),
         template="ba{batch}.pt",
         links=[LINK],
-        timeout=5,
-        keep=-1,
+        options=SaveOptions({"upload_timeout_in_seconds": 5}),
         check=lambda: None,
     )
     assert publisher.is_behind(manifest)

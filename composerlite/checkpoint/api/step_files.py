@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast, final
 
 import xxhash
@@ -19,6 +18,7 @@ from composerlite.checkpoint.load.reader import safe_torch_load
 from composerlite.checkpoint.place.directory import RANK_FILE, StepFolder
 from composerlite.checkpoint.place.place import NewFile, local_copy
 from composerlite.checkpoint.record.record import Count, FileRecord, Manifest, json_object, recorded
+from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.dist import Group
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, ObjectStoreError
@@ -140,7 +140,7 @@ def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> Stat
 
 
 @final
-class StepWriter:
+class StepWriter(RankWriter):
     """Writer of this rank's files of a step: the file in ``train/``, and shards of the model and the optimizer.
 
     Args:
@@ -149,8 +149,6 @@ class StepWriter:
         train: train state of this rank.
         rank: this rank.
     """
-
-    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:
         self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -162,8 +160,7 @@ class StepWriter:
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
-        train = [StorageCopy(storage, self._start + offset) for storage, offset in self._train.storages()]
-        return [*self._shards.storages(), *train]
+        return [*self._shards.storages(), *self._train.storages(self._start)]
 
     def staged_in(self, memory: HostMemory) -> None:
         """Read the bytes from ``memory`` from now on."""

@@ -94,10 +94,13 @@ class TorchImage:
         self.comment_bytes = 0
         self.size_bytes = archive_bytes(self._records)
 
-    def storages(self) -> list[StorageCopy]:
-        """List the storages to copy before training changes their bytes. No storage occurs twice."""
+    def storages(self, start: int = 0) -> list[StorageCopy]:
+        """List the storages to copy before training changes their bytes, for a copy of the file at offset ``start``.
+
+        No storage occurs twice.
+        """
         assert self._storages is not None, "the image was staged already"
-        return [StorageCopy(s, r.offset) for s, r in zip(self._storages, self._records, strict=False)]
+        return [StorageCopy(s, start + r.offset) for s, r in zip(self._storages, self._records, strict=False)]
 
     def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Let :meth:`write` look for NaN and infinite values in named, strided tensors of the file.

@@ -209,7 +209,7 @@ class Manifest:
     def marked(self, weights: Iterable[str | None]) -> Manifest:
         """Return the record with the first name in ``weights`` as ``not_finite``, unless ``not_finite`` has names.
 
-        ``weights`` has an item for each rank: the name of a weight with NaN or infinity, or ``None``.
+        ``weights`` has an item for each written file: the name of a weight with NaN or infinity, or ``None``.
         """
         found = next((name for name in weights if name is not None), None)
         if found is None or self.run.not_finite:

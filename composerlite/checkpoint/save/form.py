@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -61,18 +62,15 @@ class RankWriter(Protocol):
         seconds: time by activity of the threads that write, complete after :meth:`write`.
     """
 
-    size_bytes: int
-
-    @property
-    def seconds(self) -> Mapping[str, float]: ...
+    size_bytes: int = 0
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def storages(self) -> Sequence[StorageCopy]:
         """Return the storages to copy before training changes them, each once, and the offset of each in the copy."""
-        ...
+        return ()
 
     def staged_in(self, memory: HostMemory) -> None:
         """Read the bytes from the copy in ``memory`` from now on."""
-        ...
 
     def write(self, manifest: Manifest) -> Any:
         """Write the files of this rank, durably, and return facts about the files for rank 0.
@@ -102,18 +100,18 @@ class _Written(NamedTuple):
         temporary: path until the commit.
         digest: of the file.
         unpacked_bytes: size before compression: of the ``.pt`` file, or of an archive of several files.
-        not_finite: name of a weight in the file that is not finite.
+        not_finite: names of weights in the file that are not finite; ``None`` for a file in the archive without one.
     """
 
     name: str
     temporary: Path
     digest: FileDigest
     unpacked_bytes: int
-    not_finite: str | None
+    not_finite: Sequence[str | None]
 
 
 @final
-class FileWriter:
+class FileWriter(RankWriter):
     """Writer of a file in the folder of ``catalog``: a whole checkpoint, or the archive of a rank.
 
     The file has a temporary name until the commit.
@@ -122,10 +120,10 @@ class FileWriter:
         images: contents of the file: one, or several by their names in an archive.
         catalog: of the folder.
         name: of the file.
-        template: of the name. The end of the template chooses the format.
         overwrite: replace a checkpoint of the same name.
-        record: the record of the checkpoint, without files. A checkpoint of one file, and the archive of each other
-            rank, contain the record when they are flushed. The archive of rank 0 gets the record of all at the commit.
+        record: the record of the checkpoint, without files. The end of its template chooses the format. A checkpoint of
+            one file, and the archive of each other rank, contain the record when they are flushed. The archive of rank
+            0 gets the record of all at the commit.
         is_copy: training changes no tensor of the images.
     """
 
@@ -135,13 +133,11 @@ class FileWriter:
         catalog: Catalog,
         *,
         name: str,
-        template: str,
         overwrite: bool,
         record: Manifest,
         is_copy: bool = False,
     ) -> None:
-        self.seconds: Mapping[str, float] = {}
-        self._format = format_of(template)
+        self._format = format_of(record.template)
         self._images = dict(images)
         self._starts: dict[str, int] = {}
         self._data_bytes = 0
@@ -163,11 +159,7 @@ class FileWriter:
 
     def storages(self) -> list[StorageCopy]:
         """Return the storages to copy before training changes them."""
-        return [
-            StorageCopy(storage, self._starts[name] + offset)
-            for name, image in self._images.items()
-            for storage, offset in image.storages()
-        ]
+        return [copy for name, image in self._images.items() for copy in image.storages(self._starts[name])]
 
     def staged_in(self, memory: HostMemory) -> None:
         """Read the bytes from ``memory`` from now on."""
@@ -194,9 +186,9 @@ class FileWriter:
                     image.write(sink)
                 if is_archive:
                     sink.write(bytes(archive_bytes - sink.size_bytes))
-                not_finite = next((image.not_finite for image in images if image.not_finite is not None), None)
+                not_finite = [image.not_finite for image in images]
                 timings = {**manifest.timings, **sink.seconds}
-                record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked([not_finite])
+                record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked(not_finite)
                 decides_for_all = record.form == "archives" and self._name == record.name
                 digest = sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
             self._stack = stack.pop_all()
@@ -209,7 +201,7 @@ class FileWriter:
         records = [FileRecord.of(part.name, part.digest) for part in written]
         unpacked = max(part.unpacked_bytes for part in written)
         manifest = dataclasses.replace(manifest, files=tuple(records), unpacked_bytes=unpacked)
-        manifest = manifest.marked([part.not_finite for part in written])
+        manifest = manifest.marked([name for part in written for name in part.not_finite])
         if manifest.form == "archives":
             own, *others = records
             tail = self._format.frame(seal(dataclasses.replace(manifest, files=tuple(others)), own.digest))
@@ -307,40 +299,30 @@ class SaveRequest:
     started: float | None = None
 
     def gathered(self, generators: Any = None) -> StateDict:
-        """Return the contents of the checkpoint, as :func:`gather`. Collective with ``generators``."""
+        """Return the contents of the checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
+
+        The contents have live tensors: copy or write these before training continues.
+
+        Args:
+            generators: states of the random generators: a list of all ranks; or a dict with this rank alone, by the
+                number of the rank, for a directory. The call is then collective, and gathers the metrics and positions
+                of all ranks. Default: the state of this rank's generators.
+        """
         held = self.state_dict
         if held is None:
             held = self.state.weights_state_dict() if self.weights_only else self.state.state_dict()
-        return gather(held, weights_only=self.weights_only, ignore_keys=self.ignore_keys, generators=generators)
+        contents: StateDict = {"state": held}
+        if not self.weights_only:
+            if generators is not None:
+                contents["state"] = _with_all_ranks(held)
+            contents["rng"] = generators or [rng.of_training()]
+        return contents if self.ignore_keys is None else without(contents, self.ignore_keys)
 
     def gathered_of_all_ranks(self) -> StateDict:
         """Return the contents of the checkpoint with the random generators of all ranks. Collective."""
         if self.weights_only or dist.get_world_size() == 1:
             return self.gathered()
-        states = dist.get_group().gather(bytes(rng.packed(rng.of_training()).numpy()))
-        return self.gathered([rng.unpacked(torch.frombuffer(bytearray(one), dtype=torch.uint8)) for one in states])
-
-
-def gather(
-    state_dict: StateDict, *, weights_only: bool = False, ignore_keys: IgnoreKeys = None, generators: Any = None
-) -> StateDict:
-    """Return the contents of a checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
-
-    Args:
-        state_dict: state dict of the training state, or of the weights. The result has the same live tensors: copy or
-            write these before training continues.
-        weights_only: ``state_dict`` has only the weights.
-        ignore_keys: keys to leave out.
-        generators: states of the random generators: a list of all ranks; or a dict with this rank alone, by the number
-            of the rank, for a directory. The call is then collective, and gathers the metrics and positions of all
-            ranks. Default: the state of this rank's generators.
-    """
-    contents: StateDict = {"state": state_dict}
-    if not weights_only:
-        if generators is not None:
-            contents["state"] = _with_all_ranks(state_dict)
-        contents["rng"] = generators or [rng.of_training()]
-    return contents if ignore_keys is None else without(contents, ignore_keys)
+        return self.gathered(_of_all_ranks(rng.of_training()))
 
 
 def _with_all_ranks(contents: StateDict) -> StateDict:
@@ -365,18 +347,15 @@ def _with_all_ranks(contents: StateDict) -> StateDict:
         in_order = [by_share[share] for share in sorted(by_share)]
         contents["dataset_state"] = {**dataset_state, "train": {**position, "per_rank": in_order}}
     if train_metrics or eval_metrics:
-        contents["train_metrics"] = {
-            name: {**state, "per_rank": [train[name] for _, train, _, _ in every]}
-            for name, state in every[0][1].items()
-        }
-        contents["eval_metrics"] = {
-            label: {
-                name: {**state, "per_rank": [evals[label][name] for _, _, evals, _ in every]}
-                for name, state in metrics.items()
-            }
-            for label, metrics in every[0][2].items()
-        }
+        contents["train_metrics"] = _with_ranks([train for _, train, _, _ in every])
+        labels = every[0][2]
+        contents["eval_metrics"] = {label: _with_ranks([evals[label] for _, _, evals, _ in every]) for label in labels}
     return contents
+
+
+def _with_ranks(metrics: Sequence[StateDict]) -> StateDict:
+    """Return the metric states of rank 0, each with the states of all ranks."""
+    return {name: {**state, "per_rank": [one[name] for one in metrics]} for name, state in metrics[0].items()}
 
 
 def _of_all_ranks(own: Any) -> list[Any]:
@@ -489,7 +468,7 @@ class Form:
         for file, contents in engine.saved().items():
             image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents)
             image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
-        return FileWriter(images, catalog, name=name, template=name, overwrite=overwrite, record=record)
+        return FileWriter(images, catalog, name=name, overwrite=overwrite, record=record)
 
 
 def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter | None:
@@ -511,7 +490,6 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
         {STATES: image},
         request.catalog,
         name=name,
-        template=record.template,
         overwrite=request.overwrite,
         record=record,
         is_copy=gathers,

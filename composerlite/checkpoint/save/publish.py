@@ -78,8 +78,7 @@ class Publisher:
         bucket: target of the uploads.
         template: template of the names in the bucket, below the root.
         links: full names of the links to the latest checkpoint. If each rank has a file: a link per rank, rank 0 first.
-        timeout: seconds to wait for earlier uploads if too many checkpoints are pending.
-        keep: number of checkpoints to keep in the bucket; -1: all except ephemeral checkpoints.
+        options: options of the saver.
         check: called before the first request and before the commit; raises if this process must not write.
         before_each: functions to call before each upload, in the uploading thread.
         outcomes: outcomes on rank 0 since the last :meth:`Publishing.take_news`.
@@ -89,8 +88,7 @@ class Publisher:
     bucket: Bucket
     template: str
     links: Sequence[str]
-    timeout: float
-    keep: int
+    options: SaveOptions
     check: Callable[[], object]
     before_each: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     outcomes: deque[Publication] = field(default_factory=deque[Publication])
@@ -155,10 +153,10 @@ class Publisher:
             moves: delete the checkpoint from the folder after the upload.
 
         Raises:
-            ObjectStoreError: the earlier checkpoints are not uploaded within ``timeout`` seconds.
+            ObjectStoreError: the earlier checkpoints are not uploaded within the timeout of the options.
             OSError: a file of the checkpoint cannot be opened.
         """
-        self.wait(self.timeout, at_most=_MOST_WAITING - 1)
+        self.wait(self.options.upload_timeout, at_most=_MOST_WAITING - 1)
         there = _in_bucket(manifest, first_name(self.template, manifest), self.template)
         paths = dict(zip(manifest.files, (file.path for file in there.files), strict=True))
         files: dict[str, Path | bytes] = {}
@@ -238,13 +236,14 @@ class Publisher:
 
     def _delete_old(self, newest: Manifest) -> Iterator[str]:
         """Delete the checkpoints that retention does not keep beside ``newest``; yield the name of each."""
-        if self.keep == -1 and self._known is None and not newest.ephemeral:
+        keep = self.options.keep.in_bucket
+        if keep == -1 and self._known is None and not newest.ephemeral:
             return
         if self._known is None:  # listed once: later uploads and deletions update the list
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
         now = Position(newest.run_name, newest.moment, newest.run.lineage)
-        for old in Retention(retention_policy(self.keep), now).given_up(self._known, self.template):
+        for old in Retention(retention_policy(keep), now).given_up(self._known, self.template):
             delete_checkpoint(self.bucket, old)
             self._known.remove(old)
             yield old.name
@@ -257,7 +256,7 @@ class Publisher:
         """
         if not self.uploader.wait(seconds, lane=self.bucket.uri(), at_most=at_most) and seconds_left():
             raise ObjectStoreError(
-                f"{', '.join(self.uploader.pending)}: not uploaded within {self.timeout:.0f} s "
+                f"{', '.join(self.uploader.pending)}: not uploaded within {self.options.upload_timeout:.0f} s "
                 "(upload_timeout_in_seconds). Save less often, or give it longer."
             )
 
@@ -345,10 +344,10 @@ class Publishing:
 
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
         """Create the publishers of this rank, and check the buckets. Return the URIs of the buckets."""
-        timeout, keep = self._options.upload_timeout, self._options.keep.in_bucket
+        keep = self._options.keep.in_bucket
         if self._store is not None:
             # A thread for checkpoints, and a thread for other work.
-            self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=timeout)
+            self._uploader = Uploader(Transfer(self._store), num_concurrent=2, timeout=self._options.upload_timeout)
             uploaders = [(self._uploader, "")]
         for uploader, prefix in uploaders:
             root = prefix + format_name_with_dist(self._root, state.run_name, **FIRST_RANK)
@@ -361,8 +360,7 @@ class Publishing:
                 bucket=Bucket(uploader.transfer, root),
                 template=self._template,
                 links=links,
-                timeout=timeout,
-                keep=keep,
+                options=self._options,
                 check=self._where.confirm_leases,
             )
             self.publishers.append(publisher)

@@ -70,6 +70,7 @@ class RankState:
         paths: of all keys in the nested state.
         data: the tensor, or the bytes of the value, of each piece.
         tensors: the distributed tensors, by key.
+        proposed: the pieces in the last proposal.
 
     Raises:
         SaveError: a value cannot be pickled; names the key.
@@ -81,6 +82,7 @@ class RankState:
         self.pieces: list[StatePiece] = []
         self.data: dict[dcp.MetadataIndex, Tensor | bytes] = {}
         self.tensors: dict[str, DTensor] = {}
+        self.proposed: list[StatePiece] = self.pieces
         self._group = group
         self._of_run = of_run
         for key, value in found.values.items():
@@ -115,13 +117,11 @@ class RankState:
         if len(split) * self._group.size <= MOST_LISTED:
             return None
         boxes = {piece.key: (piece.offsets, piece.sizes) for piece in self.pieces}
+        meshes = {id(tensor.device_mesh): tensor.device_mesh.mesh for tensor in split.values()}
+        is_in_order = all(mesh.flatten().tolist() == list(range(self._group.size)) for mesh in meshes.values())
         tensors: list[SplitTensor] = []
-        in_order: dict[int, bool] = {}
         for key, tensor in sorted(split.items()):
-            mesh = tensor.device_mesh
-            if id(mesh) not in in_order:
-                in_order[id(mesh)] = mesh.mesh.flatten().tolist() == list(range(self._group.size))
-            found = split_of(self.paths[key], tensor) if in_order[id(mesh)] else None
+            found = split_of(self.paths[key], tensor) if is_in_order else None
             box = None if found is None else found.box(self._group.rank)[0]
             if found is None or box is None or boxes.get(key) != (box if math.prod(box[1]) else None):
                 log.debug("no rule covers the splits of the tensor %s: listing all pieces", key)
@@ -132,6 +132,7 @@ class RankState:
     def propose(self, *, by_rule: bool) -> Proposal:
         """Return the proposal of this rank. With ``by_rule`` the pieces that follow from the rule are left out."""
         layout = self.layout if by_rule else None
+        self.proposed = self.pieces
         if layout is None:
             return Proposal("", self.pieces, self.paths)
         listed = [piece for piece in self.pieces if piece.key not in layout.by_key]
@@ -139,6 +140,7 @@ class RankState:
         if not self._of_run:  # all ranks have these pieces: each proposes its share
             own = balanced([piece.size_bytes for piece in listed], self._group.size)[self._group.rank]
             listed = [listed[number] for number in sorted(own)]
+        self.proposed = listed
         keys = {piece.key for piece in listed}
         paths = {key: path for key, path in self.paths.items() if key in keys or key.startswith(KEYS)}
         return Proposal(layout.digest + xxhash.xxh3_128_hexdigest(common), listed, paths)
@@ -272,8 +274,8 @@ def plan_save(
 
     def known() -> tuple[str, ...]:
         own.append(state := RankState(contents(), group, of_run=of_run))
-        plans = [plan for plan in known_plans if plan.ranks == group.size]
-        plans = [plan for plan in plans if plan.pieces == state.pieces and plan.paths == state.paths]
+        now = group.size, state.pieces, state.paths
+        plans = [plan for plan in known_plans if (plan.ranks, plan.pieces, plan.paths) == now]
         matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
         return tuple(matching)
 
@@ -307,20 +309,13 @@ def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: 
         name = secrets.token_hex(8)
         return [(name, numbers, handle) for numbers in written]
 
-    proposed: list[StatePiece] = []
-
-    def propose(*, by_rule: bool) -> Proposal:
-        proposal = state.propose(by_rule=by_rule)
-        proposed[:] = proposal.pieces
-        return proposal
-
-    reply = group.reduce_scatter("planning a save", lambda: propose(by_rule=True), divide)
-    layout = state.layout
+    reply = group.reduce_scatter("planning a save", lambda: state.propose(by_rule=True), divide)
+    layout = None if reply is None else state.layout
     if reply is None:
-        layout, reply = None, group.reduce_scatter("planning a save", lambda: propose(by_rule=False), divide)
+        reply = group.reduce_scatter("planning a save", lambda: state.propose(by_rule=False), divide)
     assert reply is not None
     name, numbers, begun = reply
-    own = [proposed[number].metadata_index for number in numbers]
+    own = [state.proposed[number].metadata_index for number in numbers]
     if layout is not None:
         own += [part.metadata_index for part in layout.pieces(group.rank)]
     made = Plan(name, group.size, state.pieces, state.paths, own, index[0] if index else None, layout)

@@ -69,8 +69,8 @@ class WrittenFile(NamedTuple):
     not_finite: str | None
 
 
-SealedIndex = tuple[bytes, Sequence[Sequence[WrittenFile]], Manifest]
-"""For the deciding file of each disk: the index, the files of each rank without places, and the record."""
+SealedIndex = tuple[bytes, Mapping[str, tuple[FileDigest, int | None]], Manifest]
+"""The arguments of :meth:`ShardedDirectory.commit` on each disk."""
 
 
 # ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -131,10 +131,8 @@ def write_files(
             for index, value in part.items():
                 start = sink.size_bytes
                 if isinstance(value, Tensor):
-                    tensor = in_one_piece(value.detach())
-                    if tensor is None:  # no more memory than the numbers need
-                        tensor = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-                    image = TorchImage(cast("Any", tensor))
+                    tensor: Any = in_one_piece(value.detach())
+                    image = TorchImage(tensor)
                     if index in watched:
                         image.watch([(watched[index], tensor)])
                     image.write(sink)
@@ -155,13 +153,13 @@ def write_files(
         return [job.result() for job in jobs]
 
 
-def in_one_piece(tensor: Tensor) -> Tensor | None:
-    """Return a plain tensor with a storage of its own, in the same memory; ``None`` if this is not possible."""
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """Return a plain tensor with a storage of its own: in the same memory if possible, or a copy on the CPU."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     if not plain or not tensor.is_contiguous() or tensor.is_quantized or not tensor.numel():
-        return None
-    first, size = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
-    storage: Any = tensor.untyped_storage()[first : first + size]
+        return tensor.cpu().clone(memory_format=torch.contiguous_format)
+    first, end = _span(tensor)
+    storage: Any = tensor.untyped_storage()[first:end]
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
@@ -189,19 +187,10 @@ def index_bytes(
     return pickle.dumps(index) if layout is None else layout.pack(index, suffix)
 
 
-def _commit(
-    folder: ShardedDirectory,
-    index: bytes,
-    written: Iterable[Sequence[WrittenFile]],
-    record: Manifest,
-    nodes: Sequence[int] = (),
-) -> Manifest:
-    """Commit the checkpoint in ``folder``, or remove the files. ``nodes``: of each rank, if nodes have own disks."""
-    files = {
-        file.name: (file.digest, nodes[rank] if nodes else None) for rank, part in enumerate(written) for file in part
-    }
+def _commit(folder: ShardedDirectory, sealed: SealedIndex) -> Manifest:
+    """Commit the checkpoint in ``folder``, or remove the files."""
     try:
-        return folder.commit(index, files, record)
+        return folder.commit(*sealed)
     except BaseException:
         folder.abandon()
         raise
@@ -319,7 +308,7 @@ class RemoteFileSystemWriter(StorageWriter):
         written = cast("list[list[WrittenFile]]", results)
         record = record_of_directory(self._folder.name, len(results))
         index = index_bytes(metadata, written, None, self._handle.suffix)
-        _commit(self._folder, index, written, record)
+        _commit(self._folder, (index, {file.name: (file.digest, None) for part in written for file in part}, record))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -430,11 +419,9 @@ class ShardWriter:
     def write(self, manifest: Manifest) -> list[WrittenFile]:
         """Write the files of this rank, durably, and return facts about the files for rank 0."""
         layout = self._plan.layout
-        written = write_files(
+        return write_files(
             self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
         )
-        self._release()
-        return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`write` of all ranks."""
@@ -447,9 +434,9 @@ class ShardWriter:
         assert self._plan.metadata is not None
         written = cast("Sequence[Sequence[WrittenFile]]", parts)
         index = index_bytes(self._plan.metadata, written, self._plan.layout, self._handle.suffix)
-        not_finite = [file.not_finite for part in written for file in part]
-        files = [[file._replace(places={}) for file in part] for part in written]
-        return index, files, manifest.marked(not_finite)
+        nodes = [None] * len(written) if self._disks is None else self._disks.nodes
+        files = {file.name: (file.digest, node) for node, part in zip(nodes, written, strict=True) for file in part}
+        return index, files, manifest.marked([file.not_finite for part in written for file in part])
 
     def commit_part(self, sealed: SealedIndex) -> None:
         """Write the deciding file, on the first rank of each disk. The file makes the checkpoint valid on the disk.
@@ -457,18 +444,14 @@ class ShardWriter:
         An error removes the files of the disk. Other ranks do nothing.
         """
         if self._disks is None or self._disks.is_folder_leader:
-            self.committed = _commit(self._folder, *sealed, () if self._disks is None else self._disks.nodes)
+            self.committed = _commit(self._folder, sealed)
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files of the save unless the checkpoint is committed, or may be. May be called twice."""
-        self._release()
+        self._data, self._copies = {}, []  # another save may use the memory of the snapshot
         if not may_be_committed:
             self._folder.abandon()
         self._folder.close()
-
-    def _release(self) -> None:
-        """Drop the tensors and the memory of the snapshot: another save may use the memory."""
-        self._data, self._copies = {}, []
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import final
 from weakref import WeakSet
 
@@ -145,8 +145,8 @@ class _DeviceCopy:
         copier: of the device.
         memory: of the snapshot.
         spare: offset of free room in ``memory``. Small storages are copied there together, and later moved into place.
-        early: storages that are copied before training changes anything.
-        late: storages that may be copied until an optimizer steps.
+        copies: the storages. They are copied before training changes anything, except late storages.
+        may_be_late: ids of storages that may be copied until an optimizer steps.
 
     Attributes:
         spare_left: offset of the room still free.
@@ -158,16 +158,17 @@ class _DeviceCopy:
         copier: DeviceCopier,
         memory: HostMemory,
         spare: int,
-        early: Sequence[StorageCopy],
-        late: Sequence[StorageCopy],
+        copies: Sequence[StorageCopy],
+        may_be_late: Container[int],
     ) -> None:
         self._copier, self._memory = copier, memory
-        self._kept = [*early, *late]  # storages must exist until they are copied
-        self._small = _small_of(self._kept, memory.size_bytes - spare)
+        self._kept = copies  # storages must exist until they are copied
+        self._small = _small_of(copies, memory.size_bytes - spare)
         self._spare, self.spare_left = spare, spare + sum(copy.storage.nbytes() for copy in self._small)
         small = {copy.offset for copy in self._small}
-        early = [copy for copy in early if copy.offset not in small]
-        late = [copy for copy in late if copy.offset not in small]
+        large = [copy for copy in copies if copy.offset not in small]
+        late = [copy for copy in large if storage_id(copy.storage) in may_be_late]
+        early = [copy for copy in large if storage_id(copy.storage) not in may_be_late]
         self.late_ids = {storage_id(copy.storage) for copy in late}
         copier.after_training()
         gathered = copier.gather([copy.storage for copy in self._small]) if small else None
@@ -231,9 +232,8 @@ class StagingMemory:
         self._limit_bytes = limit_bytes
         self._devices = devices
         self._lock = threading.RLock()  # the saving thread gives memory back
-        self._memory: HostMemory | None = None
-        self._is_free = False
-        self._is_lent = False
+        self._memory: HostMemory | None = None  # ready for a copy
+        self._in_use: HostMemory | None = None  # lent, or being faulted in
         self._preparing: threading.Thread | None = None
         self._has_warned = False
         self._optimizers: WeakSet[Optimizer] = WeakSet()  # with our hook
@@ -251,17 +251,17 @@ class StagingMemory:
         with self._lock:
             if self._has(size_bytes) or (memory := self._allocate(size_bytes)) is None:
                 return
-            self._is_free = False
+            self._in_use = memory
             run = functools.partial(self._fault_in, memory, self._devices.current())
             self._preparing = next(iter(start_threads(run, 1, name="checkpoint-memory")), None)
             if self._preparing is None:
-                self._is_free = True
+                self.give_back(memory)
 
     def _fault_in(self, memory: HostMemory, device: torch.device | None) -> None:
         pauses = _FAULT_PAUSES if device is None else 1.0
         try:
             for offset in range(0, memory.size_bytes, _FAULT_BYTES):
-                if self._memory is not memory:  # closed
+                if self._in_use is not memory:  # closed
                     return
                 started = time.perf_counter()
                 memory.fault_in(offset, min(_FAULT_BYTES, memory.size_bytes - offset))
@@ -270,9 +270,8 @@ class StagingMemory:
                 self._devices.pin(memory, device)
         except (OSError, RuntimeError) as e:  # pinning by torch raises the latter
             log.warning("memory for checkpoints could not be prepared: %s", e)
-        with self._lock:
-            if self._memory is memory:
-                self._is_free = True
+        finally:
+            self.give_back(memory)
 
     def wait_until_prepared(self, timeout: float = _WAIT_SECONDS) -> bool:
         """Wait for the thread of :meth:`prepare`; return true if the thread has ended."""
@@ -288,27 +287,27 @@ class StagingMemory:
             The memory; ``None`` if none is ready: none or too little was prepared, or another save has the memory.
         """
         with self._lock:
-            if not self._has(size_bytes) and (size_bytes > _LITTLE_BYTES or self._allocate(size_bytes) is None):
-                return None
-            self._is_free, self._is_lent = False, True
-            return self._memory
+            memory = self._memory if self._has(size_bytes) else None
+            if memory is None and size_bytes <= _LITTLE_BYTES:
+                memory = self._allocate(size_bytes)
+            if memory is not None:
+                self._memory, self._in_use = None, memory
+            return memory
 
     def give_back(self, memory: HostMemory) -> None:
         """Take lent ``memory`` back for the next copy. Nothing may refer to the memory any more."""
         with self._lock:
-            if self._memory is memory:
-                self._is_free, self._is_lent = True, False
+            if self._in_use is memory:
+                self._memory, self._in_use = memory, None
                 return
         self._release(memory)  # closed meanwhile
 
     def close(self) -> None:
-        """Free the memory. Lent memory is freed in :meth:`give_back`. May be called twice, and used again after."""
+        """Free the memory. Memory in use is freed in :meth:`give_back`. May be called twice, and used again after."""
         with self._lock:
-            memory, preparing, is_lent = self._memory, self._preparing, self._is_lent
-            self._memory, self._is_free, self._is_lent = None, False, False
-        if preparing is not None:
-            preparing.join(_WAIT_SECONDS)
-        if memory is not None and not is_lent:
+            memory, self._memory, self._in_use = self._memory, None, None
+        self.wait_until_prepared()
+        if memory is not None:
             self._release(memory)
 
     def fits(self, size_bytes: int) -> bool:
@@ -320,11 +319,11 @@ class StagingMemory:
         return size_bytes <= max(have, (free + have) // 2)
 
     def _has(self, size_bytes: int) -> bool:
-        return self._is_free and self._memory is not None and self._memory.size_bytes >= size_bytes
+        return self._memory is not None and self._memory.size_bytes >= size_bytes
 
     def _allocate(self, size_bytes: int) -> HostMemory | None:
-        """Replace the free memory by new memory; ``None`` if the old is in use, or the new too large."""
-        if self._memory is not None and not self._is_free:
+        """Release the memory, and return new memory; ``None`` if memory is in use, or the new would be too large."""
+        if self._in_use is not None:
             return None
         if not self.fits(size_bytes):
             if self._limit_bytes is None:
@@ -332,14 +331,12 @@ class StagingMemory:
             return None
         if self._memory is not None:
             self._release(self._memory)
-            self._memory, self._is_free = None, False
+            self._memory = None
         try:
-            self._memory = HostMemory(-(-size_bytes // _SPARE_BYTES) * _SPARE_BYTES + _SPARE_BYTES)
+            return HostMemory(-(-size_bytes // _SPARE_BYTES) * _SPARE_BYTES + _SPARE_BYTES)
         except (OSError, MemoryError) as e:
             self._warn_of_no_memory(size_bytes, e)
             return None
-        self._is_free = True
-        return self._memory
 
     def _warn_of_no_memory(self, size_bytes: int, reason: object) -> None:
         if not self._has_warned:
@@ -386,9 +383,7 @@ class StagingMemory:
         try:
             for copier, parts in on_devices.items():
                 self._devices.pin(memory, parts[0].storage.device)
-                late = [copy for copy in parts if copier.may_run_late and storage_id(copy.storage) in owned]
-                early = [copy for copy in parts if not copier.may_run_late or storage_id(copy.storage) not in owned]
-                device_copies.append(_DeviceCopy(copier, memory, spare, early, late))
+                device_copies.append(_DeviceCopy(copier, memory, spare, parts, owned if copier.may_run_late else ()))
                 spare = device_copies[-1].spare_left
             copy_memory(on_this_machine)
         except BaseException:

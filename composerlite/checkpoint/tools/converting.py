@@ -47,7 +47,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     record = _record(manifest, path.name, "weights" if is_model else "monolithic")
     images = {STATES: TorchImage(cast("Any", contents))}
     catalog = Catalog(path.parent)
-    writer = FileWriter(images, catalog, name=path.name, template=path.name, overwrite=overwrite, record=record)
+    writer = FileWriter(images, catalog, name=path.name, overwrite=overwrite, record=record)
     _save(writer, record, path)
 
 
