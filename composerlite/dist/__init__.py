@@ -1,4 +1,4 @@
-"""Ranks, devices, and collectives. Modules other than ``env`` are imported at the first use of a name in the module.
+"""Ranks, devices, and collectives.
 
 ``__all__`` lists the names for users. Other packages of composerlite also use other names here, such as
 ``dist.is_dense`` and ``dist.shards.total_norm``.
@@ -9,8 +9,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from composerlite.dist import connect, env, shards, transfers
+from composerlite.dist.collectives import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    run_local_rank_zero_first,
+)
+from composerlite.dist.connect import finalize_dist, get_group, group_of, initialize_dist
 from composerlite.dist.env import (
     get_device,
     get_global_rank,
@@ -22,31 +31,10 @@ from composerlite.dist.env import (
     is_available,
     is_initialized,
 )
-from composerlite.on_demand import lazy_names
-
-if TYPE_CHECKING:
-    from composerlite.dist import collectives, connect, env, shards, transfers  # pyright: ignore
-    from composerlite.dist.collectives import (
-        all_gather,
-        all_gather_object,
-        all_reduce,
-        barrier,
-        broadcast,
-        broadcast_object_list,
-        run_local_rank_zero_first,
-    )
-    from composerlite.dist.connect import finalize_dist, get_group, group_of, initialize_dist
-    from composerlite.dist.group import Group, PiggybackCounter
-    from composerlite.dist.shards import (
-        empty_shard_like,
-        is_dense,
-        is_distributed_tensor,
-        local_shard,
-        shard_box,
-        tied_names,
-    )
-    from composerlite.dist.transfers import Move, TensorTransfer, exchange, move
-    from composerlite.dist.votes import Vote
+from composerlite.dist.group import Group, PiggybackCounter
+from composerlite.dist.shards import empty_shard_like, is_dense, is_distributed_tensor, local_shard, tied_names
+from composerlite.dist.transfers import Move, TensorTransfer, exchange, move
+from composerlite.dist.votes import Vote
 
 __all__ = [
     "Group",
@@ -71,5 +59,3 @@ __all__ = [
     "is_initialized",
     "run_local_rank_zero_first",
 ]
-
-__getattr__, __dir__ = lazy_names(__name__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -21,9 +21,6 @@ import torch.distributed
 from composerlite.dist.connect import get_group
 from composerlite.dist.env import get_local_rank, get_world_size
 from composerlite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 T = TypeVar("T")
 
@@ -56,13 +53,10 @@ def run_local_rank_zero_first() -> Generator[None]:
             block.
         LateRankError: not every rank came in time.
     """
-    group = get_group()
-    if get_local_rank() == 0:
-        with group.all_or_none("run_local_rank_zero_first"):
+    with get_group().all_or_none("run_local_rank_zero_first"):
+        if get_local_rank() == 0:
             yield
-    else:
-        with group.all_or_none("run_local_rank_zero_first"):
-            pass
+    if get_local_rank() != 0:
         yield
 
 
@@ -109,11 +103,7 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
     if reduce_operation.upper() not in _REDUCTIONS:
         raise ConfigError(f"reduce_operation={reduce_operation!r} is not known. Known: {', '.join(_REDUCTIONS)}.")
     reduction = getattr(torch.distributed.ReduceOp, reduce_operation.upper())
-    _run(
-        "all_reduce",
-        tensor,
-        lambda group: torch.distributed.all_reduce(tensor, reduction, group=group, async_op=True),
-    )
+    _run(tensor, torch.distributed.all_reduce, tensor, reduction)
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
@@ -128,7 +118,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
         RankError: for a tensor in host memory: a rank failed, was lost, or is late.
     """
     _check_source(src)
-    _run("broadcast", tensor, lambda group: torch.distributed.broadcast(tensor, src, group=group, async_op=True))
+    _run(tensor, torch.distributed.broadcast, tensor, src)
 
 
 def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -143,11 +133,7 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     if get_world_size() == 1:
         return [tensor]
     gathered = [torch.empty_like(tensor) for _ in range(get_world_size())]
-    _run(
-        "all_gather",
-        tensor,
-        lambda group: torch.distributed.all_gather(gathered, tensor, group=group, async_op=True),
-    )
+    _run(tensor, torch.distributed.all_gather, gathered, tensor)
     return gathered
 
 
@@ -156,10 +142,11 @@ def _check_source(src: int) -> None:
         raise ConfigError(f"src={src}: expected a rank from 0 to {get_world_size() - 1}.")
 
 
-def _run(operation: str, tensor: torch.Tensor, start: Callable[[ProcessGroup | None], Work | None]) -> None:
+def _run(tensor: torch.Tensor, collective: Callable[..., Any], *arguments: Any) -> None:
+    """Call a function of ``torch.distributed`` on the group for the device of ``tensor``."""
     if get_world_size() == 1:
         return
     if tensor.device.type == "cpu":
-        get_group().run(operation, start)
+        get_group().run(collective.__name__, collective, *arguments)
     else:
-        cast("Work", start(None)).wait()
+        collective(*arguments)

@@ -1,4 +1,4 @@
-"""Connects the ranks of a run, and ends the connection."""
+"""Connects the ranks of a run, detects lost ranks, and ends the connection."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import atexit
 import logging
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, final
 
 import torch
 import torch.distributed
-from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store, TCPStore  # pyright: ignore - documented
 
 from composerlite._torch_compat import default_store
 from composerlite.dist import env
 from composerlite.dist.env import get_world_size, is_initialized
 from composerlite.dist.group import TIMEOUT, Group
-from composerlite.dist.peer_watch import PeerWatch
 from composerlite.errors import ConfigError, RankError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage] - documented
+from composerlite.threads import start_threads
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +33,10 @@ After a timeout NCCL ends the process without naming the late ranks, so errors o
 """
 _GOODBYE = timedelta(seconds=10)
 _GOODBYE_AT_EXIT = timedelta(seconds=2)
+_CONNECT_SECONDS = 10.0
+_GOODBYE_BYTE = b"."
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+"""A connection to a node without power or network ends after 15 seconds."""
 _SINGLE = Group()
 
 
@@ -126,7 +128,7 @@ def initialize_dist(
     rank, world_size = env.get_global_rank(), get_world_size()
     limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     has_group = is_initialized()
-    store = _new_keys(default_store() if has_group else _connect(rank, world_size, limit), "composerlite", rank)
+    store = _new_keys(default_store() if has_group else _connect(rank, limit), "composerlite", rank)
     group = Group(rank, world_size, PrefixStore("control", store), limit, exchanges=world_size > 1)
     with group.all_or_none("connecting the ranks"):
         host = socket.gethostname()
@@ -141,16 +143,11 @@ def initialize_dist(
         env.claim_device(chosen)
     with group.all_or_none("making process groups"):
         if not has_group:
-            torch.distributed.init_process_group(
-                **training_group_arguments(chosen, limit),
-                store=PrefixStore("training", store),
-                rank=rank,
-                world_size=world_size,
-            )
+            arguments = training_group_arguments(chosen, limit)
+            training = PrefixStore("training", store)
+            torch.distributed.init_process_group(store=training, rank=rank, world_size=world_size, **arguments)
             _owns_training_group = True
-        gloo = torch.distributed.new_group(backend="gloo", timeout=limit)
-        assert isinstance(gloo, torch.distributed.ProcessGroup)  # has this rank
-        group.process_group = gloo
+        group.process_group = torch.distributed.new_group(backend="gloo", timeout=limit)
     if world_size > 1:
         _watch = watch = group.agree("watching the next rank", lambda: PeerWatch(group))
         address = group.gather(watch.address)[(rank + 1) % world_size]
@@ -183,29 +180,19 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
         _watch.stop()
     if not is_initialized():
         return
-    torch.distributed.destroy_process_group(group.process_group)
-    group.process_group = None
-    if _owns_training_group:
-        torch.distributed.destroy_process_group()
-        _owns_training_group = False
+    torch.distributed.destroy_process_group(None if _owns_training_group else group.process_group)  # None: all groups
+    group.process_group, _owns_training_group = None, False
 
 
-def _connect(rank: int, world_size: int, timeout: timedelta) -> Store:
+def _connect(rank: int, timeout: timedelta) -> Store:
     """Connect to the store at MASTER_ADDR:MASTER_PORT, which torchrun's agent holds, or else rank 0."""
     if "MASTER_ADDR" not in os.environ:
         return HashStore()  # one process without a launcher
     host, port = os.environ["MASTER_ADDR"], env.env_int("MASTER_PORT", default=0)
     agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0 and not agent_holds_it,
-            timeout=timeout,
-            wait_for_workers=False,  # the first meeting waits, and names late ranks
-            multi_tenant=True,
-        )
+    is_master = rank == 0 and not agent_holds_it
+    try:  # does not wait for workers: the first meeting waits, and names late ranks
+        store = TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except torch.distributed.DistError as e:
         raise RankError(
             f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent holds "
@@ -225,3 +212,89 @@ def training_group_arguments(device: torch.device, timeout: timedelta) -> dict[s
         return {"backend": backend, "timeout": timeout, "device_id": None}
     groups, waits = f"cpu:gloo,{device.type}:{backend}", timeout * _TRAINING_TIMES
     return {"backend": groups, "timeout": waits, "device_id": device}
+
+
+# ── lost ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class PeerWatch:
+    """Watches the process of the next rank. Every rank makes a watch and calls :meth:`connect`.
+
+    If the connection to the next rank ends before the next rank calls :meth:`stop`, the next rank is reported as lost.
+    A rank accepts the connection of the previous rank only in :meth:`stop`: until then the kernel holds the
+    connection, and ends the connection when the process ends. A forked process closes its copies of the connections,
+    since workers of a loader may outlive their rank.
+
+    A store does not notice the end of a rank, and a wait for this rank would last until the timeout. The ranks watch
+    each other in a ring: each rank has two connections, for any number of ranks.
+
+    Args:
+        group: all ranks; gets the report of a lost rank.
+
+    Attributes:
+        address: where the previous rank connects.
+
+    Raises:
+        OSError: this rank finds no route to MASTER_ADDR, or cannot listen for the previous rank.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._next = (group.rank + 1) % group.size
+        self._is_stopped = False
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # finds the address of the route to MASTER_ADDR
+            probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+            self._server = socket.create_server((probe.getsockname()[0], 0), backlog=128)
+        self.address: tuple[str, int] = self._server.getsockname()
+        os.register_at_fork(after_in_child=self._server.close)
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Connect to the next rank at its ``address``, and watch the connection in a thread.
+
+        Raises:
+            RankError: this rank cannot connect to the next rank, or cannot start a thread.
+        """
+        try:
+            self._ahead = socket.create_connection(address, _CONNECT_SECONDS)
+        except OSError as e:
+            self._server.close()
+            raise RankError(
+                f"watching the next rank: rank {self._group.rank} cannot connect to rank {self._next} at "
+                f"{address[0]}:{address[1]}: {e}. Ranks must reach each other at the addresses of the route to "
+                "MASTER_ADDR.",
+                [self._next],
+            ) from e
+        os.register_at_fork(after_in_child=self._ahead.close)
+        self._ahead.settimeout(None)
+        self._ahead.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            self._ahead.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        threads = start_threads(self._watch, 1, name="peer-watch")
+        if not threads:
+            self._ahead.close()
+            self._server.close()
+            raise RankError(f"rank {self._group.rank} cannot start a thread to watch its peer.", [self._group.rank])
+        self._thread = threads[0]
+
+    def stop(self) -> None:
+        """End the watch, and tell the previous rank that this process ends on purpose. Frees sockets and thread."""
+        self._is_stopped = True
+        with suppress(OSError):  # no more connections
+            self._server.setblocking(False)
+            while True:
+                connection, _ = self._server.accept()
+                with connection, suppress(OSError):  # the other process has ended already
+                    connection.sendall(_GOODBYE_BYTE)
+        with suppress(OSError):
+            self._ahead.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(_CONNECT_SECONDS)
+        self._ahead.close()
+        self._server.close()
+
+    def _watch(self) -> None:
+        """Wait, in the thread, until the connection to the next rank ends, and report a lost rank."""
+        try:
+            last = self._ahead.recv(1)
+        except OSError:  # the process was killed, or its node does not answer
+            last = b""
+        if last != _GOODBYE_BYTE and not self._is_stopped:
+            self._group.report_lost(self._next)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sized
+from typing import Any
 
 import torch
 import torch.distributed
+from torch.utils.data import DistributedSampler
 
 from composerlite.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sized
-
-    from torch.utils.data import DistributedSampler
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "xpu": "xpu"}
@@ -29,21 +26,17 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def env_int(*names: str, default: int) -> int:
-    """Return the number in the first environment variable of ``names`` that is set; ``default`` if none is set.
+def env_int(name: str, default: int) -> int:
+    """Return the number in the environment variable ``name``; ``default`` if the variable is not set.
 
     Raises:
         ConfigError: the value is no number.
     """
-    for name in names:
-        if (text := os.environ.get(name)) is not None:
-            try:
-                return int(text)
-            except ValueError as e:
-                raise ConfigError(
-                    f"environment variable {name}={text!r}: expected a whole number, as torchrun sets it."
-                ) from e
-    return default
+    text = os.environ.get(name)
+    try:
+        return default if text is None else int(text)
+    except ValueError as e:
+        raise ConfigError(f"environment variable {name}={text!r}: expected a whole number, as torchrun sets it.") from e
 
 
 def get_global_rank() -> int:
@@ -72,7 +65,7 @@ def get_local_world_size() -> int:
 
 def get_node_rank() -> int:
     """Return the number of this node, from 0; see :func:`get_local_rank`."""
-    return env_int("NODE_RANK", "GROUP_RANK", default=0) if environment_counts() else 0
+    return env_int("NODE_RANK", default=env_int("GROUP_RANK", default=0)) if environment_counts() else 0
 
 
 def environment_counts() -> bool:
@@ -132,24 +125,15 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
     kind = known.get(name)
     if kind is None or (index and not index.isdigit()):
         raise ConfigError(f"device={device!r} is not known. Known: {', '.join(sorted(known))}.")
-    if kind == "cpu":
-        return torch.device(kind)
     module = torch.get_device_module(kind)
     if not module.is_available():
         raise ConfigError(
             f"device={device!r}: this machine has no {kind.upper()} device that torch can use. Use device='cpu'."
         )
-    if kind == "mps":  # a machine has one
+    if kind in ("cpu", "mps"):  # a machine has one
         return torch.device(kind)
-    return torch.device(kind, int(index) if index else gpu_of(get_local_rank(), module.device_count()))
-
-
-def gpu_of(local_rank: int, visible: int) -> int:
-    """Return the number of the GPU of a process with ``visible`` GPUs.
-
-    A process with one visible GPU uses that GPU, as with ``--gpus-per-task`` of Slurm.
-    """
-    return 0 if visible == 1 else local_rank
+    own = 0 if module.device_count() == 1 else get_local_rank()  # 1: as with --gpus-per-task of Slurm
+    return torch.device(kind, int(index) if index else own)
 
 
 def claim_device(device: torch.device) -> None:
@@ -200,11 +184,8 @@ def get_sampler(
     Returns:
         The sampler.
     """
-    from torch.utils.data import Dataset, DistributedSampler
-
-    sized: Dataset[Any] = dataset  # pyright: ignore[reportAssignmentType] - torch uses the length only
     return DistributedSampler(
-        sized,
+        dataset,  # pyright: ignore[reportArgumentType] - torch uses the length only
         num_replicas=get_world_size() if num_replicas is None else num_replicas,
         rank=get_global_rank() if rank is None else rank,
         shuffle=shuffle,

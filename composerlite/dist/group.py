@@ -9,8 +9,9 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed
@@ -20,9 +21,6 @@ from composerlite.dist.env import get_world_size
 from composerlite.dist.votes import Failure, Vote, lost_error, rank_error, reaching_the_store
 from composerlite.errors import CheckpointError, RankError
 from composerlite.on_demand import uncollected
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -41,6 +39,7 @@ _CHECK_AFTER = timedelta(seconds=1)
 _BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
+@dataclass(eq=False)
 class Group:
     """Ranks whose main threads call the same methods in the same order, with the same ``operation`` for errors.
 
@@ -54,30 +53,19 @@ class Group:
         store: a ``torch.distributed.Store`` with keys for this group only.
         timeout: of every wait.
         process_group: of all ranks of the group: gloo, or the group of a user.
-        exchanges: see the attribute.
-
-    Attributes:
         exchanges: true if :func:`~composerlite.dist.exchange` works for the ranks: only for the group of all ranks of
             a run with several.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        store: Any = None,
-        timeout: timedelta = TIMEOUT,
-        process_group: ProcessGroup | None = None,
-        *,
-        exchanges: bool = False,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.store = store
-        self.timeout = timeout
-        self.process_group = process_group
-        self.exchanges = exchanges
-        self._run = -1
+    rank: int = 0
+    size: int = 1
+    store: Any = None
+    timeout: timedelta = TIMEOUT
+    process_group: Any = None
+    exchanges: bool = False
+    _run: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -191,9 +179,7 @@ class Group:
             return list(numbers)
         dtype = torch.float64 if any(isinstance(number, float) for number in numbers) else torch.int64
         tensor = torch.tensor(numbers, dtype=dtype)
-        self.run(
-            "all_reduce", lambda group: torch.distributed.all_reduce(tensor, reduction, group=group, async_op=True)
-        )
+        self.run("all_reduce", torch.distributed.all_reduce, tensor, reduction)
         return tensor.tolist()
 
     def wait_for_all(self, wait: Callable[[float], bool], timeout: timedelta) -> bool:
@@ -324,7 +310,7 @@ class Group:
             own = e
         self.meet(operation, own)
         values: list[bytes] | None = [b""] * self.size if self.is_first else None
-        replies: list[bytes] | None = None
+        replies: list[bytes] = []
         with self.naming_lost_ranks(operation) as group:
             torch.distributed.gather_object(pickled, values, group_dst=0, group=group)
         if values is not None:
@@ -336,7 +322,7 @@ class Group:
                 except BaseException as e:  # noqa: BLE001 - raised on all ranks
                     own = e
                     replies = [pickle.dumps((None, Failure.of(e, self.rank)))] * (self.size if scatter else 1)
-        reply = [b""] if replies is None else replies[:1]
+        reply = replies[:1] or [b""]
         with self.naming_lost_ranks(operation) as group:
             if scatter:
                 torch.distributed.scatter_object_list(reply, replies, group_src=0, group=group)
@@ -347,19 +333,20 @@ class Group:
             raise self._named(failure.error, 0, own)
         return value
 
-    def run(self, operation: str, start: Callable[[ProcessGroup], Work | None]) -> None:
+    def run(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> None:
         """Run a collective of tensors in host memory. While it waits, an error of another rank ends the wait.
 
         Args:
             operation: name of the operation, for errors.
-            start: starts the collective on a process group.
+            collective: a function of ``torch.distributed``, such as ``all_reduce``.
+            arguments: of the function, without ``group`` and ``async_op``.
 
         Raises:
             RankError: a rank failed, was lost, or is late.
         """
         end = time.monotonic() + self.timeout.total_seconds()
         with self.naming_lost_ranks(operation) as group:
-            work = cast("Work", start(group))
+            work = collective(*arguments, group=group, async_op=True)
             while True:
                 left = timedelta(seconds=max(0.001, end - time.monotonic()))
                 try:
@@ -441,7 +428,7 @@ class Group:
         return None
 
     @contextlib.contextmanager
-    def naming_lost_ranks(self, operation: str) -> Generator[ProcessGroup]:
+    def naming_lost_ranks(self, operation: str) -> Generator[Any]:
         """Yield the process group. If a collective fails, raise an error with the ranks at fault.
 
         Args:
@@ -451,7 +438,7 @@ class Group:
             RankError: the collective failed.
         """
         try:
-            yield cast("ProcessGroup", self.process_group)
+            yield self.process_group
         except RankError:
             raise
         except RuntimeError as e:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,8 @@ from composerlite._torch_compat import local_part, savable_dtypes
 from composerlite.dist.env import get_world_size
 from composerlite.types import items_of, with_items
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths of a shard, by dimension."""
-
-_boxes: dict[Any, Box] = {}
+_boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+"""Offsets and lengths of shards."""
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -74,52 +69,43 @@ def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
         if value is not None and value.layout is live.layout:
             live.resize_as_sparse_(value)
     elif is_dense(live) and not is_distributed_tensor(live):
-        end, is_shared = 0, False
-        for stride, size in sorted(zip(live.stride(), live.shape, strict=True)):
-            is_shared |= size > 1 and stride <= end
-            end += (size - 1) * stride
-        if is_shared and not live.is_contiguous():
+        repeats = [size for size, stride in zip(live.shape, live.stride(), strict=True) if size > 1 and stride == 0]
+        if repeats:
             live.data = live.detach().clone(memory_format=torch.contiguous_format)
 
 
 def local_shard(tensor: Tensor) -> LocalShard:
-    """Return this rank's shard of ``tensor``: all of an undistributed tensor."""
-    if not is_distributed_tensor(tensor):
-        return LocalShard((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())
-    value: Any = tensor.detach()
-    return LocalShard(*shard_box(value), value.to_local())
+    """Return this rank's shard of ``tensor``: all of an undistributed tensor.
 
-
-def shard_box(tensor: Tensor) -> Box:
-    """Return offsets and lengths of this rank's shard of a distributed tensor, by dimension.
-
-    A length is 0 if this rank has no shard. The result is cached for tensors of the same shape and placements.
+    Offsets and lengths are cached for distributed tensors of the same shape and placements.
     """
     value: Any = tensor
-    coordinate = value.device_mesh.get_coordinate()
+    if not is_distributed_tensor(tensor):
+        return LocalShard((0,) * value.dim(), tuple(value.shape), value.detach())
+    local, coordinate = local_part(value), value.device_mesh.get_coordinate()
     if coordinate is None:
-        return (0,) * value.dim(), (0,) * value.dim()
+        return LocalShard((0,) * value.dim(), (0,) * value.dim(), local.detach())
     # A subclass may compute its own position, so the position is not taken from another tensor.
-    is_plain = type(local_part(value)) in (Tensor, torch.nn.Parameter)
+    is_plain = type(local) in (Tensor, nn.Parameter)
     key = (is_plain, value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
     if not is_plain or key not in _boxes:
         (chunk,) = value.__create_chunk_list__()  # called by torch.distributed.checkpoint
         _boxes[key] = tuple(chunk.offsets), tuple(chunk.sizes)
-    return _boxes[key]
+    return LocalShard(*_boxes[key], local.detach())
 
 
-def ranks_with_same_part(tensor: Tensor) -> Sequence[int] | None:
+def ranks_with_same_part(tensor: Tensor) -> Sequence[int]:
     """Return the ranks with the same shard of ``tensor`` as this rank, in order.
 
-    ``None`` if unknown, because the mesh of the tensor has only some of the ranks.
+    Empty if unknown, because the mesh of the tensor has only some of the ranks.
     """
     if not is_distributed_tensor(tensor):
         return range(get_world_size())
-    value = cast("DTensor", tensor)
+    value: Any = tensor
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None or mesh.size() < get_world_size():
-        return None
+        return ()
     splits = (getattr(placement, "dim", None) is not None for placement in value.placements)
     at = tuple(number if is_split else slice(None) for number, is_split in zip(coordinate, splits, strict=True))
     return sorted(mesh.mesh[at].flatten().tolist())

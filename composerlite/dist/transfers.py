@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -17,10 +16,12 @@ from composerlite.types import Piece, batches
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to send at the same time."""
+_READ_BYTES = 256 << 20
+"""Bytes that rank 0 reads between two broadcasts."""
 _PIECE_BYTES = 8 << 20
 """Largest part of a file to send at once."""
-_SMALL_BYTES = 64 << 10
-"""Pieces up to this size are broadcast together."""
+_TOGETHER_BYTES = 1 << 20
+"""Most bytes of pieces that are broadcast together. Larger pieces are broadcast alone, without a copy."""
 _BACKGROUND_TAG = 1
 """Tag of messages from a background thread: the main thread may use the group at the same time."""
 
@@ -42,7 +43,7 @@ class TensorTransfer(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
 
-def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
+def exchange(operation: str, transfers: Iterable[TensorTransfer], *, tag: int = 0) -> None:
     """Make all ``transfers``. Every rank calls this.
 
     Each rank passes only the transfers that the rank sends or receives, in an order common to all ranks.
@@ -50,32 +51,28 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer]) -> None:
     Args:
         operation: name of the operation, for errors.
         transfers: the tensors to send and to receive.
+        tag: of the messages. Messages of threads that use the group at the same time need different tags.
 
     Raises:
         RankError: a rank was lost or is late.
     """
+    group = get_group()
     # Ranks may have different windows, without a deadlock: the first unfinished transfer is in the current windows of
     # all ranks of this transfer.
     for window in batches(transfers, _WINDOW_BYTES, lambda transfer: sum(tensor.nbytes for tensor in transfer.tensors)):
-        _exchange(operation, window)
-
-
-def _exchange(operation: str, window: Sequence[TensorTransfer], tag: int = 0) -> None:
-    """Make the transfers of one window at the same time."""
-    group = get_group()
-    messages = [_message(transfer, group.rank) for transfer in window]
-    works: list[Any] = []
-    with group.naming_lost_ranks(operation) as process_group:
+        messages = [_message(transfer, group.rank) for transfer in window]
+        works: list[Any] = []
+        with group.naming_lost_ranks(operation) as process_group:
+            for transfer, message in zip(window, messages, strict=True):
+                if transfer.source == group.rank:
+                    targets = [rank for rank in transfer.ranks if rank != group.rank]
+                    works += [torch.distributed.isend(message, rank, group=process_group, tag=tag) for rank in targets]
+                else:
+                    works.append(torch.distributed.irecv(message, transfer.source, group=process_group, tag=tag))
+            for work in works:
+                work.wait(group.timeout)
         for transfer, message in zip(window, messages, strict=True):
-            if transfer.source == group.rank:
-                targets = [rank for rank in transfer.ranks if rank != group.rank]
-                works += [torch.distributed.isend(message, rank, group=process_group, tag=tag) for rank in targets]
-            else:
-                works.append(torch.distributed.irecv(message, transfer.source, group=process_group, tag=tag))
-        for work in works:
-            work.wait(group.timeout)
-    for transfer, message in zip(window, messages, strict=True):
-        _unpack(transfer, message, group.rank)
+            _unpack(transfer, message, group.rank)
 
 
 def _message(transfer: TensorTransfer, rank: int) -> torch.Tensor:
@@ -165,7 +162,7 @@ def move(
                     failures.append(e)
             tensors = [torch.frombuffer(memory, dtype=torch.uint8)]
             transfers.append(TensorTransfer(piece.source, (piece.source, piece.target), tensors))
-        _exchange(operation, transfers, _BACKGROUND_TAG if in_background else 0)
+        exchange(operation, transfers, tag=_BACKGROUND_TAG if in_background else 0)
         for piece, memory in window:
             if piece.target == rank:
                 try:
@@ -180,9 +177,9 @@ def _pieces_in_turn(moves: Sequence[Move]) -> list[Move]:
     """Cut ``moves`` into pieces, ordered for all moves to advance together. The same order on every rank."""
     pieces: list[tuple[int, Move]] = []
     for move in moves:
-        for number, start in enumerate(range(0, move.size_bytes, _PIECE_BYTES)):
+        for start in range(0, move.size_bytes, _PIECE_BYTES):
             size = min(_PIECE_BYTES, move.size_bytes - start)
-            pieces.append((number, move._replace(offset=move.offset + start, size_bytes=size)))
+            pieces.append((start, move._replace(offset=move.offset + start, size_bytes=size)))
     return [piece for _, piece in sorted(pieces)]
 
 
@@ -211,22 +208,16 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
         for offset, address, size in pieces
         for start in range(0, size, _WINDOW_BYTES)
     ]
-    for batch in batches(parts, _WINDOW_BYTES, lambda part: part[2]):
-        failure: Exception | None = None
-        if group.is_first:
-            try:
+    for batch in batches(parts, _READ_BYTES, lambda part: part[2]):
+        with group.all_or_none(operation):
+            if group.is_first:
                 read(batch)
-            except Exception as e:  # noqa: BLE001 - raised by meet, on all ranks
-                failure = e
-        if group.sum([int(failure is not None)]) != [0]:
-            group.meet(operation, failure)
         tensors = [
             torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
             for _, address, size in batch
         ]
-        small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
-        for together in filter(None, [small, *([tensor] for tensor in tensors if tensor.nbytes > _SMALL_BYTES)]):
+        for together in batches(tensors, _TOGETHER_BYTES, lambda tensor: tensor.nbytes):
             transfer = TensorTransfer(0, (), together)
             message = _message(transfer, group.rank)
-            group.run(operation, functools.partial(torch.distributed.broadcast, message, 0, async_op=True))
+            group.run(operation, torch.distributed.broadcast, message, 0)
             _unpack(transfer, message, group.rank)

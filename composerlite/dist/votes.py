@@ -6,13 +6,13 @@ rank blocks nothing after the vote.
 
 from __future__ import annotations
 
+import io
 import pickle
-import struct
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -29,8 +29,6 @@ _CHECKS_PER_SECOND = 4000
 """Highest rate of requests of all ranks together in a long wait."""
 _MOST_BYTES = 4 << 20
 """Largest request, in bytes. TCPStore closes the connection after a request above 8 MiB."""
-_PIECE = struct.Struct("<II")
-"""Header of each piece of a vote: the rank, and the number of bytes."""
 
 
 # ── errors of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,6 +121,7 @@ def reaching_the_store(operation: str) -> Generator[None]:
 
 # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
+@dataclass(eq=False)
 class Vote:
     """A vote of all ranks, used once, in one thread. A vote of one process does not communicate.
 
@@ -144,23 +143,14 @@ class Vote:
         may_be_committed: true after a commit, and if the outcome is unknown. Then the files must not be deleted.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        operation: str,
-        timeout: timedelta,
-        check: Callable[[Sequence[int]], object] = lambda _: None,
-    ) -> None:
-        self.may_be_committed = False
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._operation = operation
-        self._timeout = timeout
-        self._check = check
-        self._own_error: BaseException | None = None
+    store: Any
+    rank: int
+    world_size: int
+    operation: str
+    timeout: timedelta
+    check: Callable[[Sequence[int]], object] = lambda _: None
+    may_be_committed: bool = field(default=False, init=False)
+    _own_error: BaseException | None = field(default=None, init=False)
 
     def run(self, write: Callable[[], T], commit: Callable[[list[T]], R]) -> R:
         """Write on every rank, then commit on rank 0. If a rank fails to write, rank 0 does not commit.
@@ -176,7 +166,7 @@ class Vote:
             RankError: a rank failed, was lost or is late. ``may_be_committed`` tells if files may be deleted.
             Exception: in one process: the exception of ``write`` or ``commit``.
         """
-        if self._world_size == 1:
+        if self.world_size == 1:
             result = commit([write()])
             self.may_be_committed = True
             return result
@@ -187,7 +177,7 @@ class Vote:
         except BaseException as e:  # noqa: BLE001 - raised by wait and decide, on every rank
             error = e
         self.arrive(value, error=error)
-        return self.decide(commit) if self._rank == 0 else self.wait()
+        return self.decide(commit) if self.rank == 0 else self.wait()
 
     def pass_by(self) -> None:
         """Vote for the commit without waiting, in place of :meth:`run`, on a rank other than 0.
@@ -197,10 +187,9 @@ class Vote:
         Raises:
             RankError: the store does not answer.
         """
-        if self._world_size > 1:
-            self.arrive()
-            with reaching_the_store(self._operation):
-                self._leave()
+        self.arrive()
+        with reaching_the_store(self.operation):
+            self._leave()
 
     def arrive(self, value: object = None, *, error: BaseException | None = None) -> None:
         """Vote once: for the commit, or against the commit because of ``error``.
@@ -210,12 +199,12 @@ class Vote:
             error: exception of this rank; ``None``: this rank votes for the commit.
         """
         self._own_error = error
-        vote = pickle.dumps((value, None if error is None else Failure.of(error, self._rank)))
-        with reaching_the_store(self._operation):
+        vote = pickle.dumps((value, None if error is None else Failure.of(error, self.rank)))
+        with reaching_the_store(self.operation):
             for at in range(0, len(vote), _MOST_BYTES):
                 piece = vote[at : at + _MOST_BYTES]
-                self._store.append("votes", _PIECE.pack(self._rank, len(piece)) + piece)
-            self._store.append("voters", self._rank.to_bytes(4, sys.byteorder))
+                self.store.append("votes", pickle.dumps((self.rank, piece)))
+            self.store.append("voters", f"{self.rank} ")
 
     def decide(self, commit: Callable[[list[Any]], R]) -> R:
         """Wait for every vote, commit if no rank voted against the commit, and answer all ranks. Called on rank 0.
@@ -233,29 +222,27 @@ class Vote:
         result: Any = None
         votes: list[tuple[Any, Failure | None]] = []
         own = self._own_error
-        with reaching_the_store(self._operation):
+        with reaching_the_store(self.operation):
             try:
                 if late := self._wait(self._late):
                     raise self._late_error(late)
                 votes = self._votes()
                 failures = [failure for _, failure in votes if failure is not None]
             except RankError as e:
-                failures = [Failure.of(e, self._rank)]
-        self.may_be_committed = not failures
-        if not failures:
-            try:
-                result = commit([value for value, _ in votes])
-            except BaseException as e:  # noqa: BLE001 - raised below, on every rank
-                own = e
-                failures = [Failure.of(e, self._rank)]
-        self.may_be_committed = not failures
-        with reaching_the_store(self._operation):
+                failures = [Failure.of(e, self.rank)]
+            if not failures:
+                try:
+                    result = commit([value for value, _ in votes])
+                except BaseException as e:  # noqa: BLE001 - raised below, on every rank
+                    own = e
+                    failures = [Failure.of(e, self.rank)]
+            self.may_be_committed = not failures
             # Every rank reads all failures, so only the first has its traceback.
             sent = [*failures[:1], *(failure._replace(trace="") for failure in failures[1:])]
-            self._store.set("released", pickle.dumps((result, sent)))
+            self.store.set("released", pickle.dumps((result, sent)))
             self._leave()
         if failures:
-            raise rank_error(self._operation, failures, own)
+            raise rank_error(self.operation, failures, own)
         return result
 
     def wait(self) -> Any:
@@ -266,27 +253,20 @@ class Vote:
             LateRankError: a rank is late, or rank 0 was lost. See ``may_be_committed``.
         """
         self.may_be_committed = self._own_error is None  # as long as rank 0 has not said otherwise
-        late: Sequence[int] = ()
-        with reaching_the_store(self._operation):
-            try:
-                is_late = self._wait(self._silent_rank_0) and (
-                    (late := self._late()) or self._wait(self._silent_rank_0)
-                )
-            except RankError:  # rank 0 was lost, perhaps before the vote of rank 0
-                self.may_be_committed = self.may_be_committed and 0 not in self._late()
-                raise
-            value, failures = (None, ()) if is_late else pickle.loads(self._store.get("released"))
+        with reaching_the_store(self.operation):
+            if self._wait(self._silent_rank_0) and ((late := self._late()) or self._wait(self._silent_rank_0)):
+                self._leave()
+                raise self._late_error(late)
+            value, failures = pickle.loads(self.store.get("released"))
             self._leave()
-        if is_late:
-            raise self._late_error(late)
         self.may_be_committed = not failures
         if failures:
-            raise rank_error(self._operation, failures, self._own_error)
+            raise rank_error(self.operation, failures, self._own_error)
         return value
 
     def _silent_rank_0(self) -> Sequence[int]:
         """Return rank 0 as long as it has not answered."""
-        return () if self._store.check(["released"]) else (0,)
+        return () if self.store.check(["released"]) else (0,)
 
     def _wait(self, awaited: Callable[[], Sequence[int]]) -> Sequence[int]:
         """Wait until ``awaited`` returns no rank. Return the awaited ranks after the timeout.
@@ -294,45 +274,42 @@ class Vote:
         The wait does not block inside the store. The intervals grow, and the more ranks wait, the fewer requests each
         of them sends.
         """
-        start, limit = time.monotonic(), self._timeout.total_seconds()
-        longest = max(_LONGEST_PAUSE_SECONDS, (self._world_size if self._rank else 1) / _CHECKS_PER_SECOND)
+        start, limit = time.monotonic(), self.timeout.total_seconds()
+        longest = max(_LONGEST_PAUSE_SECONDS, (self.world_size if self.rank else 1) / _CHECKS_PER_SECOND)
         while ranks := awaited():
             waited = time.monotonic() - start
             if waited >= limit:
                 return ranks
             pause = min(max(waited / 8, _SHORTEST_PAUSE_SECONDS), longest)
             if pause == longest:
-                self._check(ranks)
+                self.check(ranks)
             time.sleep(min(pause, limit - waited))
         return ()
 
     def _late_error(self, late: Sequence[int]) -> LateRankError:
         """Return the error after a wait for the ranks ``late``; if every rank has voted, for the answer of rank 0."""
-        seconds = f"{self._timeout.total_seconds():g} s"
-        text = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not come in {seconds}."
-        if not late:
-            text = (
-                f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
-            )
-        return LateRankError(f"{self._operation}: {text}", late or [0])
+        seconds = f"{self.timeout.total_seconds():g} s"
+        text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
+        if late:
+            text = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not come in {seconds}."
+        return LateRankError(f"{self.operation}: {text}", late or [0])
 
     def _late(self) -> list[int]:
         """Return the ranks that have not voted."""
-        voters = memoryview(self._store.get("voters")).cast("I") if self._store.check(["voters"]) else ()
-        return sorted(set(range(self._world_size)).difference(voters))
+        voters = self.store.get("voters").split() if self.store.check(["voters"]) else ()
+        return sorted(set(range(self.world_size)).difference(map(int, voters)))
 
     def _votes(self) -> list[tuple[Any, Failure | None]]:
         """Return the value and the failure of every rank, in the order of ranks."""
-        votes = [bytearray() for _ in range(self._world_size)]
-        data, at = memoryview(self._store.get("votes")), 0
-        while at < len(data):
-            rank, size = _PIECE.unpack_from(data, at)
-            at += _PIECE.size + size
-            votes[rank] += data[at - size : at]
+        votes = [bytearray() for _ in range(self.world_size)]
+        data = io.BytesIO(self.store.get("votes"))
+        while data.tell() < len(data.getvalue()):
+            rank, piece = pickle.load(data)
+            votes[rank] += piece
         return [pickle.loads(vote) for vote in votes]
 
     def _leave(self) -> None:
         """Remove the keys of this vote on the last rank to leave: no other rank reads them any more."""
-        if self._store.add("gone", 1) == self._world_size:
+        if self.store.add("gone", 1) == self.world_size:
             for key in ("votes", "voters", "released", "gone"):
-                self._store.delete_key(key)
+                self.store.delete_key(key)

@@ -135,7 +135,7 @@ def meet_another_run(folder: Path, kind: str) -> tuple[str, str]:
     name = run.next_name
 
     def they_are_faster(real: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
-        if arguments[0]._timeout > LONGEST_WORK:  # a vote on a commit
+        if arguments[0].timeout > LONGEST_WORK:  # a vote on a commit
             place = folder / name
             if run.is_sharded:
                 place.mkdir(exist_ok=True)

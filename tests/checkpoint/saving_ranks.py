@@ -174,7 +174,7 @@ def die_in(kind: type, method: str) -> None:
     real = getattr(kind, method)
 
     def die(*arguments: Any, **others: Any) -> Any:
-        if kind is Vote and arguments[0]._timeout < LONGEST_WORK:
+        if kind is Vote and arguments[0].timeout < LONGEST_WORK:
             return real(*arguments, **others)
         return os.kill(os.getpid(), signal.SIGKILL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 
 from composerlite import dist
 from composerlite.dist.connect import training_group_arguments
-from composerlite.dist.env import gpu_of
 from composerlite.errors import ConfigError, LateRankError, RankError
 from composerlite.testing.cluster import run_ranks, run_ranks_to_the_end
 from composerlite.utils import dist as documented
@@ -106,9 +106,14 @@ def test_the_gpu_is_that_of_the_local_rank() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "number"), [(0, 8, 0), (3, 8, 3), (3, 1, 0), (0, 1, 0), (2, 2, 2)])
-def test_a_process_that_sees_one_gpu_takes_it(local_rank: int, visible: int, number: int) -> None:
+def test_a_process_that_sees_one_gpu_takes_it(
+    monkeypatch: pytest.MonkeyPatch, local_rank: int, visible: int, number: int
+) -> None:
     """Slurm's ``--gpus-per-task`` shows each process its own, as number 0; else the number is the local rank."""
-    assert gpu_of(local_rank, visible) == number
+    gpus = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: visible)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert dist.get_device("gpu") == torch.device("cuda", number)
 
 
 def test_one_process_connects_to_nobody() -> None:

@@ -14,7 +14,7 @@ from scarce import forbid_threads
 from torch.distributed import HashStore
 
 from composerlite.dist import Group
-from composerlite.dist.peer_watch import PeerWatch
+from composerlite.dist.connect import PeerWatch
 from composerlite.errors import LateRankError, RankError
 
 LONG = timedelta(seconds=60)
@@ -108,10 +108,9 @@ def test_ranks_that_cannot_connect_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
     watches = [PeerWatch(Group(rank, 2, HashStore(), LONG)) for rank in range(2)]
-    watches[1].close()
+    watches[1]._server.close()
     with pytest.raises(RankError, match=r"rank 0 cannot connect to rank 1 at 127\.0\.0\.1:\d+: .*Connection refused"):
         watches[0].connect(watches[1].address)
-    watches[0].close()
 
 
 def a_rank_without_threads() -> None:

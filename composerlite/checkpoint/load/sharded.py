@@ -361,7 +361,7 @@ def shared_requests(requests: Iterable[Request], state: Mapping[str, Any]) -> di
         tensor: Any = state[request.piece.fqn]
         form = (id(tensor.device_mesh), tensor.placements) if dist.is_distributed_tensor(tensor) else None
         if form not in known:
-            known[form] = tuple(dist.shards.ranks_with_same_part(tensor) or ())
+            known[form] = tuple(dist.shards.ranks_with_same_part(tensor))
         if len(known[form]) > 1:
             found.setdefault(known[form], []).append(request)
     return found

@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.tensor import DTensor
 
-from composerlite._torch_compat import local_part
 from composerlite.checkpoint.format.sharded_index import KEYS, Path, image_of, leaves
 from composerlite.checkpoint.format.sharded_layout import ShardLayout, SplitTensor, StatePiece, balanced, split_of
 from composerlite.checkpoint.format.torch_file import FileInMemory
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.dist import Group, is_dense, shard_box
+from composerlite.dist import Group, is_dense, local_shard
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
@@ -93,11 +92,10 @@ class RankState:
                 if isinstance(value, DTensor):
                     self.tensors[key] = value
                 shape = tuple(value.shape)
-                offsets, sizes = shard_box(value) if isinstance(value, DTensor) else ((0,) * len(shape), shape)
+                offsets, sizes, local = local_shard(value)
                 if not math.prod(sizes) and value.numel():  # other ranks have all of the tensor
                     continue
                 piece = StatePiece(key, shape, value.dtype, offsets, sizes)
-                local = local_part(value).detach()
                 # A copy of memory does not keep the flags of conjugate and negative views.
                 self.data[piece.metadata_index] = local.resolve_conj().resolve_neg()
             else:
