@@ -329,7 +329,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
     from composerlite import dist
     from composerlite.checkpoint import Catalog
     from composerlite.checkpoint.place.bucket import Bucket
-    from composerlite.checkpoint.save.form import AfterCommit, SaveRequest
+    from composerlite.checkpoint.save.form import SaveRequest
     from composerlite.checkpoint.save.options import SaveOptions
     from composerlite.checkpoint.save.publish import Publisher
     from composerlite.storage import Transfer, Uploader, open_store
@@ -354,9 +354,7 @@ def saves_of_ours(server: S3Server, run: Any, folder: Path) -> Iterator[tuple[st
                 publisher.submit(manifest, catalog, dist.Group().vote("publishing"))
 
             start = time.perf_counter()
-            request = SaveRequest(
-                state=system.state, catalog=catalog, template=TEMPLATE, after_commit=AfterCommit(publish)
-            )
+            request = SaveRequest(state=system.state, catalog=catalog, template=TEMPLATE, publish=publish)
             pending = system.begin(request)
             stall = time.perf_counter() - start
             pending.wait(TIMEOUT)

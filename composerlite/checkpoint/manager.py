@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, final
 
@@ -20,21 +21,40 @@ from composerlite.checkpoint.loop_state import LoopState, Part
 from composerlite.checkpoint.memory import Replication, open_replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
+from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.record.naming import varies
-from composerlite.checkpoint.record.retention import Retention
-from composerlite.checkpoint.save.form import AfterCommit, Form, SaveRequest, first_name
+from composerlite.checkpoint.record.record import Manifest
+from composerlite.checkpoint.record.retention import Position, Retention
+from composerlite.checkpoint.save.form import Form, SaveRequest, first_name
 from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.checkpoint.save.outcomes import FAILURES, Outcomes
-from composerlite.checkpoint.save.publish import Publisher, Publishing
-from composerlite.checkpoint.save.run_folder import RunFolder, may_replace, position_of
-from composerlite.checkpoint.save.save import SaveTask, begin_save
+from composerlite.checkpoint.save.publish import Publisher, Publishing, deletion
+from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
+from composerlite.checkpoint.save.save import SaveReport, SaveTask, begin_save
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.devices import rng
-from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, RankError, RunInUseError
+from composerlite.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ConfigError,
+    ObjectStoreError,
+    RankError,
+    RunInUseError,
+    SaveError,
+)
 from composerlite.storage import Uploader, leave_by
-from composerlite.types import CheckpointNews, StateDict
+from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
+_FAILURES = (OSError, CheckpointError, ObjectStoreError)
+"""Errors of disks, networks and stores, tolerated by ``save_failure_limit``."""
+_FAILED = {
+    "saved": "failed",
+    "deleted": "deletion failed",
+    "published": "upload failed",
+    "deleted from a bucket": "deletion failed",
+}
+"""Event of a failure, by the kind of work."""
+_REPORTS = 100
 _LEASE_WAIT_SECONDS = 10.0
 """Seconds to wait for the lease of another process, except in an autoresume of the Trainer."""
 _LONG_WAIT_SECONDS = 1.0
@@ -118,8 +138,9 @@ class CheckpointManager:
         self._others: Sequence[CheckpointManager] = ()
         self._staging = StagingMemory(self.options.staging_bytes)
         self.pending: SaveTask | None = None
+        self._leases: dict[Lease, int | None] = {}  # on rank 0, each with the inode of the lock file in a folder
         self._waited = 0.0
-        self._publishing = Publishing(self.options, self.where)
+        self._publishing = Publishing(self.options, self.where, self._confirm_leases)
         self._saves_done = dist.PiggybackCounter(lambda: int(self.pending is not None and self.pending.done))
         self._deletes = self.options.keep.deletes
 
@@ -219,43 +240,30 @@ class CheckpointManager:
         if options.in_memory:
             savers = [one for one in others if not one.options.in_memory]
             saver = next((one for one in savers if not one.options.weights_only), savers[0])
-            if options.replication is not None:
-                saver.where.share_key()
             # A folder or bucket that was removed and made again has another key: older copies in memory do not count.
             buckets = [publisher.bucket for publisher in saver.publishers]
-            key = group.from_first("telling the folder in memory from others", lambda: saver.where.key(buckets))
-            where.keep_in_memory(state, key)
+            where.keep_in_memory(state, saver.where.key(buckets, share=options.replication is not None))
         # 3. The folder: create it, and remove leftovers of killed processes.
         group.from_first("preparing the folder of checkpoints", lambda: where.prepare(state))
         where.find_disks(form)
         # 4. Buckets: check access. Refuse names of another saver.
         self._publishing.open(state, form, () if options.in_memory else uploaders)
-        group.from_first("comparing the names of files", lambda: self._check_names_are_its_own(state))
+        group.from_first("comparing the names of files", self._check_names_are_its_own)
         # 5. Replication to another node.
         if options.replication is not None:
             self.replication = open_replication(where.root, options.replication)
 
-    def _check_names_are_its_own(self, state: TrainingState) -> None:
+    def _check_names_are_its_own(self) -> None:
         """Raise if another open manager of this run has the same names in a folder or a bucket. Call on rank 0."""
-        own = self._names_now(state)
+        own = self._new_leases()
         for other in self._others:
-            theirs = other._names_now(state) if other.where.run_name else []
-            for argument, name in (item for item in own if item in theirs):
+            theirs = other._new_leases() if other.where.run_name else {}
+            for name in own.keys() & theirs.keys():
                 raise ConfigError(
-                    f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, have the same "
-                    f"{argument} {name!r}, and each would replace what is the other's. Give one of them another "
-                    f"{argument}, or another folder."
+                    f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, both write "
+                    f"{name!r}, and each would replace what is the other's. Give one of them another filename, "
+                    "latest_filename, remote_file_name or latest_remote_file_name, or another folder."
                 )
-
-    def _names_now(self, state: TrainingState) -> list[tuple[str, str]]:
-        """Return argument and path or URI of a checkpoint and of the links, with the current time in the names."""
-        root, templates = self.where.root.resolve(), [("filename", self.where.filename)]
-        templates += [] if self.where.latest is None else [("latest_filename", self.where.latest)]
-        found = [(argument, str(root / first_name(template, state))) for argument, template in templates]
-        for one in self.publishers:
-            found.append(("remote_file_name", one.bucket.uri(first_name(one.template, state))))
-            found += [("latest_remote_file_name", one.bucket.uri(f"/{link}")) for link in one.links[:1]]
-        return found
 
     @property
     def state(self) -> TrainingState:
@@ -274,6 +282,16 @@ class CheckpointManager:
         folder = Catalog(where.folder)
         return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, self.replication)
 
+    @property
+    def _position(self) -> Position:
+        """Position of the run in training."""
+        state = self.state
+        return Position(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
+
+    def _known(self) -> list[Manifest]:
+        """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
+        return self._position.own(self.where.catalog.manifests(), self.where.filename)
+
     def load_existing(self) -> None:
         """List the checkpoints of this run, and complete interrupted links, deletions and uploads.
 
@@ -283,7 +301,7 @@ class CheckpointManager:
 
         def existing() -> tuple[list[str], bool, list[str]]:
             """Return names, oldest first; whether saves delete checkpoints; and the names to publish again."""
-            manifests = self.where.manifests(state)
+            manifests = self._known()
             deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
             return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
 
@@ -342,16 +360,64 @@ class CheckpointManager:
         Raises:
             RunInUseError: another process writes files of the same names.
         """
-        run_name = self.state.run_name
+        dist.get_group().from_first("taking the lease of the run", lambda: self._take_leases(timeout))
 
-        def take() -> None:
-            leases = [publisher.leases(run_name) for publisher in self.publishers]
-            self.where.take_leases(run_name, {uri: lease for own in leases for uri, lease in own.items()}, timeout)
-            for publisher, own in zip(self.publishers, leases, strict=True):
-                if any(lease.taken_over for lease in own.values()):
-                    publisher.remove_uploads(run_name)
+    def _take_leases(self, timeout: float) -> None:
+        if self._leases:
+            self._check_leases()
+            return
+        leases = self._new_leases()
+        take_leases(leases, f"run {self.where.run_name!r}", timeout)
+        self._leases = {lease: _inode(lease.uri) for lease in leases.values()}
+        if any(isinstance(lease, HeartbeatLease) and lease.taken_over for lease in leases.values()):
+            for publisher in self.publishers:
+                publisher.remove_uploads(self.where.run_name)
 
-        dist.get_group().from_first("taking the lease of the run", take)
+    def _new_leases(self) -> dict[str, Lease]:
+        """Return the leases of this manager's names in the folder and in buckets, by path or URI. None is taken yet."""
+        where = self.where
+        templates = [where.filename] if where.latest is None else [where.filename, where.latest]
+        names = [template.replace("{run_name}", where.run_name) for template in templates]
+        root, place = where.root.resolve(), where.catalog.place
+        leases = {str(root / name.replace("{rank}", "0")): place.lock(name) for name in names}
+        for publisher in self.publishers:
+            leases.update(publisher.leases(where.run_name))
+        return leases
+
+    def _check_leases(self) -> None:
+        """Raise RunInUseError if a lease is known to be lost. Makes no request to a store."""
+        for lease in self._leases:
+            if lease.lost_to is not None:
+                raise RunInUseError(
+                    f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
+                    "sign of life for a long time. This process must not write there: start the run again."
+                )
+
+    def _check_folder(self) -> None:
+        """Check the leases, and the folder. Call before a save.
+
+        Raises:
+            RunInUseError: another process took a lease over.
+            SaveError: the folder was removed or replaced. Another process may have the folder by now.
+        """
+        self._check_leases()
+        for lease, inode in self._leases.items():
+            if inode is not None and _inode(lease.uri) != inode:
+                raise SaveError(
+                    f"save_folder={self.where.folder!r} was removed or replaced while this run saves to it: "
+                    f"{lease.uri!r} is gone. Checkpoints that were in it are gone, too, and another process may have "
+                    "the folder by now. Put it back, or start the run again."
+                )
+
+    def _confirm_leases(self) -> None:
+        """Check the leases, and ask the store first if the last answer is old: this process may have been suspended.
+
+        Publishing calls this right before a write that makes a checkpoint visible.
+        """
+        for lease in self._leases:
+            if isinstance(lease, HeartbeatLease):
+                lease.confirm()
+        self._check_leases()
 
     def recover(self) -> bool:
         """Collect the last save after ``fit`` raised.
@@ -368,7 +434,7 @@ class CheckpointManager:
         (last_is_unconfirmed,) = group.max([int(self.outcomes.last_is_unconfirmed)])
         if not last_is_unconfirmed:
             return True
-        known = group.from_first("finding the checkpoints of this run", lambda: self.where.manifests(self.state))
+        known = group.from_first("finding the checkpoints of this run", self._known)
         self.saved = [manifest.name for manifest in known]  # an interrupted save may exist
         return False
 
@@ -386,7 +452,7 @@ class CheckpointManager:
             RunInUseError: another process holds the lease of the run.
             Exception: error of a save or an upload, unless the error is tolerated.
         """
-        self.where.check_leases()
+        self._check_leases()
         if self.pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
         if self.replication is not None:
@@ -407,16 +473,10 @@ class CheckpointManager:
             ConfigError: a value cannot be saved.
         """
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            held = self._contents()
-            check_kinds(held, self.options.ignore_keys)
-        if self.options.asynchronous:
-            contents = dataclasses.replace(self._request(), state_dict=held).gathered()
-            if (size_bytes := Form(self.state).expected_bytes(contents)) is not None:
-                self._staging.prepare(size_bytes)
-
-    def _contents(self) -> StateDict:
-        """Return the contents of a checkpoint: the weights alone, or the whole state including callbacks."""
-        return self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
+            contents = self._request().gathered()
+            check_kinds(contents.get("state", {}), None)
+        if self.options.asynchronous and (size_bytes := Form(self.state).expected_bytes(contents)) is not None:
+            self._staging.prepare(size_bytes)
 
     def save(
         self,
@@ -458,17 +518,14 @@ class CheckpointManager:
         overwrite = self._may_overwrite(name)
         self._deletes = self._deletes or ephemeral
         kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
-        retention = Retention(options.keep.policy, position_of(state), kept) if self._deletes else None
-        after_commit = AfterCommit(retention=retention, is_routine=options.in_memory)
-        if self._publishing.buckets:
-            publish = self._publishing.of(name, overwrite=overwrite)
-            also = self._publishing.names_in_buckets(name, state)
-            after_commit = after_commit._replace(publish=publish, also=also)
+        uploads = bool(self._publishing.buckets)
+        publish = self._publishing.of(name, overwrite=overwrite) if uploads else None
+        also = self._publishing.names_in_buckets(name, state) if uploads else {}
         waited, self._waited = self._waited, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
-                held = self._contents()
-                where.check_folder()
+                held = state.weights_state_dict() if options.weights_only else state.state_dict()
+                self._check_folder()
             request = dataclasses.replace(
                 self._request(),
                 state_dict=held,
@@ -476,12 +533,15 @@ class CheckpointManager:
                 overwrite=overwrite or may_replace(state, where.catalog, name),
                 occasion="ephemeral" if ephemeral else "regular",
                 metrics=metrics or {},
-                after_commit=after_commit,
+                publish=publish,
+                also=also,
+                retention=Retention(options.keep.policy, self._position, kept) if self._deletes else None,
+                is_routine=options.in_memory,
                 how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                 started=started,
             )
             pending = begin_save(request, self._staging, waited=waited)
-        except (*FAILURES, RankError, RunInUseError) as e:
+        except (*_FAILURES, RankError, RunInUseError) as e:
             self.outcomes.ended("saved", e)
             return None
         self.pending = pending
@@ -499,7 +559,7 @@ class CheckpointManager:
         folder, _, name = self.where.filename.rpartition("/")
         template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
         try:
-            self.where.check_folder()
+            self._check_folder()
             if self.pending is not None:
                 self.pending.join()
             request = dataclasses.replace(
@@ -534,15 +594,19 @@ class CheckpointManager:
             return None
         return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
 
+    def _path(self, name: str) -> str:
+        """Return the path of the checkpoint ``name``, below the user's path of the folder."""
+        return f"{self.where.folder.rstrip('/')}/{name}"
+
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this run, oldest first."""
-        return [self.where.path(name) for name in self.saved]
+        return [self._path(name) for name in self.saved]
 
     @property
     def newest(self) -> str | None:
         """Path of the newest checkpoint in the folder; ``None`` if there is none."""
-        return self.where.path(self.saved[-1]) if self.saved else None
+        return self._path(self.saved[-1]) if self.saved else None
 
     @property
     def blocked_seconds(self) -> float:
@@ -562,31 +626,30 @@ class CheckpointManager:
         pending = self.pending
         if pending is None:
             return
-        if not pending.done:
-            started = time.perf_counter()
-            pending.join()
-            seconds = time.perf_counter() - started
-            self._waited += seconds
-            level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
-            log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.name)
+        started = time.perf_counter()
+        pending.join()
+        seconds = time.perf_counter() - started
+        self._waited += seconds
+        level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
+        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.manifest.name)
         self.pending = None  # after the wait: if the wait is interrupted, the next call waits again
         try:
             report = pending.wait()
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
-                self.outcomes.maybe_written.add(pending.name)
+                self.outcomes.maybe_written.add(pending.manifest.name)
             self.outcomes.ended("saved", e)
             return
         self.outcomes.committed(report)
-        self._forget(pending.name, *report.deleted)
-        self.saved.append(pending.name)
+        self._forget(pending.manifest.name, *report.deleted)
+        self.saved.append(pending.manifest.name)
         group = dist.Group() if alone or not self._deletes else dist.get_group()
         error: Exception | None = None
         try:
             with group.all_or_none("deleting older checkpoints"):
                 if report.deletion_error is not None:
                     raise report.deletion_error
-        except (*FAILURES, RankError) as e:
+        except (*_FAILURES, RankError) as e:
             error = e
         self.outcomes.ended("deleted", error)
 
@@ -600,7 +663,7 @@ class CheckpointManager:
         if pending is None:
             raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
         pending.wait()
-        return self.where.path(pending.name)
+        return self._path(pending.manifest.name)
 
     def _note_publishing(self, *, alone: bool = False) -> None:
         """Record the outcomes of finished uploads. Collective unless ``alone``.
@@ -616,7 +679,8 @@ class CheckpointManager:
         uploads = [one for one in outcomes if one.work == "published"]
         self._forget(*(event.name for one in uploads for event in one.events if event.what == "deleted"))
         for outcome in outcomes:
-            self.outcomes.published(outcome)
+            self.outcomes.add(outcome.events)
+            self.outcomes.ended(outcome.work, outcome.error, outcome.upload)
 
     def _may_overwrite(self, name: str) -> bool:
         """Return true if the checkpoint ``name`` may replace an existing checkpoint.
@@ -651,7 +715,7 @@ class CheckpointManager:
         """
         with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
             stack.callback(self._publishing.close_store)
-            stack.callback(self.where.release)  # after the uploads: the next launch resumes from them
+            stack.callback(self._release_leases)  # after the uploads: the next launch resumes from them
             stack.callback(self._publishing.close)
             stack.callback(self._note_publishing, alone=True)
             stack.callback(self._publishing.wait, dist.Group())
@@ -661,6 +725,13 @@ class CheckpointManager:
                 stack.callback(self.replication.close)
             stack.callback(self._staging.close)
             self.collect(alone=True)  # other ranks may have failed and not call close()
+
+    def _release_leases(self) -> None:
+        if self._leases:
+            self.where.close()
+        leases, self._leases = self._leases, {}
+        for lease in reversed(leases):
+            lease.release()
 
     def _empty(self) -> None:
         """Delete checkpoints in memory up to the newest full checkpoint of another manager."""
@@ -678,3 +749,126 @@ class CheckpointManager:
     def publishers(self) -> list[Publisher]:
         """Publishers, one for each bucket, on the ranks that publish."""
         return self._publishing.publishers
+
+
+def _inode(path: str) -> int | None:
+    """Return the number of the file ``path`` in its file system; ``None``: there is no such file."""
+    try:
+        return Path(path).stat().st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+# ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+@final
+class Outcomes:
+    """Outcomes of the saves of a manager, the same on every rank: rank 0 warns for all.
+
+    Args:
+        failure_limit: number of tolerated failures in a row, each with a warning. Saves, deletions and uploads are
+            counted separately.
+
+    Attributes:
+        reports: of the last 100 successful saves, oldest first.
+        blocked_seconds: seconds that training waited for saves.
+        maybe_written: names of failed saves: the file may exist.
+        last_is_unconfirmed: the last save is in flight, failed or was interrupted: a checkpoint may or may not exist.
+    """
+
+    def __init__(self, failure_limit: int) -> None:
+        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self.blocked_seconds = 0.0
+        self.maybe_written: set[str] = set()
+        self.last_is_unconfirmed = False
+        self._limit = failure_limit
+        self._failures = Counter[str]()
+        self._warned_of_metric = False
+        self._events: list[CheckpointNews] = []
+        # One save is in flight at a time.
+        self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
+
+    def take_events(self) -> list[CheckpointNews]:
+        """Return the events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
+        """Record the start of a save of the checkpoint ``name`` in the folder ``where``."""
+        self._begun = CheckpointNews(
+            what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
+        )
+        self.last_is_unconfirmed = True
+        self._events.append(self._begun)
+
+    def committed(self, report: SaveReport) -> None:
+        """Record the success of the last save, and the deletion of older checkpoints by retention."""
+        self.last_is_unconfirmed = False
+        self.ended("saved", None)
+        self.reports.append(report)
+        self.blocked_seconds += report.seconds["stall"]
+        at = self._begun.at + report.seconds["total"] - report.seconds.get("waiting", 0.0)
+        numbers = {f"{name}_seconds": value for name, value in report.seconds.items()}
+        numbers |= {"bytes": report.size_bytes, "batch": report.batch}
+        if report.slowest_rank is not None:
+            numbers["slowest_rank"] = report.slowest_rank
+        self._events.append(
+            dataclasses.replace(
+                self._begun,
+                what="committed",
+                at=at,
+                size_bytes=report.size_bytes,
+                seconds=dict(report.seconds),
+                slowest_rank=report.slowest_rank,
+                metrics=numbers,
+            )
+        )
+        self._events += [deletion(name, self._begun.where, at) for name in report.deleted]
+
+    def add(self, events: Sequence[CheckpointNews]) -> None:
+        """Record ``events`` of uploads."""
+        self._events += events
+
+    def replicated(self, name: str) -> None:
+        """Record the arrival of replicas of the checkpoint ``name`` in the memory of other nodes."""
+        for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
+            news = CheckpointNews(what="replicated", name=name, where=self._begun.where, batch=batch, at=time.time())
+            self._events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
+
+    def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
+        """Count a failure, record an event, and warn. A success ends a row of failures.
+
+        Args:
+            what: the work: ``"saved"``, ``"deleted"``, ``"published"`` or ``"deleted from a bucket"``.
+            error: reason of a failure; ``None``: a success.
+            news: event of the upload; ``None``: the event of the last save.
+
+        Raises:
+            Exception: ``error``, after more failures in a row than the limit, or for any error besides
+                an ``OSError``, ``CheckpointError`` or ``ObjectStoreError``: a bug or a lost rank.
+        """
+        if error is None:
+            self._failures[what] = 0
+            return
+        self._failures[what] += 1
+        count, at, text = self._failures[what], time.time(), f"{type(error).__name__}: {error}"
+        event = dataclasses.replace(news or self._begun, what=_FAILED[what], at=at, error=text, metrics={})
+        causes = error.causes if isinstance(error, RankError) else (error,)
+        if count > self._limit or not causes or not all(isinstance(cause, _FAILURES) for cause in causes):
+            self._events.append(event)
+            raise error
+        self._events.append(dataclasses.replace(event, metrics={"failures_in_a_row": count}))
+        if dist.get_global_rank() == 0:
+            log.warning(
+                "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s", what, count, self._limit, text
+            )
+
+    def warn_of_missing_metric(self, name: str, metric: str) -> None:
+        """Warn about a checkpoint without the metric of ``save_best_k``, once, on rank 0."""
+        if not self._warned_of_metric and dist.get_global_rank() == 0:
+            log.warning(
+                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "
+                "Give save_interval and eval_interval the same value.",
+                name,
+                metric,
+            )
+        self._warned_of_metric = True

@@ -1,7 +1,5 @@
 """Checkpoints in memory (such as ``/dev/shm``): the private folder, and replicas on the next node of the run.
 
-Each save folder or bucket has a file with a random number, which connects the place with its folder in memory.
-
 Nodes form a ring. Each node has a folder of replicas beside the folder of checkpoints in memory. The replicas are the
 files and the record of the previous node. On each node a single rank, the leader, sends and receives. A resumed run
 looks for the parts on all nodes, since the order of the nodes may have changed.
@@ -25,34 +23,14 @@ from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.node_disks import Disks, disks_of, read_part, write_part
-from composerlite.checkpoint.place.place import Place
-from composerlite.checkpoint.record.record import RESUMABLE, FileRecord, Manifest, new_id
+from composerlite.checkpoint.record.record import RESUMABLE, FileRecord, Manifest
 from composerlite.errors import ConfigError, CorruptCheckpointError, RankError, bytes_text
 from composerlite.storage import verify_file
 from composerlite.threads import start_threads
 
 log = logging.getLogger(__name__)
-
-MARK = ".memory-id"
-"""Name of the file with the random number of a folder or bucket."""
 _LOOK_SECONDS = 0.2
 """Seconds between two checks for a lost rank, in :meth:`Replication.close`."""
-
-
-def mark_of(place: Place, number: bytes | None = None) -> bytes:
-    """Return the random number of ``place``, as text in bytes. If missing, write ``number`` or a new number, durable.
-
-    A folder that was emptied and made again, or copied, has another number: the checkpoints in memory of the earlier
-    folder are ignored.
-
-    Raises:
-        OSError, ObjectStoreError: the number can be neither read nor written.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        return place.read(MARK)
-    with contextlib.suppress(FileExistsError):  # another launch was first
-        place.put(MARK, number or new_id().encode(), create_only=True)
-    return place.read(MARK)
 
 
 def make_private(folder: Path, *, levels: int) -> None:

@@ -179,10 +179,10 @@ def a_run_that_crashes_as_a_save_fails(where: str) -> None:
 
 
 def test_a_failed_save_is_named_when_a_crash_comes_before_it(tmp_path: Path) -> None:
-    """Nobody asks for it any more: the end of the program says what is missing, and why."""
+    """Nobody asks for it any more: the log says what is missing, and why."""
     done = run_forked(a_run_that_crashes_as_a_save_fails, str(tmp_path), cwd=tmp_path)
     assert "RuntimeError: crash" in done.stderr
-    assert re.search(r"before this was done: checkpoint '.*/ba6\.pt': IsADirectoryError", done.stderr), done.stderr
+    assert re.search(r"could not save checkpoint '.*/ba6\.pt': IsADirectoryError", done.stderr), done.stderr
 
 
 def test_close_waits_when_training_crashes(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
 from composerlite.storage import HostMemory
-from composerlite.storage.disk.memory import memory_at
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
@@ -156,7 +155,8 @@ class TorchImage:
         for start, size in pieces:
             if watched and self.not_finite is None and not _are_finite(start, size, watched[0][1]):
                 if storage is None:
-                    storage = torch.frombuffer(memory_at(address, record.size), dtype=torch.uint8).untyped_storage()
+                    memory = (ctypes.c_char * record.size).from_address(address)
+                    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
                 found = (name for name, dtype, place in watched if not _is_finite(storage, dtype, place))
                 self.not_finite = next(found, None)
                 watched = None  # the value may be beside the tensors: check the tensors once
@@ -192,11 +192,12 @@ _EXPONENTS = {
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
     """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``."""
     item_bytes, exponent = _EXPONENTS[dtype]
-    memory = memory_at(address, size_bytes // item_bytes * item_bytes)
-    if not memory:
+    memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
+    count = size_bytes // item_bytes
+    if not count:
         return True
     # Positive numbers are the largest signed integers, and negative numbers the largest unsigned integers.
-    largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}").max()) for kind in "iu"]
+    largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}", count).max()) for kind in "iu"]
     return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
 
 

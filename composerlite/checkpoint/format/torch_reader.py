@@ -5,6 +5,7 @@ Reads every file of ``torch.save`` since torch 1.6.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import itertools
 import pickle
@@ -21,7 +22,6 @@ from composerlite.checkpoint.format.zip_file import ZipRecord, entries
 from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, storage_dtype
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
-from composerlite.storage.disk.memory import address_of, memory_at
 from composerlite.types import Piece, batches
 
 T = TypeVar("T")
@@ -209,13 +209,15 @@ class TorchFile:
         """
         headers = [(record, bytearray(len(record.header))) for record, start, _, _ in parts if start == 0]
         wanted: list[Piece] = [(record.offset + start, place, size) for record, start, place, size in parts if size]
-        wanted += [(record.start, address_of(header), len(header)) for record, header in headers]
+        for record, header in headers:
+            wanted.append((record.start, ctypes.addressof(ctypes.c_char.from_buffer(header)), len(header)))
         if wanted:
             self._source.read_into(sorted(wanted), self.progress)
         if any(bytes(header) != record.header for record, header in headers):
             raise CorruptCheckpointError("it changed while it was read")
         for record, start, place, size in parts if self._check_sums else ():
-            crc = isal_zlib.crc32(memory_at(place, size), self._sums.pop(record.name, 0))
+            part = (ctypes.c_char * size).from_address(place)
+            crc = isal_zlib.crc32(part, self._sums.pop(record.name, 0))
             if start + size < record.size:
                 self._sums[record.name] = crc
             else:

@@ -152,11 +152,6 @@ class FileLease:
         except (KeyError, FileNotFoundError, NotADirectoryError):
             return False
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the locked file was removed or replaced: another process may have locked a new file."""
-        return self.uri in _locked and not self._is_locked()
-
     def release(self) -> None:
         """Release the lease. May be called twice."""
         if self not in _held:

@@ -171,7 +171,7 @@ class FileWriter(RankWriter):
         """Write the file under a temporary name, durably, and return facts about the file."""
         images, is_archive = self._images.values(), self._format.archive
         sizes = [image.size_bytes + image.comment_bytes for image in images]
-        archive_bytes = tar_bytes(*sizes)
+        archive_bytes = tar_bytes(*sizes) if is_archive else 0
         unpacked = archive_bytes if len(sizes) > 1 else sizes[0]
         with ExitStack() as stack:
             make_folder(self._path.parent)
@@ -235,30 +235,6 @@ class FileWriter(RankWriter):
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class AfterCommit(NamedTuple):
-    """Work of a run after the commit of a checkpoint.
-
-    Attributes:
-        publish: called after the commit, before older checkpoints are deleted, perhaps on another thread; on rank 0,
-            or on all ranks if nodes have disks of their own.
-        also: other names under which the same file is uploaded, each with the template of the name.
-        retention: chooses the older checkpoints of the same template to delete; on rank 0.
-        is_routine: log the save below INFO.
-        links: targets of the links that this rank points to the checkpoint, by name of the link.
-        is_leader: this rank moves links and deletes checkpoints on the disk. Each disk has one such rank.
-        catalog: the checkpoints in the folder of the run; ``None``: there is no work.
-    """
-
-    publish: Callable[[], object] | None = None
-    also: Mapping[str, str] = {}
-    retention: Retention | None = None
-    is_routine: bool = False
-    links: Mapping[str, str] = {}
-    is_leader: bool = False
-    catalog: Catalog | None = None
-
-
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
     """Request of a run to save a checkpoint.
@@ -276,7 +252,11 @@ class SaveRequest:
         occasion: ``'regular'``; ``'ephemeral'``: deleted as soon as a newer checkpoint is committed; ``'crash'``: the
             state after an exception, which no run resumes from by itself.
         metrics: metric values for the record, by name. NaN and infinite values are left out.
-        after_commit: work after the commit.
+        publish: called after the commit, before older checkpoints are deleted, perhaps on another thread; on rank 0,
+            or on all ranks if nodes have disks of their own.
+        also: other names under which the same file is uploaded, each with the template of the name.
+        retention: chooses the older checkpoints of the same template to delete; on rank 0.
+        is_routine: log the save below INFO.
         how: ``'async'``: training continues when the state is copied; ``'lazy'``: training continues at once, and the
             next optimizer step waits for the copy of weights and optimizer state; ``'sync'``: training continues after
             the commit.
@@ -294,7 +274,10 @@ class SaveRequest:
     disks: Disks | None = None
     occasion: str = "regular"
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    after_commit: AfterCommit = field(default_factory=AfterCommit)
+    publish: Callable[[], object] | None = None
+    also: Mapping[str, str] = field(default_factory=dict[str, str])
+    retention: Retention | None = None
+    is_routine: bool = False
     how: str = "async"
     started: float | None = None
 

@@ -280,6 +280,7 @@ class Publishing:
     Args:
         options: options of the saver.
         where: folder to publish from.
+        check: as in :class:`Publisher`.
 
     Attributes:
         buckets: URIs of the buckets, on every rank, after :meth:`open`; empty: nothing is published.
@@ -287,11 +288,11 @@ class Publishing:
         ranks_with_news: 1 if rank 0 has new outcomes, else 0; the ranks learn the number with each batch.
     """
 
-    def __init__(self, options: SaveOptions, where: RunFolder) -> None:
+    def __init__(self, options: SaveOptions, where: RunFolder, check: Callable[[], object]) -> None:
         bucket = options.names.bucket
         self._options = options
         self._store = None if bucket is None else open_store(bucket)
-        self._where = where
+        self._where, self._check = where, check
         self._uploader: Uploader | None = None
         self.publishers: list[Publisher] = []
         self.buckets: list[str] = []
@@ -361,7 +362,7 @@ class Publishing:
                 template=self._template,
                 links=links,
                 options=self._options,
-                check=self._where.confirm_leases,
+                check=self._check,
             )
             self.publishers.append(publisher)
         self._options.names.check_buckets(publisher.bucket.uri() for publisher in self.publishers)

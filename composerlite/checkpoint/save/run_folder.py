@@ -1,11 +1,12 @@
-"""The folder to which a manager saves: names, ownership of the checkpoints, ``latest``, and leases."""
+"""The folder to which a manager saves: names, ownership of the checkpoints, and ``latest``."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import final
@@ -14,11 +15,10 @@ import xxhash
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState
-from composerlite.checkpoint.memory import MARK, make_private, mark_of
+from composerlite.checkpoint.memory import make_private
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
-from composerlite.checkpoint.place.lease import FileLease, HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.attempts import highest_attempt, may_be_replaced, new_attempt
@@ -33,28 +33,27 @@ from composerlite.checkpoint.record.naming import (
     varies,
 )
 from composerlite.checkpoint.record.record import Manifest, new_id
-from composerlite.checkpoint.record.retention import Position
 from composerlite.checkpoint.save.form import Form, first_name, names_of_ranks
 from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.errors import ConfigError, CorruptCheckpointError, RunInUseError, SaveError
+from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import atomic_write, make_folder
 from composerlite.types import Lineage
 
-
-def position_of(state: TrainingState) -> Position:
-    """Return the position of ``state`` in training."""
-    return Position(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
+_MARK = ".memory-id"
+"""Name of the file with the random number of a folder or bucket, a part of the name of its folder in memory."""
 
 
 @final
 class RunFolder:
     """Save folder of a manager. Every rank has a ``RunFolder``.
 
-    All ranks call :meth:`name`, :meth:`share_key`, :meth:`keep_in_memory` and :meth:`find_disks` together. The other
+    All ranks call :meth:`name`, :meth:`key`, :meth:`keep_in_memory` and :meth:`find_disks` together. The other
     methods are not collective: rank 0, or the leader of each disk, changes files.
 
     Attributes:
         folder: path in the user's notation, with './' if given. :meth:`name` fills in the variables.
+        root: full path of the folder, even after a change of the working directory.
+        catalog: catalog of the checkpoints, by full path.
         filename: template of the names of checkpoints.
         latest: template of the name of the link to the newest checkpoint; ``None``: no link.
         disks: groups of ranks with the same folder, if all ranks write and not all see the same folder.
@@ -64,32 +63,17 @@ class RunFolder:
 
     def __init__(self, options: SaveOptions) -> None:
         self._options = options
-        self.folder = self._template = options.names.local_folder
+        self._started_in = Path() if Path(options.names.local_folder).is_absolute() else Path.cwd()
+        self._move_to(options.names.local_folder)
         self.filename, self.latest = options.names.filename, options.names.latest
         self.disks: Disks | None = None
         self.is_leader = False
         self.run_name = ""
-        self._started_in = Path() if Path(self.folder).is_absolute() else Path.cwd()
-        self._leases: list[Lease] = []
 
-    # ── where ────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def root(self) -> Path:
-        """Full path of the folder, even after a change of the working directory."""
-        return self._started_in / self.folder
-
-    @property
-    def catalog(self) -> Catalog:
-        """Catalog of the checkpoints, by full path."""
-        return Catalog(self.root)
-
-    def path(self, name: str) -> str:
-        """Return the path of the checkpoint ``name``, below the user's path of the folder."""
-        return f"{self.folder.rstrip('/')}/{name}"
-
-    def manifests(self, state: TrainingState) -> list[Manifest]:
-        """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
-        return position_of(state).own(self.catalog.manifests(), self.filename)
+    def _move_to(self, folder: str) -> None:
+        self.folder = folder
+        self.root = self._started_in / folder
+        self.catalog = Catalog(self.root)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
     def name(self, state: TrainingState, *, directory: str | None) -> Form:
@@ -103,7 +87,8 @@ class RunFolder:
             ConfigError: checkpoints of this form cannot have the names, or the state cannot be saved.
         """
         self.run_name = state.run_name
-        self.folder = format_name_with_dist(self._template, state.run_name, **FIRST_RANK)
+        folder = self._options.names.local_folder
+        self._move_to(format_name_with_dist(folder, state.run_name, **FIRST_RANK))
         try:
             new_name(first_name(self.filename, state))  # the name must be readable from a record
         except ValueError as e:
@@ -139,26 +124,34 @@ class RunFolder:
                 "{epoch} or {batch} into it, or pass save_overwrite=True to have the newest alone there."
             )
 
-    def key(self, buckets: Sequence[Bucket]) -> str:
-        """Return a unique key of the folder, or of the bucket if the folder stages uploads. Call on rank 0.
+    def key(self, buckets: Sequence[Bucket], *, share: bool) -> str:
+        """Return a unique key of the folder, or of the bucket if the folder stages uploads. Collective.
 
-        A folder that was removed and made again has another key. ``buckets``: targets of uploads.
+        A folder that was removed and made again, or copied, has another key: a random number in a file is part of the
+        key.
+
+        Args:
+            buckets: targets of uploads; needed on rank 0.
+            share: copy the random number to the folder of each node without a number, since a node may be lost.
         """
-        number = mark_of(self.catalog.place if self._options.names.bucket is None else buckets[0])
-        uris = " ".join(bucket.uri() for bucket in buckets)
-        return xxhash.xxh3_64_hexdigest(number + os.fsencode(self.root.resolve()) + uris.encode())
-
-    def share_key(self) -> None:
-        """Copy the key's random number to the folder of each node without a number: a node may be lost. Collective."""
-        if self._options.names.bucket is not None:  # the bucket has the number
-            return
         group, place = dist.get_group(), self.catalog.place
-        with group.all_or_none("marking the folder of checkpoints on all nodes"):
-            known = place.read(MARK) if dist.get_local_rank() == 0 and place.exists(MARK) else None
+        in_bucket = self._options.names.bucket is not None
+        if in_bucket and group.is_first:
+            place = buckets[0]
+        writes = group.is_first or (share and not in_bucket and dist.get_local_rank() == 0)
+        with group.all_or_none("marking the folder of checkpoints"):
+            known = place.read(_MARK) if writes and place.exists(_MARK) else None
         number = next((mark for mark in group.gather(known) if mark is not None), group.broadcast(new_id().encode()))
-        with group.all_or_none("marking the folder of checkpoints on all nodes"):
-            if dist.get_local_rank() == 0:
-                mark_of(place, number)
+        with group.all_or_none("marking the folder of checkpoints"):
+            if writes and known is None:
+                with contextlib.suppress(FileExistsError):  # another rank or another launch was first
+                    place.put(_MARK, number, create_only=True)
+
+        def hashed() -> str:
+            uris = " ".join(bucket.uri() for bucket in buckets)
+            return xxhash.xxh3_64_hexdigest(place.read(_MARK) + os.fsencode(self.root.resolve()) + uris.encode())
+
+        return group.from_first("telling the folder in memory from others", hashed)
 
     def keep_in_memory(self, state: TrainingState, key: str) -> None:
         """Add ``key``, the :meth:`key` of the run's other folder, to the name of this folder. Collective.
@@ -168,7 +161,7 @@ class RunFolder:
         Raises:
             ConfigError: another user owns the folder or may write to the folder.
         """
-        self.folder = f"{self.folder}-{key}"
+        self._move_to(f"{self.folder}-{key}")
         with dist.get_group().all_or_none("preparing the folder in memory"):
             if dist.get_local_rank() == 0:
                 make_private(self.root, levels=len(Path(state.run_name).parts) + 1)
@@ -256,8 +249,6 @@ class RunFolder:
             # Keep links of other runs. This run may have had another save_filename.
             if not target or target[0].run_name != newest.run_name or target[0].order >= newest.order:
                 return
-        elif os.path.lexists(self.root / name):
-            return
         is_of_ranks = newest.form == "archives"  # each rank has a file and a link
         targets = [file.path for file in newest.files] if is_of_ranks else [newest.name]
         links = dict(zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True))
@@ -285,82 +276,13 @@ class RunFolder:
                 may_replace=functools.partial(may_replace, state, place),
             )
 
-    def take_leases(self, run_name: str, bucket_leases: Mapping[str, Lease], timeout: float) -> None:
-        """Take the leases of this manager's names in the folder and in buckets. Call on rank 0.
-
-        The leases are held until :meth:`release`. Two launches of a run use the same names. So do two runs with files
-        that would replace each other.
-
-        Args:
-            run_name: name of the run.
-            bucket_leases: leases of names in buckets, by URI.
-            timeout: seconds to wait for the end of another process.
-
-        Raises:
-            RunInUseError: another process writes files of the same names, or took over a lease of this process.
-        """
-        if self._leases:
-            self.check_leases()
-            return
-        templates = [self.filename] if self.latest is None else [self.filename, self.latest]
-        names = [template.replace("{run_name}", run_name) for template in templates]
-        leases = {self.path(name): self.catalog.place.lock(name) for name in names} | dict(bucket_leases)
-        take_leases(leases, f"run {run_name!r}", timeout)
-        self._leases = list(leases.values())
-
-    def check_leases(self) -> None:
-        """Raise if a lease is known to be lost. Makes no request to a store.
-
-        Raises:
-            RunInUseError: another process took a lease over. This process must not write any more.
-        """
-        for lease in self._leases:
-            if lease.lost_to is not None:
-                raise RunInUseError(
-                    f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
-                    "sign of life for a long time. This process must not write there: start the run again."
-                )
-
-    def confirm_leases(self) -> None:
-        """Check the leases as :meth:`check_leases` does, and ask the store first if the last answer is old.
-
-        Call right before a write that makes a checkpoint visible: this process may have been suspended.
-
-        Raises:
-            RunInUseError: another process took a lease over.
-            ObjectStoreError: the store does not answer.
-        """
-        for lease in self._leases:
-            if isinstance(lease, HeartbeatLease):
-                lease.confirm()
-        self.check_leases()
-
-    def check_folder(self) -> None:
-        """Check the leases as :meth:`check_leases` does, and the folder. Call before a save.
-
-        Raises:
-            RunInUseError: another process took a lease over.
-            SaveError: the folder was removed or replaced. Another process may have the folder by now.
-        """
-        self.check_leases()
-        for lease in self._leases:
-            if isinstance(lease, FileLease) and lease.is_gone:
-                raise SaveError(
-                    f"save_folder={self.folder!r} was removed or replaced while this run saves to it: {lease.uri!r} is "
-                    "gone. Checkpoints that were in it are gone, too, and another process may have the folder by now. "
-                    "Put it back, or start the run again."
-                )
-
     def _note(self, run_name: str) -> Path:
         return self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
 
-    def release(self) -> None:
-        """Release the leases of the run. If retention keeps no checkpoint here and none is left, delete the note."""
-        if self._leases and self._options.keep.none_here and not self.catalog.manifests():
+    def close(self) -> None:
+        """Delete the note if retention keeps no checkpoint here and none is left. Call on rank 0, with the leases."""
+        if self._options.keep.none_here and not self.catalog.manifests():
             self._note(self.run_name).unlink(missing_ok=True)
-        leases, self._leases = self._leases, []
-        for lease in reversed(leases):
-            lease.release()
 
 
 def begin_attempt(

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 from torch.optim import Optimizer
 
@@ -32,7 +32,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.checkpoint.record.record import Manifest, SavedRun, new_id
-from composerlite.checkpoint.save.form import AfterCommit, Form, RankWriter, SaveRequest, first_name
+from composerlite.checkpoint.save.form import Form, RankWriter, SaveRequest, first_name
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
 from composerlite.storage.workers import wait_at_exit, wait_no_more
@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from composerlite.checkpoint.save.sharded_writer import SealedIndex, ShardWriter
 
 log = logging.getLogger(__name__)
-_unfinished: dict[int, SaveTask] = {}
-T = TypeVar("T")
+_unfinished: set[SaveTask] = set()
 LONGEST_WORK = timedelta(hours=1)
 """Time limit for the writes of a rank. A rank that writes longer counts as lost: the disk hangs."""
 _LONGEST_SAVE_SECONDS = 3600.0
@@ -108,19 +107,20 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     # any step that can fail on one rank alone.
     state, disks, group = request.state, request.disks, dist.get_group()
     form = Form(state)
-    names = form.names(form.template(request.template), state)
+    template = form.template(request.template)
+    names = form.names(template, state)
     what = f"checkpoint {names[0]!r}"
     votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
     # 2. Links and existing checkpoints. Raise for an existing name before the writers gather tensors, which is slow.
     is_leader = group.is_first if disks is None else disks.is_folder_leader
     links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
-    own_links = {link: name for link, name in links.items() if is_leader and link != name}
+    own_links = {link: name for link, name in links.items() if link != name}
     with group.all_or_none(what):
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
             request.catalog.check_free(name)  # the writer checks the name of a directory
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
-    record = _record_of(request, form, names, id_, {"waiting": waited})
+    record = _record_of(request, form.kind, template, names, id_, {"waiting": waited})
     with group.all_or_none(what):
         writer = form.writer(request, record, names)
     task = SaveTask(
@@ -129,7 +129,8 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         writer=writer,
         votes=votes,
         group=group,
-        after_commit=request.after_commit._replace(links=own_links, is_leader=is_leader, catalog=request.catalog),
+        request=dataclasses.replace(request, state_dict=None),  # keeps no tensor alive that training replaces
+        links=own_links if is_leader else None,
         started=started,
         blocking=request.how == "sync",
     )
@@ -139,8 +140,6 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
             # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
             task.stage(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
         task.stall_seconds = time.perf_counter() - started
-        if task.snapshot is not None:  # _stall_seconds() adds the final number
-            task.stall_seconds -= task.snapshot.stall_seconds
         task.start(task.run)
     except BaseException:
         task.cancel()
@@ -149,15 +148,17 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
 
 
 def _record_of(
-    request: SaveRequest, form: Form, names: Sequence[str], id_: str, timings: Mapping[str, float]
+    request: SaveRequest, kind: str, template: str, names: Sequence[str], id_: str, timings: Mapping[str, float]
 ) -> Manifest:
     """Return the record of the checkpoint, without its files."""
     state, ignore_keys = request.state, request.ignore_keys
-    kind = "weights" if request.weights_only else form.kind
+    form = "archives" if len(names) > 1 else "sharded" if kind == "sharded" else "file"
+    if request.weights_only:
+        kind = "weights"
     return Manifest(
         name=names[0],
         kind="crash" if request.occasion == "crash" else kind,
-        template=form.template(request.template),
+        template=template,
         run=SavedRun(
             name=state.run_name,
             timestamp={
@@ -173,8 +174,8 @@ def _record_of(
         files=(),
         left_out=("<function>",) if callable(ignore_keys) else tuple(ignore_keys or ()),
         ephemeral=request.occasion == "ephemeral",
-        also=dict(request.after_commit.also),
-        form="archives" if len(names) > 1 else "sharded" if form.kind == "sharded" else "file",
+        also=dict(request.also),
+        form=form,
         id=id_,
         timings=timings,
     )
@@ -189,7 +190,7 @@ class _RankPart(NamedTuple):
 
 
 @final
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SaveTask:
     """A save that all ranks of ``group`` have planned. Create it on the training thread.
 
@@ -199,10 +200,12 @@ class SaveTask:
         writer: writer of the files of this rank; ``None``: this rank has no file.
         votes: one or two votes of all ranks. The ranks vote after every rank has written. If nodes have separate
             disks, the ranks vote again after every disk has the deciding file, which makes the checkpoint valid there.
-        after_commit: work of a run after the commit; nothing if the checkpoint belongs to no run.
+        request: request of a run; ``None``: the checkpoint belongs to no run, and nothing is done after the commit.
+        links: targets of the links that this rank points to the checkpoint, by name of the link. ``None``: this rank
+            does not lead its disk, so that it moves no link and deletes no checkpoint.
         started: time of the call.
         blocking: training waits until the end.
-        stall_seconds: how long training waited, without ``snapshot.stall_seconds``, which grows until the next step.
+        stall_seconds: how long training waited for the call. The next step may wait again: ``snapshot.stall_seconds``.
         snapshot: copy of the state; ``None``: the writer reads the tensors themselves.
         failure: error of this rank in :meth:`stage`. With an error, this rank votes against the checkpoint.
         future: result of :meth:`start`; cancelled if the caller was interrupted before the thread began.
@@ -213,7 +216,8 @@ class SaveTask:
     writer: RankWriter | None
     votes: Sequence[dist.Vote]
     group: dist.Group
-    after_commit: AfterCommit = field(default_factory=AfterCommit)
+    request: SaveRequest | None = None
+    links: Mapping[str, str] | None = None
     started: float = field(default_factory=time.perf_counter)
     blocking: bool = False
     stall_seconds: float = 0.0
@@ -240,6 +244,7 @@ class SaveTask:
             if (memory := staging.reserve(writer.size_bytes)) is not None:
                 self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
                 writer.staged_in(memory)
+                self.stall_seconds = self.snapshot.seconds
                 return
             log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
             self._written = self._write(writer)
@@ -258,7 +263,7 @@ class SaveTask:
             del timings["stall"]
         return writer.write(dataclasses.replace(self.manifest, timings=timings))
 
-    def start(self, work: Callable[[], T]) -> Future[T]:
+    def start(self, work: Callable[[], Any]) -> Future[Any]:
         """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
 
         A blocking save calls ``work`` in the calling thread. If no thread can be started, every save does. The
@@ -271,16 +276,17 @@ class SaveTask:
                     return
                 result = work()
             except BaseException as e:  # noqa: BLE001 - the future raises the error
-                self._failed(e)
+                if self.group.is_first and not self.blocking:  # perhaps nobody reads the future
+                    log.error("could not save checkpoint %r: %s: %s", str(self.path), type(e).__name__, e)
                 self.future.set_exception(e)
             else:
-                wait_no_more(self)
                 self.future.set_result(result)
             finally:
-                _unfinished.pop(id(self), None)
+                wait_no_more(self)
+                _unfinished.discard(self)
 
         wait_at_exit(self, lambda: [f"checkpoint {str(self.path)!r}"], _LONGEST_SAVE_SECONDS)
-        _unfinished[id(self)] = self
+        _unfinished.add(self)
         if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
             self.blocking = True
             run()
@@ -336,17 +342,17 @@ class SaveTask:
     def _commit(self, parts: Sequence[_RankPart]) -> SaveReport:
         """Commit on rank 0, after all ranks have written."""
         assert self.writer is not None, "rank 0 has a file"
-        timings, slowest = self._compare_ranks(parts)
+        manifest, slowest = self._compare_ranks(parts)
         before_commit = time.perf_counter()
-        manifest = dataclasses.replace(self.manifest, timings=timings)
         with self._pointing():
             manifest = self.writer.commit(manifest, [part.written for part in parts])
         return self._conclude(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
         """Prepare this rank's links, so that a full disk fails now, run the block (the commit), and move the links."""
-        catalog = self.after_commit.catalog
-        return contextlib.nullcontext() if catalog is None else catalog.place.pointing(self.after_commit.links)
+        if self.request is None or self.links is None:
+            return contextlib.nullcontext()
+        return self.request.catalog.place.pointing(self.links)
 
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
         """Commit on nodes with separate disks. The checkpoint exists if every disk has the deciding file.
@@ -363,8 +369,7 @@ class SaveTask:
             return part
 
         def seal(parts: Sequence[_RankPart]) -> tuple[SealedIndex, int | None]:
-            timings, slowest = self._compare_ranks(parts)
-            manifest = dataclasses.replace(self.manifest, timings=timings)
+            manifest, slowest = self._compare_ranks(parts)
             return writer.seal(manifest, [part.written for part in parts]), slowest
 
         def conclude(_: object) -> SaveReport:
@@ -376,18 +381,18 @@ class SaveTask:
             sealed, slowest = all_wrote.run(finish, seal)
             before_commit = time.perf_counter()
             report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
-        if not self.group.is_first and self.after_commit.publish is not None:
-            self.after_commit.publish()  # publishes the files on the disk of this node
+        if not self.group.is_first and self.request is not None and self.request.publish is not None:
+            self.request.publish()  # publishes the files on the disk of this node
         return report
 
     def _conclude(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
-        after, deleted = self.after_commit, list[str]()
+        request, deleted = self.request, list[str]()
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
-        if after.catalog is not None:
+        if request is not None:
             size = bytes_text(manifest.size_bytes)
-            level = logging.DEBUG if after.is_routine or after.publish is not None else logging.INFO
+            level = logging.DEBUG if request.is_routine or request.publish is not None else logging.INFO
             log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
             if manifest.run.not_finite != self.manifest.run.not_finite:
                 log.warning(
@@ -396,11 +401,11 @@ class SaveTask:
                     self.path,
                     manifest.run.not_finite[0],
                 )
-            if after.publish is not None:
-                after.publish()
-            if after.retention is not None:
-                known = after.catalog.manifests()
-                deleted = [old.name for old in after.retention.given_up(known, manifest.template)]
+            if request.publish is not None:
+                request.publish()
+            if request.retention is not None:
+                known = request.catalog.manifests()
+                deleted = [old.name for old in request.retention.given_up(known, manifest.template)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -416,11 +421,11 @@ class SaveTask:
 
         An error does not affect the new checkpoint, which exists.
         """
-        catalog = self.after_commit.catalog
-        if catalog is None or not self.after_commit.is_leader:
+        if self.request is None or self.links is None or not names:
             return None
+        catalog = self.request.catalog
         try:
-            for manifest in catalog.manifests(names) if names else ():
+            for manifest in catalog.manifests(names):
                 delete_checkpoint(catalog.place, manifest)
         except Exception as e:  # noqa: BLE001 - stored in deletion_error; the saver raises or counts the error
             return e
@@ -429,8 +434,8 @@ class SaveTask:
     def _stall_seconds(self) -> float:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
-    def _compare_ranks(self, parts: Sequence[_RankPart]) -> tuple[dict[str, float], int | None]:
-        """Return the seconds of each phase until the data were durable, and the slowest rank. Called on rank 0."""
+    def _compare_ranks(self, parts: Sequence[_RankPart]) -> tuple[Manifest, int | None]:
+        """Return the record with the seconds of each phase so far, and the slowest rank. Called on rank 0."""
         compared: dict[str, float] = {}
         slowest_rank: int | None = None
         writers = {rank: part.seconds for rank, part in enumerate(parts) if part.written}
@@ -441,19 +446,10 @@ class SaveTask:
         if len(parts) > 1:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
         own = {} if self.writer is None else self.writer.seconds
-        return {**self._own_seconds(), **compared, **own}, slowest_rank
+        timings = {**self._own_seconds(), **compared, **own}
+        return dataclasses.replace(self.manifest, timings=timings), slowest_rank
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
-    def _failed(self, error: BaseException) -> None:
-        """Log ``error`` on rank 0; in a training run at exit, unless :meth:`wait` raises the error first."""
-        what = f"checkpoint {str(self.path)!r}: {type(error).__name__}: {error}"
-        if self.after_commit.catalog is not None and self.group.is_first and not self.blocking:
-            wait_at_exit(self, lambda: [what], 0.0)
-            return
-        wait_no_more(self)
-        if self.after_commit.catalog is None and self.group.is_first:  # the caller may never read the future
-            log.error("could not save %s", what)
-
     def cancel(self) -> None:
         """Cancel the save and remove all files if the work has not begun. Otherwise wait for the thread."""
         if self.future.cancel():
@@ -461,11 +457,6 @@ class SaveTask:
             self._close(may_be_committed=False)
         elif not self.blocking:
             self.join()
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint, relative to the folder."""
-        return self.manifest.name
 
     @property
     def done(self) -> bool:
@@ -480,11 +471,7 @@ class SaveTask:
             OSError: no space, no permission, and the like.
         """
         self.join(timeout)
-        try:
-            return self.future.result()
-        except BaseException:
-            wait_no_more(self)
-            raise
+        return self.future.result()
 
     def join(self, timeout: float = _LONGEST_SAVE_SECONDS) -> None:
         """Wait at most ``timeout`` seconds for the end of the save.
@@ -493,12 +480,12 @@ class SaveTask:
             SaveError: the save did not end in time.
         """
         if not concurrent.futures.wait([self.future], timeout).done:
-            raise SaveError(f"checkpoint {self.name!r} is not written after {timeout} s: does the disk hang?")
+            raise SaveError(f"checkpoint {self.manifest.name!r} is not written after {timeout} s: does the disk hang?")
 
 
 def _fail_in_forked_process() -> None:
     """Fail the saves that a forked process inherits: the threads for the saves run in the parent process."""
-    for task in _unfinished.values():
+    for task in _unfinished:
         task.future.__init__()  # a thread of the parent may have held the lock
         task.future.set_exception(
             SaveError(

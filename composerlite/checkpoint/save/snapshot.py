@@ -66,7 +66,7 @@ class Snapshot:
     Attributes:
         memory: memory with the copy; ``None`` after the memory was given back.
         seconds: duration of the copy on the training thread, in seconds.
-        stall_seconds: duration of all waits of training, also on devices. Grows until the next optimizer step.
+        stall_seconds: duration of later waits of training, also on devices. Grows until the next optimizer step.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ class StagingMemory:
                 if optimizer not in self._optimizers:
                     optimizer.register_step_pre_hook(self._before_step)
                     self._optimizers.add(optimizer)
-        snapshot.seconds = snapshot.stall_seconds = time.perf_counter() - started
+        snapshot.seconds = time.perf_counter() - started
         return snapshot
 
     def _before_step(self, *_: object) -> None:
