@@ -81,7 +81,7 @@ def test_a_load_fills_tensors_of_a_device_in_place(tmp_path: Path, device: Simul
             assert contents[name] is live[name], name
             assert torch.equal(bits(live[name]), bits(tensor)), name
     idle: Any = ring._idle  # pyright: ignore[reportPrivateUsage]
-    assert 0 < idle.take().size_bytes <= PASSED
+    assert 0 < idle.pop().size_bytes <= PASSED
 
 
 def test_what_does_not_fit_the_device_is_given_as_it_was_saved(tmp_path: Path, device: SimulatedDevice) -> None:
@@ -122,7 +122,7 @@ def test_a_directory_is_loaded_into_tensors_of_a_device_in_place(tmp_path: Path,
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == before
     assert all(torch.equal(live[name], tensor) for name, tensor in saved.items())
     idle: Any = reader.ring._idle  # pyright: ignore[reportPrivateUsage]
-    assert 0 < idle.take().size_bytes <= PASSED
+    assert 0 < idle.pop().size_bytes <= PASSED
 
 
 def test_state_of_an_optimizer_that_has_not_stepped_is_made_on_the_device() -> None:

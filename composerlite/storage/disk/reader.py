@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import stat
@@ -25,7 +24,6 @@ from composerlite.threads import start_threads
 from composerlite.types import Closing, Piece
 
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
-_MOST_VIEWS = os.sysconf("SC_IOV_MAX")  # of a single read
 _GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
 _CACHED_SHARE = 0.9  # if this share of the range is in the page cache, O_DIRECT is not used
 _CACHESTAT = 451  # number of the system call, on all processors
@@ -319,17 +317,17 @@ class ParallelReader(Closing):
                 data = self._load(direct, block, at, stop)
                 for piece_start, piece_end in cut(at, stop, _MOVED_BYTES):
                     piece = data[piece_start - at : piece_end - at]
-                    self._verify(digest, [piece], piece_start)
+                    self._verify(digest, piece, piece_start)
                     put(places, piece, piece_start)
             return
         for at, stop in cut(start, end, UNIT_BYTES):
-            views: list[memoryview] = []  # the targets, and parts of the block for bytes without a target
-            position = 0
-            for address, size in places.of(at, stop):
-                views.append(block[position : position + size] if address is None else memory_at(address, size))
-                position += size
-            self._fill(views, at)
-            self._verify(digest, views, at)
+            address, size = next(places.of(at, stop))
+            is_in_place = address is not None and size == stop - at
+            data = memory_at(address, size) if address is not None and is_in_place else block[: stop - at]
+            self._fill(data, at)
+            self._verify(digest, data, at)
+            if not is_in_place:
+                put(places, data, at)
 
     def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
         """Read a part of the file with O_DIRECT into ``block``, and return the view of the part."""
@@ -342,41 +340,34 @@ class ParallelReader(Closing):
             if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to read
                 raise
         if count < size:
-            self._fill([block[count:size]], start - before + count)
+            self._fill(block[count:size], start - before + count)
         return block[before:size]
 
-    def _fill(self, views: Sequence[memoryview], position: int) -> None:
-        """Fill ``views`` with the bytes from ``position`` on, through the page cache."""
-        left = deque(views)
-        while left:
-            count = os.preadv(self._buffered, list(itertools.islice(left, _MOST_VIEWS)), position)
+    def _fill(self, view: memoryview, position: int) -> None:
+        """Fill ``view`` with the bytes from ``position`` on, through the page cache."""
+        while view:
+            count = os.preadv(self._buffered, [view], position)
             if not count:
                 end = os.fstat(self._buffered).st_size
                 raise CorruptCheckpointError(
                     f"{str(self._path)!r} ends at byte {end}: it became shorter while it was read."
                 )
-            position += count
-            while left and count >= len(left[0]):
-                count -= len(left.popleft())
-            if count:
-                left[0] = left[0][count:]
+            view, position = view[count:], position + count
 
-    def _verify(self, digest: xxhash.xxh3_64 | xxhash.xxh3_128, views: Sequence[memoryview], position: int) -> None:
-        """Add ``views``, the bytes from ``position`` on, to ``digest``. Compare and reset at the end of each chunk."""
-        for view in views if self._chunks else ():
-            for start, end in cut(position, position + len(view), self._chunk_bytes):
-                digest.update(view[start - position : end - position])
-                number = start // self._chunk_bytes
-                first, last = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, self.size_bytes)
-                if end < last:
-                    continue  # the next view continues the chunk
-                if digest.hexdigest() != self._chunks[number]:
-                    raise CorruptCheckpointError(
-                        f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
-                        "differ."
-                    )
-                digest.reset()
-            position += len(view)
+    def _verify(self, digest: xxhash.xxh3_64 | xxhash.xxh3_128, data: memoryview, position: int) -> None:
+        """Add ``data``, the bytes from ``position`` on, to ``digest``. Compare and reset at the end of each chunk."""
+        for start, end in cut(position, position + len(data), self._chunk_bytes) if self._chunks else ():
+            digest.update(data[start - position : end - position])
+            number = start // self._chunk_bytes
+            first, last = number * self._chunk_bytes, min((number + 1) * self._chunk_bytes, self.size_bytes)
+            if end < last:
+                continue  # the next bytes continue the chunk
+            if digest.hexdigest() != self._chunks[number]:
+                raise CorruptCheckpointError(
+                    f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
+                    "differ."
+                )
+            digest.reset()
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
