@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import CheckpointManager, IgnoreKeys, SaveTask
 from composerlite.checkpoint.record.naming import PartialFilePath
-from composerlite.checkpoint.save.options import OWN_REMOTE_LATEST, OWN_REMOTE_NAME
+from composerlite.checkpoint.save.options import DEFAULTS, OWN_REMOTE_LATEST, OWN_REMOTE_NAME
 from composerlite.core import (
     AutoInterval,
     Callback,
@@ -129,14 +129,13 @@ class CheckpointSaver(Callback):
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
         arguments = dict(locals())
-        del arguments["self"], arguments["save_interval"], arguments["lazy"]
         self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
             self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
         if keep_every is not None:
             arguments["keep_every"] = time_of(keep_every, argument="save_keep_every")
-        self.manager = CheckpointManager(folder, options=arguments)
+        self.manager = CheckpointManager(folder, options={name: arguments[name] for name in DEFAULTS})
         self.options = self.manager.options
         self._logger: Logger | None = None
         self.weights_only = weights_only

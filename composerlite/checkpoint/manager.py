@@ -23,8 +23,8 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.record.naming import varies
-from composerlite.checkpoint.record.record import Manifest
-from composerlite.checkpoint.record.retention import Position, Retention
+from composerlite.checkpoint.record.record import Manifest, SavedRun
+from composerlite.checkpoint.record.retention import Retention, own_checkpoints
 from composerlite.checkpoint.save.form import Form, SaveRequest, first_name
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.publish import Publisher, Publishing, deletion
@@ -282,15 +282,12 @@ class CheckpointManager:
         folder = Catalog(where.folder)
         return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, self.replication)
 
-    @property
-    def _position(self) -> Position:
-        """Position of the run in training."""
-        state = self.state
-        return Position(state.run_name, (len(state.fit_starts), int(state.timestamp.batch)), state.lineage)
-
     def _known(self) -> list[Manifest]:
         """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
-        return self._position.own(self.where.catalog.manifests(), self.where.filename)
+        state = self.state
+        batch, fit_calls = int(state.timestamp.batch), len(state.fit_starts)
+        now = SavedRun(name=state.run_name, timestamp={"batch": batch}, fit_calls=fit_calls, lineage=state.lineage)
+        return own_checkpoints(self.where.catalog.manifests(), now, self.where.filename)
 
     def load_existing(self) -> None:
         """List the checkpoints of this run, and complete interrupted links, deletions and uploads.
@@ -535,7 +532,7 @@ class CheckpointManager:
                 metrics=metrics or {},
                 publish=publish,
                 also=also,
-                retention=Retention(options.keep.policy, self._position, kept) if self._deletes else None,
+                retention=Retention(options.keep.policy, kept) if self._deletes else None,
                 is_routine=options.in_memory,
                 how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                 started=started,

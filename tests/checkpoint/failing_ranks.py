@@ -17,7 +17,7 @@ from composerlite import dist
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, load_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.save import form, save, sharded_plan
+from composerlite.checkpoint.save import save, sharded_plan
 from composerlite.checkpoint.save.form import FileWriter, SaveRequest
 from composerlite.checkpoint.save.save import LONGEST_WORK
 from composerlite.checkpoint.save.snapshot import StagingMemory
@@ -35,7 +35,7 @@ STAGES: dict[str, list[Stage]] = {
         ("snapshot", 0, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
         ("flush", 0, StreamWriter, "finish"),
-        ("commit", 0, form, "commit_file"),
+        ("commit", 0, FileWriter, "commit"),
         ("latest", 0, files, "_move_link"),
         ("retention", 0, save, "delete_checkpoint"),
     ],

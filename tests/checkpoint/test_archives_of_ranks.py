@@ -16,7 +16,7 @@ from composerlite.checkpoint.deepspeed.archives import find_archives
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, quarantine_checkpoint
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.record.record import SavedRun, seal
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.surveying import Pointed, survey

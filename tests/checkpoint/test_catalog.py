@@ -15,7 +15,7 @@ from sealed_files import damage
 
 from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError
 
 

@@ -41,7 +41,7 @@ from composerlite.checkpoint import (
 )
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.directory import StepFolder
-from composerlite.checkpoint.record.record import index_of
+from composerlite.checkpoint.record.record import unseal_index
 from composerlite.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -263,7 +263,8 @@ def test_train_states_are_verified_and_run_no_code(tmp_path: Path) -> None:
         checkpointer.load(tmp_path / "step2", model)
     marker.write_text('{"version": "2.5.0", "ephemeral": true}')
     index = tmp_path / "step2" / "model_and_optim" / ".metadata"
-    index.write_bytes(index_of(index.read_bytes(), "step2"))  # as OLMo-core writes it: without a record
+    bare, _ = unseal_index("step2/model_and_optim/.metadata", index.read_bytes(), "step2")
+    index.write_bytes(bare)  # as OLMo-core writes it: without a record
     with pytest.raises(UntrustedCheckpointError):
         checkpointer.load(tmp_path / "step2", model)
     assert [step for step, _ in Checkpointer.find_checkpoints(tmp_path, ephemeral=True)] == [2]

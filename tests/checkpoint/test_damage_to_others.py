@@ -20,7 +20,7 @@ from composerlite.checkpoint import RemoteFileSystemReader, load_checkpoint
 from composerlite.checkpoint.foreign.deepspeed import taken_from_deepspeed
 from composerlite.checkpoint.load.reader import deepspeed_contents
 from composerlite.checkpoint.load.sharded import load_flat
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.tools.reading import read_without_record
 from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.errors import CheckpointError, ConfigError

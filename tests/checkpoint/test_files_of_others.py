@@ -18,7 +18,7 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.tools.surveying import place_at, survey
 from composerlite.errors import CheckpointError
 

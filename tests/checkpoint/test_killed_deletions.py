@@ -20,8 +20,7 @@ from parts import save_archives, save_batch, save_directory, tree
 
 from composerlite.checkpoint import Catalog, save_state_dict
 from composerlite.checkpoint.place.commit import delete_checkpoint, quarantine_checkpoint
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import Folder, Place
 from composerlite.checkpoint.tools.surveying import remove, survey
 from composerlite.cli.app import app
 from composerlite.errors import CorruptCheckpointError

@@ -20,7 +20,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, read_checkpoint
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.core import Logger, State
 from composerlite.storage import StagedFile
 

@@ -24,15 +24,15 @@ from tiny_training import trainer
 
 from composerlite.checkpoint.place import lease as module
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.folder import Folder
 from composerlite.checkpoint.place.lease import take_leases, this_process
+from composerlite.checkpoint.place.place import Folder
 from composerlite.errors import RunInUseError
 from composerlite.storage import Transfer, open_store
 
 HOLD = """
 import os, sys, time
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.place.lease import take_leases
 from composerlite.storage import Transfer, open_store
 kind, place = sys.argv[1:]
@@ -174,7 +174,7 @@ FILES = "ep{epoch}-ba{batch}-rank{rank}.pt"
 """The default of save_filename."""
 TRY = """
 import sys
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 holder = Folder(sys.argv[1]).lock(sys.argv[2]).try_to_take()
 print(holder or "free")
 """
@@ -231,7 +231,7 @@ def test_nothing_that_a_process_does_beside_loses_its_lease(act: Callable[[Path]
 
 OUTLIVED = """
 import os, signal, sys
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.place.lease import take_leases
 take_leases({"run": Folder(sys.argv[1]).lock("run")}, "run 'run'", 0)
 if (worker := os.fork()) == 0:

@@ -20,7 +20,7 @@ from tiny_training import saved_batches, train, trainer
 
 from composerlite import Callback, Logger, State
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.errors import RunInUseError, SaveError
 
 FILES = "ep{epoch}-ba{batch}-rank{rank}.pt"

@@ -14,8 +14,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place
+from composerlite.checkpoint.place.place import Folder, Place
 from composerlite.storage import open_store
 
 

@@ -57,7 +57,7 @@ def _base(**changes: Any) -> dict[str, Any]:
 def _signed(record: object, body: bytes = b"1234") -> bytes:
     """Return a file with this record, as whoever plants it would write it: with the digests that belong to it."""
     stored = {"size_bytes": len(body), "xxh3_128": xxhash.xxh3_128_hexdigest(body)}
-    fields = {"composerlite": 1, "record": record, "stored": stored, "index_bytes": len(body)}
+    fields = {"composerlite": 1, "record": record, "stored": stored}
     text = b"\n" + json.dumps(fields).encode()
     return body + text + f"\nCLREC1 {len(text):08x} {xxhash.xxh3_128_hexdigest(text)}\n".encode()
 

@@ -46,7 +46,7 @@ from composerlite.checkpoint import (
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.checkpoint.record.record import index_of
+from composerlite.checkpoint.record.record import unseal_index
 from composerlite.checkpoint.save import sharded_plan, sharded_writer
 from composerlite.errors import (
     CheckpointExistsError,
@@ -231,7 +231,7 @@ def test_damaged_indexes_are_errors_of_ours(tmp_path: Path) -> None:
     """Whatever bytes it has: never another exception."""
     save_state_dict(tmp_path / "c", _state())
     index = tmp_path / "c" / ".metadata"
-    good = index_of(index.read_bytes(), "c")  # as another program writes it, without a record
+    good, _ = unseal_index("c/.metadata", index.read_bytes(), "c")  # as another program writes it, without a record
     chance = random.Random(0)
     refused = 0
     for _ in range(60):

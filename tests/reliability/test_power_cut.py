@@ -40,7 +40,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.commit import garbage
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.errors import CheckpointNotFoundError
 
 PROGRAM = Path(__file__).with_name("recorded_runs.py")

@@ -12,7 +12,7 @@ from composerlite import dist
 from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory import Replication
 from composerlite.checkpoint.place.catalog import Catalog
-from composerlite.checkpoint.place.commit import quarantine_checkpoint, quarantine_file
+from composerlite.checkpoint.place.commit import quarantine_checkpoint
 from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.naming import name_pattern
@@ -150,7 +150,7 @@ def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     if latest is None or latest.kind not in RESUMABLE or latest.left_out:
         return None
     later = catalog.written_since(latest)
-    records, faults = catalog.records_at(later)
+    records, faults = catalog.manifests_and_faults(later)
     has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
     without_record = {*later}.difference(m.deciders[0] for m in records)
     names = name_pattern(bucket.template, run_name)
@@ -240,7 +240,7 @@ def quarantine_damaged(
             renamed |= {own.name, *(file.path for file in own.files)}
     for catalog, name, _ in listing.damaged:  # on rank 0
         if catalog.folder / name != chosen.path:
-            quarantine_file(catalog.place, name)
+            catalog.place.quarantine(name)
     place = places[chosen.place_number]
     if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
         repair_links(place, own, run_name, renamed)

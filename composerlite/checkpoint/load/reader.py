@@ -18,8 +18,7 @@ from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.place.catalog import Catalog, record_in
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import OnBytes, Place
+from composerlite.checkpoint.place.place import Folder, OnBytes, Place
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import (
     CheckpointNotFoundError,

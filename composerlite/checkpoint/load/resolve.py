@@ -25,8 +25,7 @@ from composerlite.checkpoint.format.weight_files import (
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Place
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, Place
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import (
     ObjectStore,

@@ -36,7 +36,7 @@ from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
 from composerlite.checkpoint.format.torch_reader import in_slots, item_contents, untrusted
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, final
 
 import xxhash
 
-from composerlite.checkpoint.place.folder import MOST_SMALL_BYTES, Folder
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
-from composerlite.checkpoint.place.place import LINK_SUFFIX, NewFile, OnBytes, Place, StoredFile, map_reads
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, NewFile, OnBytes, Place, StoredFile, map_reads
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Transfer, check_name, make_folder, verify_file
@@ -95,7 +94,7 @@ class Bucket(Place):
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def read(self, path: str) -> bytes:
-        return self.transfer.read_all(self.name_of(path), most_bytes=MOST_SMALL_BYTES)
+        return self.transfer.read_all(self.name_of(path), most_bytes=self.most_small_bytes)
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         name = self.name_of(path)

@@ -6,6 +6,7 @@ checkpoint in one file is that file, the deciding file of a directory is its ind
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 from collections.abc import Iterable, Sequence
@@ -14,8 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, MOST_TAIL_BYTES, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import LINK_SUFFIX, OnBytes, Place, map_reads
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, OnBytes, Place, map_reads
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.record import (
     FileRecord,
@@ -44,16 +44,14 @@ def may_be_decider(path: str) -> bool:
     return last in INDEXES or not (last.startswith(".") or last.endswith(_NEVER))
 
 
-def record_in(place: Place, path: str, *, chunks: bool = False) -> Manifest | None:
-    """Return the record in the file ``path``.
-
-    ``None``: there is no such file, or the file has no record, or is the archive of a rank other than 0, which does not
-    list the other archives.
+def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = False) -> Manifest | None:
+    """Return the record in the file ``path``; ``None``: there is no such file, or the file has no record.
 
     Args:
         place: the place.
         path: path of the file.
         chunks: read the whole index of a directory, with the digests of the chunks of data files.
+        parts: return the record in the archive of a rank other than 0, too, which does not list the other archives.
 
     Raises:
         CorruptCheckpointError: the record is damaged.
@@ -62,7 +60,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False) -> Manifest | No
     try:
         folder, _, last = path.rpartition("/")
         if last == WEIGHTS_INDEX or (chunks and last == INDEX):
-            return record_of_index(place, path, place.read(path))
+            return read_index(place, path, place.read(path))[1]
         size_bytes, end = place.end(path, MOST_TAIL_BYTES)
         if len(end) < (needed := min(tail_bytes(end), size_bytes, _MOST_RECORD_BYTES)):
             size_bytes, end = place.end(path, needed)
@@ -73,18 +71,20 @@ def record_in(place: Place, path: str, *, chunks: bool = False) -> Manifest | No
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
         raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
-    is_part = found is not None and found.form == "archives" and len(found.files) == 1  # of another rank
-    return None if found is None or is_part else _with_node(place, found)
+    is_part = found is not None and found.form == "archives" and len(found.files) == 1
+    return None if found is None or (is_part and not parts) else _with_node(place, found)
 
 
-def record_of_index(place: Place, path: str, index: bytes) -> Manifest | None:
-    """Return the record, with digests of chunks, in the index ``path`` with the content ``index``.
+def read_index(place: Place, path: str, data: bytes) -> tuple[bytes, Manifest | None]:
+    """Return the index and the record, with digests of chunks, in the file ``path`` with the content ``data``.
 
     Raises as :func:`record_in`.
     """
-    unsealed = unseal_index if path.rpartition("/")[2] == INDEX else unseal_weights_index
-    found = unsealed(path, index, place.uri(path))
-    return None if found is None else _with_node(place, found)
+    if path.rpartition("/")[2] == INDEX:
+        index, found = unseal_index(path, data, place.uri(path))
+    else:
+        index, found = data, unseal_weights_index(path, data, place.uri(path))
+    return index, None if found is None else _with_node(place, found)
 
 
 def _with_node(place: Place, manifest: Manifest) -> Manifest:
@@ -147,20 +147,18 @@ class Catalog:
         Raises:
             OSError: a record in a bucket cannot be read.
         """
-        return self.manifests_and_faults(names)[0]
+        listed = None if names is None else [path for name in names for path in _deciders_of(name)]
+        return self.manifests_and_faults(listed)[0]
 
-    def manifests_and_faults(self, names: Sequence[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
+    def manifests_and_faults(self, listed: Iterable[str] | None = None) -> tuple[list[Manifest], dict[str, Fault]]:
         """Return records as :meth:`manifests` does, and the fault of each unreadable record, by name.
 
         Only CorruptCheckpointError may justify a rename or a deletion. An OSError of a bucket is raised.
-        """
-        return self.records_at(
-            self.place.files() if names is None else (p for name in names for p in _deciders_of(name))
-        )
 
-    def records_at(self, listed: Iterable[str]) -> tuple[list[Manifest], dict[str, Fault]]:
-        """Return the records in those of the ``listed`` files that can have one, and the faults, by name."""
-        paths = [path for path in listed if may_be_decider(path)]
+        Args:
+            listed: paths of files to read; files that cannot have a record are skipped. ``None``: all files.
+        """
+        paths = [path for path in (self.place.files() if listed is None else listed) if may_be_decider(path)]
         faults: dict[str, Fault] = {}
         manifests: list[Manifest] = []
         for path, one in zip(paths, map_reads(self.place, self._read, paths), strict=True):
@@ -251,15 +249,12 @@ class Catalog:
         """
 
         def check(record: FileRecord) -> None:
-            checkpoint = f"checkpoint {self.place.uri(manifest.name)!r}"
-            try:
-                size = self.place.size(record.path)
-            except FileNotFoundError as e:
-                raise CorruptCheckpointError(f"{checkpoint}: {record.path!r} is gone.") from e
-            if size != record.size_bytes:
-                raise CorruptCheckpointError(
-                    f"{checkpoint}: {record.path!r} has {size} bytes and not {record.size_bytes}"
-                )
+            fault = "is gone"
+            with contextlib.suppress(FileNotFoundError):
+                if (size := self.place.size(record.path)) == record.size_bytes:
+                    return
+                fault = f"has {size} bytes and not {record.size_bytes}"
+            raise CorruptCheckpointError(f"checkpoint {self.place.uri(manifest.name)!r}: {record.path!r} {fault}.")
 
         map_reads(self.place, check, [file for file in files if file.path != manifest.deciders[0]])
 

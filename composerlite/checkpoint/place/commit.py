@@ -23,11 +23,11 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from composerlite.checkpoint.format import INDEXES, MOST_TAIL_BYTES
+from composerlite.checkpoint.format import INDEXES
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.record import Manifest, NewerManifestError, unseal
+from composerlite.checkpoint.record.record import Manifest, NewerManifestError
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
 from composerlite.storage import StagedFile
 
@@ -190,10 +190,8 @@ def fetch_checkpoint(
             other bytes.
     """
     check_own(source, manifest)
-    deciders = [record for record in manifest.files if record.path in manifest.deciders]
-    others = [record for record in manifest.files if record not in deciders]
-    for record in (*others, *deciders):
-        if record not in deciders:
+    for record in sorted(manifest.files, key=lambda file: file.path in manifest.deciders):
+        if record.path not in manifest.deciders:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 target.verify(record, progress)
                 continue
@@ -239,9 +237,8 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
 
     def is_own(path: str) -> bool:
         try:
-            size_bytes, end = place.end(path, MOST_TAIL_BYTES)
-            found = unseal(path, size_bytes, end, place.uri(path))
-        except (FileNotFoundError, CorruptCheckpointError, NewerManifestError):
+            found = record_in(place, path, parts=True)
+        except (CorruptCheckpointError, NewerManifestError):
             found = None
         if found is None:
             return or_damaged
@@ -263,16 +260,10 @@ def check_own(place: Place, manifest: Manifest) -> None:
 
 
 def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Rename all files of a damaged checkpoint as :func:`quarantine_file` does; archives without a record, too."""
+    """Rename all files of a damaged checkpoint as :meth:`Place.quarantine` does; archives without a record, too."""
     paths = own_files(place, manifest, or_damaged=True) if manifest.form == "archives" else [manifest.name]
     for path in reversed(paths):  # the record comes last: after a kill the next start finishes
-        quarantine_file(place, path)
-
-
-def quarantine_file(place: Place, name: str) -> None:
-    """Rename a damaged file or directory in a folder to ``<name>.damaged``, with a number if that name is taken."""
-    place.quarantine(name)
-    log.warning("quarantined %s as %s.damaged", place.uri(name), name)
+        place.quarantine(path)
 
 
 def garbage(place: Place, files: Iterable[str], names: re.Pattern[str]) -> list[str]:

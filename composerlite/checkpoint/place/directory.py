@@ -29,12 +29,11 @@ import xxhash
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
 from composerlite.checkpoint.format.weight_files import holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import record_in, record_of_index
+from composerlite.checkpoint.place.catalog import read_index, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage, put_decider
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import NewFile, Place, check_name
+from composerlite.checkpoint.place.place import Folder, NewFile, Place, check_name
 from composerlite.checkpoint.record.naming import data_file_id
-from composerlite.checkpoint.record.record import FileRecord, Manifest, index_of, new_id, seal_index, seal_weights_index
+from composerlite.checkpoint.record.record import FileRecord, Manifest, new_id, seal_index, seal_weights_index
 from composerlite.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -45,6 +44,7 @@ from composerlite.errors import (
 )
 from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
 from composerlite.storage.disk.files import temporary_name
+from composerlite.types import Closing
 
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
@@ -85,7 +85,7 @@ class SaveHandle:
         return f"_{self.id}"
 
 
-class Directory:
+class Directory(Closing):
     """A directory in a place. A context manager; otherwise call :meth:`close`.
 
     Args:
@@ -141,12 +141,6 @@ class Directory:
         """Close connections. May be called twice."""
         self.place.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
 
 @final
 class ShardedDirectory(Directory):
@@ -197,14 +191,14 @@ class ShardedDirectory(Directory):
             CorruptCheckpointError: the record or the index is damaged.
             NewerManifestError: a newer version of composerlite wrote the record.
         """
-        path = self.at(INDEX)
+        names = [self._only or ""]
         if self._only is None:
+            path = self.at(INDEX)
             with contextlib.suppress(FileNotFoundError):
-                data = self.place.read(path)
-                return index_of(data, self.place.uri(path)), record_of_index(self.place, path, data)
-        names = self.place.names(self.name) if self._only is None else [self._only]
-        if self._only is None and not holds_weights(names):
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(path))
+                return read_index(self.place, path, self.place.read(path))
+            names = self.place.names(self.name)
+            if not holds_weights(names):
+                raise FileNotFoundError(errno.ENOENT, "there is no such file", self.place.uri(path))
         from composerlite.checkpoint.format.folder_index import folder_index  # imports torch
 
         record = self.record()
@@ -355,7 +349,7 @@ class ShardedDirectory(Directory):
         self._end()
         kept = {file.path for file in record.files}
         self.place.delete(path for path in replaced if path not in kept)
-        committed = record_of_index(self.place, decider, data)
+        _, committed = read_index(self.place, decider, data)
         assert committed is not None
         return committed
 

@@ -85,8 +85,5 @@ def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
 
     The run saves under the names of skipped checkpoints again.
     """
-    own = manifest.run.lineage
-    return any(
-        (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and ancestor.passed_over
-        for ancestor in lineage.ancestors
-    )
+    ancestor = manifest.ancestor_in(lineage)
+    return ancestor is not None and ancestor.passed_over

@@ -43,7 +43,7 @@ from composerlite.checkpoint.format.compression import last_frame
 from composerlite.checkpoint.record.naming import relative_path
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
-from composerlite.types import Lineage, StateDict
+from composerlite.types import Ancestor, Lineage, StateDict
 
 log = logging.getLogger(__name__)
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -69,6 +69,11 @@ _CHUNK_DIGEST_BYTES = 8
 @final
 class NewerManifestError(IncompatibleCheckpointError):
     """A record was written by a newer version of composerlite."""
+
+
+def new_id() -> str:
+    """Return a new id of a save: 16 hexadecimal digits."""
+    return secrets.token_hex(8)
 
 
 @final
@@ -138,6 +143,11 @@ class SavedRun:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     not_finite: tuple[str, ...] = ()
 
+    @property
+    def moment(self) -> tuple[int, int]:
+        """Calls of ``fit`` and optimizer steps before the save: the progress of the attempt."""
+        return self.fit_calls, int(self.timestamp["batch"])
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +187,7 @@ class Manifest:
     saved_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     node: Count | None = None
     form: str = "file"
-    id: str = field(default_factory=lambda: new_id())
+    id: str = field(default_factory=new_id)
     also: Mapping[str, str] = field(default_factory=dict[str, str])
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,12 +204,12 @@ class Manifest:
     @property
     def batch(self) -> int:
         """Number of optimizer steps before the save."""
-        return int(self.timestamp["batch"])
+        return self.run.moment[1]
 
     @property
     def moment(self) -> tuple[int, int]:
         """Calls of ``fit`` and optimizer steps before the save: the progress of the attempt."""
-        return self.run.fit_calls, self.batch
+        return self.run.moment
 
     @property
     def order(self) -> tuple[int, int, int, str]:
@@ -221,13 +231,14 @@ class Manifest:
 
         Of an ancestor, only checkpoints up to the checkpoint from which the next attempt started count.
         """
+        own, ancestor = self.run.lineage, self.ancestor_in(lineage)
+        is_newest = (own.attempt, own.id) == (lineage.attempt, lineage.id)
+        return is_newest or (ancestor is not None and self.moment <= ancestor.until)
+
+    def ancestor_in(self, lineage: Lineage) -> Ancestor | None:
+        """Return the attempt that saved the checkpoint among the ancestors of ``lineage``."""
         own = self.run.lineage
-        if (own.attempt, own.id) == (lineage.attempt, lineage.id):
-            return True
-        return any(
-            (own.attempt, own.id) == (ancestor.attempt, ancestor.id) and self.moment <= ancestor.until
-            for ancestor in lineage.ancestors
-        )
+        return next((one for one in lineage.ancestors if (one.attempt, one.id) == (own.attempt, own.id)), None)
 
     # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -283,8 +294,7 @@ class Manifest:
     def check(self) -> None:
         """Check the fields of a record from a file.
 
-        The timestamp needs a batch count. All files of a directory must be in the directory. The names of archives must
-        differ in numbers only.
+        The timestamp needs a batch count. The names of archives must differ in numbers only.
 
         Archives are deleted only if their own records agree: :func:`composerlite.checkpoint.place.commit.own_files`.
 
@@ -300,17 +310,9 @@ class Manifest:
             raise ValueError("it names a file twice")
         if self.form == "file" and len(paths) > 1:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
-        if self.form == "archives":
-            strange = [path for path in paths[1:] if _NUMBER.sub("0", path) != _NUMBER.sub("0", self.name)]
-        else:
-            strange = [path for path in paths if self.is_directory and not path.startswith(self.home)]
-        if strange:
+        others = paths[1:] if self.form == "archives" else []
+        if strange := [path for path in others if _NUMBER.sub("0", path) != _NUMBER.sub("0", self.name)]:
             raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
-
-
-def new_id() -> str:
-    """Return a new id of a save: 16 hexadecimal digits."""
-    return secrets.token_hex(8)
 
 
 # ── fields from files ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -369,8 +371,6 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
-_LONGEST_DIGEST = FileDigest(2**63 - 1, "0" * 32, 2**40)
-"""A digest whose fields have the largest number of characters, except ``chunks``."""
 
 
 # ── writing a tail ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -382,22 +382,11 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     Args:
         manifest: the record.
         body_bytes: size of the body before compression, in bytes.
-
-    Raises:
-        SaveError: the record does not fit into a zip comment even without metrics.
     """
     most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
-    longest = dataclasses.replace(_LONGEST_DIGEST, chunks=chunks)
-    room = 0
-    for kept in (manifest, _shortened(manifest)):
-        room = len(_tail(_fields(kept, longest, longest))) + _VARIABLE_BYTES
-        if room <= _MOST_COMMENT_BYTES:
-            return room
-    raise SaveError(
-        f"checkpoint {manifest.name!r}: its record has {room} bytes, of at most {_MOST_COMMENT_BYTES}. "
-        "Shorten save_ignore_keys."
-    )
+    longest = FileDigest(2**63 - 1, "0" * 32, 2**40, chunks)  # each number with the most digits
+    return min(len(_tail(_fields(manifest, longest, longest))) + _VARIABLE_BYTES, _MOST_COMMENT_BYTES)
 
 
 def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None, *, room: int | None = None) -> bytes:
@@ -409,33 +398,36 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
         plain: digest of the decompressed bytes, for a compressed file.
         room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
             not fit. ``None``: no fixed size.
+
+    Raises:
+        SaveError: the record does not fit into ``room`` even without metrics.
     """
     tail = _tail(_fields(manifest, stored, plain), room)
     if room is not None and len(tail) > room:
         log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
-        tail = _tail(_fields(dataclasses.replace(_shortened(manifest), timings={}), stored, plain), room)
-    assert room is None or len(tail) == room, f"a tail of {len(tail)} bytes for {room}"
+        marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.run.not_finite[:1])
+        run = dataclasses.replace(manifest.run, metrics={}, not_finite=marks)
+        tail = _tail(_fields(dataclasses.replace(manifest, run=run, timings={}), stored, plain), room)
+        if len(tail) > room:
+            raise SaveError(
+                f"checkpoint {manifest.name!r}: its record has {len(tail)} bytes, of at most {room}. "
+                "Shorten save_ignore_keys."
+            )
     return tail
-
-
-def _shortened(manifest: Manifest) -> Manifest:
-    """Return the record without metrics, and with one short name in ``not_finite``."""
-    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.run.not_finite[:1])
-    return dataclasses.replace(manifest, run=dataclasses.replace(manifest.run, metrics={}, not_finite=marks))
 
 
 def seal_index(manifest: Manifest, index: bytes) -> bytes:
     """Return the content of ``.metadata``: the index, the digests of the chunks of all files, and the tail."""
     body = index + b"".join(base64.b64decode(file.chunks) for file in manifest.files)
     stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
-    return body + _tail({**_fields(manifest, stored, None), "index_bytes": len(index)})
+    return body + _tail(_fields(manifest, stored))
 
 
 def seal_weights_index(manifest: Manifest, index: Mapping[str, Any]) -> bytes:
     """Return the content of ``model.safetensors.index.json``, with the record under ``metadata``."""
     text = _index_text(index)
     stored = FileDigest(len(text), xxhash.xxh3_128_hexdigest(text))
-    tail = _tail({**_fields(manifest, stored, None), "chunks": [file.chunks for file in manifest.files]})
+    tail = _tail(_fields(manifest, stored, with_chunks=True))
     return _index_text({**index, "metadata": {**index["metadata"], "composerlite": tail.decode()}})
 
 
@@ -443,13 +435,18 @@ def _index_text(index: Mapping[str, Any]) -> bytes:
     return json.dumps(index, indent=1, sort_keys=True).encode()
 
 
-def _fields(manifest: Manifest, stored: FileDigest, plain: FileDigest | None) -> dict[str, Any]:
-    """Return the JSON of a tail. Paths are relative to the folder of the checkpoint, and defaults are left out."""
+def _fields(
+    manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None, *, with_chunks: bool = False
+) -> dict[str, Any]:
+    """Return the JSON of a tail. Paths are relative to the folder of the checkpoint, and defaults are left out.
+
+    The digests of the chunks of the files in the record are left out, too, unless ``with_chunks`` is true.
+    """
     record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
     del record["node"]  # the disks of all nodes have the same bytes
     home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
-    files = [dataclasses.replace(file, path=file.path.removeprefix(home), chunks="") for file in manifest.files]
-    record["files"] = [_without_defaults(file) for file in files]
+    bare = [file if with_chunks else dataclasses.replace(file, chunks="") for file in manifest.files]
+    record["files"] = [{**_without_defaults(file), "path": file.path.removeprefix(home)} for file in bare]
     fields = {"composerlite": VERSION, "record": record, "stored": _without_defaults(stored)}
     if plain is not None:
         fields["plain"] = _without_defaults(dataclasses.replace(plain, chunk_bytes=0, chunks=""))
@@ -499,7 +496,13 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
             if TAIL_START in end:
                 raise ValueError("its footer is damaged")
             return None
-        fields = _checked(text, source)
+        fields = json_object(text)
+        if type(version := fields.get("composerlite")) is not int:
+            raise ValueError("its version is no whole number")
+        if version != VERSION:
+            raise NewerManifestError(
+                f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite."
+            )
         # ``plain`` is the digest of the file after another program has decompressed the file.
         digests = [recorded(FileDigest, fields[key]) for key in ("stored", "plain") if key in fields]
         body_bytes = size_bytes - len(end) + before
@@ -514,33 +517,31 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
         return manifest_from(fields["record"], FileRecord.of(path, digest))
 
 
-def index_of(data: bytes, source: str) -> bytes:
-    """Return the index in ``.metadata`` with the content ``data``: the whole content if there is no tail.
+def unseal_index(path: str, data: bytes, source: str) -> tuple[bytes, Manifest | None]:
+    """Return the index in ``.metadata`` with the whole content ``data``, and the record with the digests of chunks.
 
-    Raises:
-        CorruptCheckpointError: the tail is damaged.
-    """
-    with _reading(source):
-        text = _text_of(data)
-        return data if text is None else data[: cast("int", json_object(text)["index_bytes"])]
-
-
-def unseal_index(path: str, data: bytes, source: str) -> Manifest | None:
-    """Return the record of ``.metadata`` with the whole content ``data``, and with the digests of chunks.
-
-    The index is compared with its digest, too. Arguments and errors are those of :func:`unseal`.
+    Without a tail, the index is the whole content, and the record is ``None``. The index is compared with its digest,
+    too. Arguments and errors are those of :func:`unseal`.
     """
     manifest = unseal(path, len(data), data, source)
     if manifest is None:
-        return None
-    decider = manifest.files[0].digest
-    if xxhash.xxh3_128_hexdigest(data[: decider.body_bytes]) != decider.xxh3_128:
+        return data, None
+    decider, *others = manifest.files
+    body = data[: decider.digest.body_bytes]
+    counts = [-(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0 for file in others]
+    end = at = len(body) - _CHUNK_DIGEST_BYTES * sum(counts)
+    if at < 0 or xxhash.xxh3_128_hexdigest(body) != decider.xxh3_128:
         raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
-    return _with_chunks(manifest, data[len(index_of(data, source)) : decider.body_bytes], source)
+    files = [decider]
+    for file, count in zip(others, counts, strict=True):
+        chunks = body[at : at + _CHUNK_DIGEST_BYTES * count]
+        files.append(dataclasses.replace(file, chunks=base64.b64encode(chunks).decode()))
+        at += len(chunks)
+    return body[:end], dataclasses.replace(manifest, files=tuple(files))
 
 
 def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None:
-    """Return the record in ``model.safetensors.index.json`` with the content ``data``.
+    """Return the record, with the digests of chunks, in ``model.safetensors.index.json`` with the content ``data``.
 
     ``None``: another program wrote the index. Errors are those of :func:`unseal`.
     """
@@ -551,21 +552,14 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
     with _reading(source):
         about = index.get("metadata")
         tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
-        if not isinstance(tail, str):
-            if b"CLREC1 " in data:
-                raise ValueError("its place in the JSON is damaged")
+        if tail is None and b"CLREC1 " not in data:
             return None
-        text = _text_of(tail.encode())
-        if text is None:
-            raise ValueError("its footer is damaged")
-        fields = _checked(text, source)
-        plain = _index_text(index)
-        index["metadata"]["composerlite"] = tail
-        saved = recorded(FileDigest, fields["stored"])
-        if xxhash.xxh3_128_hexdigest(plain) != saved.xxh3_128 or _index_text(index) != data:
-            raise ValueError("its bytes are not those that were saved")
-        manifest = manifest_from(fields["record"], FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data)))
-        return _with_chunks(manifest, b"".join(base64.b64decode(chunks) for chunks in fields["chunks"]), source)
+        end, body = str(tail).encode(), _index_text(index)
+    manifest = unseal(path, len(body) + len(end), end, source)
+    if manifest is None or manifest.files[0].xxh3_128 != xxhash.xxh3_128_hexdigest(body):
+        raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
+    decider = FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data))
+    return dataclasses.replace(manifest, files=(decider, *manifest.files[1:]))
 
 
 @contextlib.contextmanager
@@ -577,31 +571,6 @@ def _reading(source: str) -> Generator[None]:
         raise CorruptCheckpointError(f"the record of {source!r} cannot be read: field {e} is missing") from e
     except (ValueError, RecursionError) as e:
         raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
-
-
-def _checked(text: bytes, source: str) -> dict[str, Any]:
-    fields = json_object(text)
-    if type(version := fields.get("composerlite")) is not int:
-        raise ValueError("its version is no whole number")
-    if version != VERSION:
-        raise NewerManifestError(
-            f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite."
-        )
-    return fields
-
-
-def _with_chunks(manifest: Manifest, block: bytes, source: str) -> Manifest:
-    """Return the record with the digests of chunks in ``block``, file by file."""
-    files: list[FileRecord] = [manifest.files[0]]
-    at = 0
-    for file in manifest.files[1:]:
-        count = -(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0
-        chunks = block[at : at + _CHUNK_DIGEST_BYTES * count]
-        at += _CHUNK_DIGEST_BYTES * count
-        files.append(dataclasses.replace(file, chunks=base64.b64encode(chunks).decode()))
-    if at != len(block):
-        raise CorruptCheckpointError(f"{source!r} has {len(block)} bytes of digests of chunks, and not {at}.")
-    return dataclasses.replace(manifest, files=tuple(files))
 
 
 def _text_of(end: bytes) -> bytes | None:

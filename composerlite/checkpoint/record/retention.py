@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
-from composerlite.checkpoint.record.record import Manifest
+from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.errors import ConfigError, did_you_mean
-from composerlite.types import Lineage
 
 _FIELDS = {"iter": "iteration", "ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "sec": "total_wct"}
 _MODES = ("max", "min")
@@ -98,7 +97,7 @@ def retention_policy(
         ConfigError: a number keeps no checkpoint, ``keep_every`` has no unit of :class:`Interval` or is not positive,
             ``best_k`` is given without ``best_metric`` or the other way round, or the mode is unknown.
     """
-    if not _is_whole(num_checkpoints_to_keep) or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
+    if type(num_checkpoints_to_keep) is not int or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
         raise ConfigError(
             f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: expected -1 to keep all or a positive number; a "
             "local folder that keeps none could not be resumed from."
@@ -114,7 +113,7 @@ def retention_policy(
         raise ConfigError(f"best_mode={best_mode!r}: no such mode.{did_you_mean(str(best_mode), _MODES)}")
     if (best_k is None) != (best_metric is None):
         raise ConfigError(f"best_k={best_k}, best_metric={best_metric!r}: give both, as 3 and 'eval/<name>', or none.")
-    if best_k is not None and (not _is_whole(best_k) or best_k < 1):
+    if best_k is not None and (type(best_k) is not int or best_k < 1):
         raise ConfigError(f"best_k={best_k!r}: expected a positive number of checkpoints, or None for no such rule.")
     last = None if num_checkpoints_to_keep == -1 else num_checkpoints_to_keep
     return RetentionPolicy(last, keep_every, best_k, best_metric or "", best_mode)
@@ -138,35 +137,21 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     return [manifest for manifest in ordered if id(manifest) not in stay]
 
 
-@final
-class Position(NamedTuple):
-    """Position of a run in training.
+def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str) -> list[Manifest]:
+    """Select the checkpoints of ``run`` with names of ``template``, also from before a resume, oldest first.
 
-    Attributes:
-        run_name: name of the run.
-        moment: as in :attr:`Manifest.moment`.
-        lineage: the attempt.
+    Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
+    must not take old checkpoints for newer checkpoints.
     """
-
-    run_name: str
-    moment: tuple[int, int]
-    lineage: Lineage
-
-    def own(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
-        """Select the checkpoints of this run with names of ``template``, also from before a resume, oldest first.
-
-        Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
-        must not take old checkpoints for newer checkpoints.
-        """
-        own = [
-            manifest
-            for manifest in manifests
-            if manifest.run_name == self.run_name
-            and manifest.template == template
-            and manifest.is_in_line(self.lineage)
-            and manifest.moment <= self.moment
-        ]
-        return sorted(own, key=lambda manifest: manifest.order)
+    own = [
+        manifest
+        for manifest in manifests
+        if manifest.run_name == run.name
+        and manifest.template == template
+        and manifest.is_in_line(run.lineage)
+        and manifest.moment <= run.moment
+    ]
+    return sorted(own, key=lambda manifest: manifest.order)
 
 
 @final
@@ -175,19 +160,13 @@ class Retention(NamedTuple):
 
     Attributes:
         policy: the rules.
-        position: position of the run at the save.
         held: names of checkpoints that stay in any case, such as those with replicas in memory.
     """
 
     policy: RetentionPolicy
-    position: Position
     held: frozenset[str] = frozenset()
 
-    def given_up(self, manifests: Iterable[Manifest], template: str) -> list[Manifest]:
-        """List the checkpoints to delete among the run's own in ``manifests`` with names of ``template``."""
-        given_up = deletions(self.position.own(manifests, template), self.policy)
-        return [manifest for manifest in given_up if manifest.name not in self.held]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    def given_up(self, manifests: Iterable[Manifest], newest: Manifest) -> list[Manifest]:
+        """List the checkpoints in ``manifests`` to delete: of the run and the template of ``newest``."""
+        own = own_checkpoints(manifests, newest.run, newest.template)
+        return [manifest for manifest in deletions(own, self.policy) if manifest.name not in self.held]

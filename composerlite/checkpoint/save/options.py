@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, final
@@ -19,8 +19,34 @@ from composerlite.types import StateDict
 OWN_REMOTE_NAME, OWN_REMOTE_LATEST = "{run_name}/checkpoints/{filename}", "{run_name}/checkpoints/{latest_filename}"
 """Default names in buckets of loggers, as in Composer. If save_folder is a URI, names are below the path of the URI."""
 
-Option = Callable[[str, Any], Any]
-"""Returns the value of an option: name of the option, and default."""
+DEFAULTS: Mapping[str, Any] = {
+    "folder": "{run_name}/checkpoints",
+    "filename": "ep{epoch}-ba{batch}-rank{rank}.pt",
+    "remote_file_name": OWN_REMOTE_NAME,
+    "latest_filename": "latest-rank{rank}.pt",
+    "latest_remote_file_name": OWN_REMOTE_LATEST,
+    "overwrite": False,
+    "num_checkpoints_to_keep": -1,
+    "weights_only": False,
+    "ignore_keys": None,
+    "compat": None,
+    "asynchronous": True,
+    "staging_bytes": None,
+    "on_exception": False,
+    "in_memory": False,
+    "replication": None,
+    "failure_limit": 0,
+    "ephemeral_interval": None,
+    "keep_every": None,
+    "best_k": None,
+    "best_metric": None,
+    "best_mode": "max",
+    "staging_folder": None,
+    "num_concurrent_uploads": 1,
+    "upload_timeout_in_seconds": 3600,
+    "num_remote_checkpoints_to_keep": -1,
+}
+"""The options of a manager, with defaults. :class:`composerlite.callbacks.CheckpointSaver` documents the options."""
 
 
 @final
@@ -28,7 +54,7 @@ class Names:
     """Templates of the names of a manager's files. Checks the names, and fills in missing names in buckets.
 
     Args:
-        option: returns the options of the manager.
+        options: all options of the manager.
         has_link_here: the local folder has a link to the newest checkpoint.
 
     Attributes:
@@ -44,9 +70,9 @@ class Names:
         ConfigError: a name is invalid, or the folder is a URI of no known store.
     """
 
-    def __init__(self, option: Option, *, has_link_here: bool) -> None:
-        self.folder = folder = str(option("folder", "{run_name}/checkpoints"))
-        given = option("staging_folder", None)
+    def __init__(self, options: Mapping[str, Any], *, has_link_here: bool) -> None:
+        self.folder = folder = str(options["folder"])
+        given = options["staging_folder"]
         staging = None if given is None else str(given)
         check_variables(folder, argument="save_folder", allow_time=False)
         with naming("save_folder", folder):
@@ -66,15 +92,15 @@ class Names:
             self.local_folder = f"{staging.rstrip('/')}/{self._path}".rstrip("/")
         elif scheme and not self._path:
             self.local_folder = "checkpoints"
-        filename = option("filename", "ep{epoch}-ba{batch}-rank{rank}.pt")
-        link = option("latest_filename", "latest-rank{rank}.pt")
+        filename = options["filename"]
+        link = options["latest_filename"]
         self.filename = check_template(str(filename), argument="save_filename")
         if link is not None:
             link = check_template(str(link), argument="save_latest_filename")
         self.latest: str | None = link if has_link_here else None
         self._named_buckets: list[tuple[str, str]] = []  # URIs as names, each with the argument
-        remote = option("remote_file_name", OWN_REMOTE_NAME)
-        remote_link = option("latest_remote_file_name", OWN_REMOTE_LATEST)
+        remote = options["remote_file_name"]
+        remote_link = options["latest_remote_file_name"]
         self.remote_filename = self._in_bucket(remote, OWN_REMOTE_NAME, self.filename, "save_remote_file_name")
         self.remote_latest: str | None = None
         if link is not None or remote_link not in (None, OWN_REMOTE_LATEST):
@@ -114,7 +140,7 @@ class Keep:
     """Rules of retention, checked.
 
     Args:
-        option: returns the options of the manager.
+        options: all options of the manager.
 
     Attributes:
         policy: for the folder.
@@ -127,21 +153,21 @@ class Keep:
         ConfigError: a number is invalid.
     """
 
-    def __init__(self, option: Option) -> None:
-        number: int = option("num_checkpoints_to_keep", -1)
-        self.in_bucket: int = option("num_remote_checkpoints_to_keep", -1)
-        every, best_k = option("keep_every", None), option("best_k", None)
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        number: int = options["num_checkpoints_to_keep"]
+        self.in_bucket: int = options["num_remote_checkpoints_to_keep"]
+        every, best_k = options["keep_every"], options["best_k"]
         _check_number(number, argument="save_num_checkpoints_to_keep", or_all=True)
         _check_number(self.in_bucket, argument="save_num_remote_checkpoints_to_keep", least=1, or_all=True)
         self.policy = retention_policy(
             -1 if number == 0 else number,
             keep_every=every,
             best_k=best_k,
-            best_metric=option("best_metric", None),
-            best_mode=option("best_mode", "max"),
+            best_metric=options["best_metric"],
+            best_mode=options["best_mode"],
         )
         self.none_here = number == 0
-        self.any_ephemeral = option("ephemeral_interval", None) is not None
+        self.any_ephemeral = options["ephemeral_interval"] is not None
         self.deletes = every is not None or best_k is not None or number not in (-1, 0) or self.any_ephemeral
 
 
@@ -150,7 +176,7 @@ class SaveOptions:
     """Options of a manager, checked. :class:`composerlite.callbacks.CheckpointSaver` documents the options.
 
     Args:
-        given: options by name. Other options have their defaults, the defaults of the ``CheckpointSaver``.
+        given: options by the names in :data:`DEFAULTS`. Other options have their defaults.
 
     Attributes:
         names: of files and links.
@@ -164,47 +190,42 @@ class SaveOptions:
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        known: list[str] = []
-
-        def option(name: str, default: Any) -> Any:
-            known.append(name)
-            return given.get(name, default)
-
-        self.overwrite: bool = option("overwrite", False)
-        self.weights_only: bool = option("weights_only", False)
-        self.asynchronous: bool = option("asynchronous", True)
-        self.in_memory: bool = option("in_memory", False)
-        self.on_exception: bool = option("on_exception", False)
-        self.best_metric: str | None = option("best_metric", None)
-        self.staging_bytes: int | None = option("staging_bytes", None)
+        for name in given:
+            if name not in DEFAULTS:
+                raise ConfigError(f"there is no option {name!r} of checkpoints.{did_you_mean(name, DEFAULTS)}")
+        options = {**DEFAULTS, **given}
+        self.overwrite: bool = options["overwrite"]
+        self.weights_only: bool = options["weights_only"]
+        self.asynchronous: bool = options["asynchronous"]
+        self.in_memory: bool = options["in_memory"]
+        self.on_exception: bool = options["on_exception"]
+        self.best_metric: str | None = options["best_metric"]
+        self.staging_bytes: int | None = options["staging_bytes"]
         if self.staging_bytes is not None:
             _check_number(self.staging_bytes, argument="save_staging_bytes")
-        self.replication: float | None = option("replication", None)
+        self.replication: float | None = options["replication"]
         if self.replication is not None and not 0 < self.replication < math.inf:
             raise ConfigError(
                 f"save_memory_replication={self.replication!r}: expected more than zero gigabytes per second, or None."
             )
-        self.failure_limit: int = option("failure_limit", 0)
+        self.failure_limit: int = options["failure_limit"]
         _check_number(self.failure_limit, argument="save_failure_limit")
-        _check_number(option("num_concurrent_uploads", 1), argument="num_concurrent_uploads", least=1)
-        timeout, most = option("upload_timeout_in_seconds", 3600), timedelta.max.total_seconds()
+        _check_number(options["num_concurrent_uploads"], argument="num_concurrent_uploads", least=1)
+        timeout, most = options["upload_timeout_in_seconds"], timedelta.max.total_seconds()
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= most:
             raise ConfigError(
                 f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds, more than 0, "
                 "as 3600 for an hour."
             )
         self.upload_timeout = timeout
-        self.ignore_keys = check_ignore_keys(option("ignore_keys", None), argument="save_ignore_keys")
-        compat = option("compat", None)
+        self.ignore_keys = check_ignore_keys(options["ignore_keys"], argument="save_ignore_keys")
+        compat = options["compat"]
         if compat not in (None, "composer"):
             raise ConfigError(f"save_compat={compat!r}: expected 'composer' or None.")
         if compat is not None:
             self.ignore_keys = functools.partial(_for_composer, self.ignore_keys)
-        self.keep = Keep(option)
-        self.names = Names(option, has_link_here=not self.keep.none_here)
-        for name in given:
-            if name not in known:
-                raise ConfigError(f"there is no option {name!r} of checkpoints.{did_you_mean(name, known)}")
+        self.keep = Keep(options)
+        self.names = Names(options, has_link_here=not self.keep.none_here)
 
 
 def _check_number(value: object, *, argument: str, least: int = 0, or_all: bool = False) -> None:

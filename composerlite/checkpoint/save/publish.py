@@ -21,7 +21,7 @@ from typing import NamedTuple, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import Catalog, read_index
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.checkpoint.place.lease import HeartbeatLease
 from composerlite.checkpoint.record.naming import (
@@ -31,8 +31,8 @@ from composerlite.checkpoint.record.naming import (
     name_pattern,
     root_and_template,
 )
-from composerlite.checkpoint.record.record import Manifest, index_of, seal_index
-from composerlite.checkpoint.record.retention import Position, Retention, retention_policy
+from composerlite.checkpoint.record.record import Manifest, seal_index
+from composerlite.checkpoint.record.retention import Retention, retention_policy
 from composerlite.checkpoint.save.form import Form, first_name
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
@@ -166,7 +166,7 @@ class Publisher:
                 files[paths[file]] = stack.enter_context(pin)
             if manifest.form == "sharded" and (manifest.node is not None or there.name != manifest.name):
                 decider = manifest.files[0].path  # the record in this file has the paths of all files
-                index = index_of(catalog.place.read(decider), catalog.place.uri(decider))
+                index, _ = read_index(catalog.place, decider, catalog.place.read(decider))
                 files[there.files[0].path] = seal_index(replace(there, files=there.files[1:]), index)
             held = stack.pop_all()  # pins the files until closed
 
@@ -242,8 +242,7 @@ class Publisher:
         if self._known is None:  # listed once: later uploads and deletions update the list
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
-        now = Position(newest.run_name, newest.moment, newest.run.lineage)
-        for old in Retention(retention_policy(keep), now).given_up(self._known, self.template):
+        for old in Retention(retention_policy(keep)).given_up(self._known, newest):
             delete_checkpoint(self.bucket, old)
             self._known.remove(old)
             yield old.name

@@ -405,7 +405,7 @@ class SaveTask:
                 request.publish()
             if request.retention is not None:
                 known = request.catalog.manifests()
-                deleted = [old.name for old in request.retention.given_up(known, manifest.template)]
+                deleted = [old.name for old in request.retention.given_up(known, manifest)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,

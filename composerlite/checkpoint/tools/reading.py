@@ -18,7 +18,7 @@ from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SU
 from composerlite.checkpoint.load.reader import deepspeed_contents, opened, readable
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
-from composerlite.checkpoint.place.folder import Folder
+from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.tools.surveying import Found, pointed
 from composerlite.devices import rng
 from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError

@@ -20,8 +20,7 @@ from composerlite.checkpoint.load.resolve import deepspeed_save, place_of
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of, may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.folder import Folder
-from composerlite.checkpoint.place.place import Place, StoredFile, map_reads
+from composerlite.checkpoint.place.place import Folder, Place, StoredFile, map_reads
 from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
