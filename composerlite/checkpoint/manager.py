@@ -138,7 +138,7 @@ class CheckpointManager:
         self._others: Sequence[CheckpointManager] = ()
         self._staging = StagingMemory(self.options.staging_bytes)
         self.pending: SaveTask | None = None
-        self._leases: dict[Lease, int | None] = {}  # on rank 0, each with the inode of the lock file in a folder
+        self._leases: dict[Lease, tuple[int, int] | None] = {}  # on rank 0; in a folder with the lock file
         self._waited = 0.0
         self._publishing = Publishing(self.options, self.where, self._confirm_leases)
         self._saves_done = dist.PiggybackCounter(lambda: int(self.pending is not None and self.pending.done))
@@ -363,12 +363,13 @@ class CheckpointManager:
         if self._leases:
             self._check_leases()
             return
-        leases = self._new_leases()
-        take_leases(leases, f"run {self.where.run_name!r}", timeout)
-        self._leases = {lease: _inode(lease.uri) for lease in leases.values()}
+        run_name, leases = self.state.run_name, self._new_leases()
+        take_leases(leases, f"run {run_name!r}", timeout)
+        self._leases = dict.fromkeys(leases.values())
+        self._leases = {lease: _identity(lease.uri) for lease in self._leases}
         if any(isinstance(lease, HeartbeatLease) and lease.taken_over for lease in leases.values()):
             for publisher in self.publishers:
-                publisher.remove_uploads(self.where.run_name)
+                publisher.remove_uploads(run_name)
 
     def _new_leases(self) -> dict[str, Lease]:
         """Return the leases of this manager's names in the folder and in buckets, by path or URI. None is taken yet."""
@@ -398,8 +399,8 @@ class CheckpointManager:
             SaveError: the folder was removed or replaced. Another process may have the folder by now.
         """
         self._check_leases()
-        for lease, inode in self._leases.items():
-            if inode is not None and _inode(lease.uri) != inode:
+        for lease, identity in self._leases.items():
+            if identity is not None and _identity(lease.uri) != identity:
                 raise SaveError(
                     f"save_folder={self.where.folder!r} was removed or replaced while this run saves to it: "
                     f"{lease.uri!r} is gone. Checkpoints that were in it are gone, too, and another process may have "
@@ -748,12 +749,13 @@ class CheckpointManager:
         return self._publishing.publishers
 
 
-def _inode(path: str) -> int | None:
-    """Return the number of the file ``path`` in its file system; ``None``: there is no such file."""
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return the numbers of the file system and of the file ``path``; ``None``: there is no such file."""
     try:
-        return Path(path).stat().st_ino
+        found = Path(path).stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return found.st_dev, found.st_ino
 
 
 # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -847,7 +849,8 @@ class Outcomes:
             self._failures[what] = 0
             return
         self._failures[what] += 1
-        count, at, text = self._failures[what], time.time(), f"{type(error).__name__}: {error}"
+        count, text = self._failures[what], f"{type(error).__name__}: {error}"
+        at = time.time() if news is None else news.at
         event = dataclasses.replace(news or self._begun, what=_FAILED[what], at=at, error=text, metrics={})
         causes = error.causes if isinstance(error, RankError) else (error,)
         if count > self._limit or not causes or not all(isinstance(cause, _FAILURES) for cause in causes):

@@ -9,7 +9,7 @@ import click
 
 from composerlite.checkpoint.place.place import Place, set_link
 from composerlite.checkpoint.tools.copying import copy
-from composerlite.checkpoint.tools.surveying import Found, Pointed, checkpoint_at, newest, place_at, pointed, survey
+from composerlite.checkpoint.tools.surveying import Found, checkpoint_at, newest, place_at, pointed, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
@@ -80,15 +80,20 @@ def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence
     """The checkpoints ``names``; the newest if there are none, or all that are committed."""
     if names and everything:
         raise ConfigError(f"--all {' '.join(names)}: expected names or --all.")
-    if names:
-        return [Pointed(place, name, name).the_one() for name in names]
     listed = survey(place)
     if everything:
         return [one for one in listed if one.committed]
-    last = newest(listed)
-    if last is None:
-        raise CheckpointNotFoundError(f"no committed checkpoint in {place.uri()}: there is nothing to copy.")
-    return [last]
+    if not names:
+        last = newest(listed)
+        if last is None:
+            raise CheckpointNotFoundError(f"no committed checkpoint in {place.uri()}: there is nothing to copy.")
+        return [last]
+    by_name = {one.name: one for one in listed}  # a path that is not listed may lead out of the place
+    for name in names:
+        if name not in by_name:
+            known = ", ".join(list(by_name)[-8:]) or "none"
+            raise CheckpointNotFoundError(f"{place.uri(name)!r} is no checkpoint. There are: {known}.")
+    return [by_name[name] for name in names]
 
 
 def _copy(chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool) -> None:

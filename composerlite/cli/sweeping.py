@@ -52,7 +52,9 @@ def prune(
         found: dict[str, Found] = {}  # a place may be inside another place
         for place in opened:
             for one in survey(place):
-                found.setdefault(_identity(one.uri), one)
+                key = _identity(one.uri)
+                if one.committed or key not in found:  # in another place the checkpoint may look like a copy
+                    found[key] = one
         if run is not None:
             _check_run(run, {one.run_name for one in found.values() if one.run_name})
         chosen = [one for one in found.values() if one.committed and run in (None, one.run_name)]

@@ -59,3 +59,7 @@ __all__ = [
     "is_initialized",
     "run_local_rank_zero_first",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import is_available as is_available
 from torch.utils.data import DistributedSampler
 
 from composerlite.errors import ConfigError
@@ -16,14 +17,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "xpu": "xpu"}
 
 
-def is_available() -> bool:
-    """Return true if torch was built with ``torch.distributed``."""
-    return torch.distributed.is_available()
-
-
 def is_initialized() -> bool:
     """Return true if this process has a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.is_initialized()
 
 
 def env_int(name: str, default: int) -> int:

@@ -69,8 +69,11 @@ def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
         if value is not None and value.layout is live.layout:
             live.resize_as_sparse_(value)
     elif is_dense(live) and not is_distributed_tensor(live):
-        repeats = [size for size, stride in zip(live.shape, live.stride(), strict=True) if size > 1 and stride == 0]
-        if repeats:
+        end, is_shared = 0, False
+        for stride, size in sorted(zip(live.stride(), live.shape, strict=True)):
+            is_shared |= size > 1 and stride <= end
+            end += (size - 1) * stride
+        if is_shared and not live.is_contiguous():
             live.data = live.detach().clone(memory_format=torch.contiguous_format)
 
 

@@ -16,8 +16,6 @@ from composerlite.types import Piece, batches
 
 _WINDOW_BYTES = 64 << 20
 """Bytes to send at the same time."""
-_READ_BYTES = 256 << 20
-"""Bytes that rank 0 reads between two broadcasts."""
 _PIECE_BYTES = 8 << 20
 """Largest part of a file to send at once."""
 _TOGETHER_BYTES = 1 << 20
@@ -208,14 +206,12 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
         for offset, address, size in pieces
         for start in range(0, size, _WINDOW_BYTES)
     ]
-    for batch in batches(parts, _READ_BYTES, lambda part: part[2]):
+    for batch in batches(parts, _WINDOW_BYTES, lambda part: part[2]):
         with group.all_or_none(operation):
             if group.is_first:
                 read(batch)
-        tensors = [
-            torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-            for _, address, size in batch
-        ]
+        buffers = [(ctypes.c_char * size).from_address(address) for _, address, size in batch]
+        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
         for together in batches(tensors, _TOGETHER_BYTES, lambda tensor: tensor.nbytes):
             transfer = TensorTransfer(0, (), together)
             message = _message(transfer, group.rank)

@@ -140,7 +140,8 @@ class Vote:
         check: called now and then in a wait, with the awaited ranks. Raises a ``RankError`` if the wait is in vain.
 
     Attributes:
-        may_be_committed: true after a commit, and if the outcome is unknown. Then the files must not be deleted.
+        may_be_committed: true after a commit, if the outcome is unknown, and if rank 0 was lost. Then the files must
+            stay; the next start of the run removes files without a record.
     """
 
     store: Any

@@ -107,7 +107,7 @@ class _Batch:
         with self._lock:
             if self.stopped.is_set():
                 raise CancelledError
-            put(piece, at)
+            put(bytes(piece), at)  # a store may give another buffer
             self._moved += len(piece)
 
     def run(self, jobs: Iterable[Callable[[], object]], progress: Callable[[int], object]) -> None:

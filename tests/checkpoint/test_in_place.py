@@ -15,7 +15,7 @@ from parts import new_state, save_batch
 from tiny_training import trainer
 from torch import nn
 
-from composerlite.checkpoint import Catalog, load_checkpoint, read_checkpoint, safe_torch_load
+from composerlite.checkpoint import Catalog, CheckpointManager, load_checkpoint, read_checkpoint, safe_torch_load
 from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save
@@ -255,6 +255,42 @@ def test_weights_that_share_memory_here_and_did_not_there(tmp_path: Path, order:
     load_checkpoint(saved_now(state_of(source), tmp_path / "equal"), target, load_weights_only=True)
     for name, tensor in source.state_dict().items():
         assert torch.equal(target.model.state_dict()[name], tensor), name
+
+
+class Shared(nn.Module):
+    """Two weights, defined in the order of their names. ``share``: the first, in memory of the second."""
+
+    def __init__(self, names: tuple[str, str], share: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        tensors = {"whole": numbers(8), "part": numbers(8)[:4].clone()}
+        if share is not None:
+            tensors["part"] = share(tensors["whole"])
+        for name in names:
+            self.register_buffer(name, tensors[name])
+
+
+SHARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the beginning": lambda whole: whole[:4],
+    "the end": lambda whole: whole[4:],
+}
+
+
+@pytest.mark.parametrize("names", [("whole", "part"), ("part", "whole")])
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+def test_tensors_that_share_memory_here_alone_are_loaded_as_torch_does(
+    tmp_path: Path, names: tuple[str, str], share: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The numbers of the tensor that the model defines last count, whichever is first in the file."""
+    source = Shared(("whole", "part"))
+    with CheckpointManager(tmp_path, model=source) as checkpoints:
+        checkpoints.restore()
+        checkpoints.save(1)
+    target, expected = Shared(names, share), Shared(names, share)
+    expected.load_state_dict(source.state_dict())
+    with CheckpointManager(tmp_path, model=target) as checkpoints:
+        checkpoints.restore()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor), name
 
 
 def test_a_converted_precision_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

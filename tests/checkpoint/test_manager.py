@@ -209,6 +209,8 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, options={"in_memory": True}, **loop.parts)
     with pytest.raises(ConfigError, match=re.escape("call restore() before the first save")):
         CheckpointManager(tmp_path, **loop.parts).save(1)
+    with pytest.raises(ConfigError, match=re.escape("call restore() before the first save")):
+        CheckpointManager(tmp_path / "{run_name}", **loop.parts).take_leases()
     with CheckpointManager(tmp_path, **loop.parts) as checkpoints:
         checkpoints.restore()
         with pytest.raises(ConfigError, match=re.escape("save(None): expected the number of steps")):

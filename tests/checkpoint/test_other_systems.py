@@ -649,6 +649,15 @@ def test_a_hostile_folder_of_deepspeed_is_refused(tmp_path: Path, kind: str) -> 
         trainer(tmp_path / "run")
 
 
+@pytest.mark.parametrize("state", [None, [], {}])
+def test_weights_of_deepspeed_are_not_taken_from_a_damaged_optimizer(tmp_path: Path, state: Any) -> None:
+    """In the model states are weights of half precision, or none at all."""
+    shutil.copytree(DATA / "deepspeed/zero1", tmp_path / "run")
+    _changed("optim_states.pt", lambda saved: saved.update(optimizer_state_dict=state))(tmp_path / "run/global_step6")
+    with pytest.raises(CorruptCheckpointError, match=r"no state of an optimizer|do not fit together"):
+        trainer(tmp_path / "run", load_weights_only=True)
+
+
 def test_one_file_of_zero_is_refused_with_the_way_out() -> None:
     """Its weights are of lower precision, or in pieces: the folder has them whole."""
     with pytest.raises(

@@ -93,6 +93,15 @@ def test_functions_fill_a_tensor_however_it_lies_in_memory(tmp_path: Path, name:
     assert same(other, tensor)
 
 
+def test_a_tensor_with_elements_that_share_memory_gets_memory_for_each(tmp_path: Path) -> None:
+    """The saved elements may differ where those of the live tensor are one."""
+    saved = torch.arange(6.0).view(3, 2)
+    save_state_dict(tmp_path / "saved", {"one": saved})
+    live = torch.zeros(4).as_strided((3, 2), (1, 1))
+    load_state_dict(tmp_path / "saved", {"one": live})
+    assert same(live, saved)
+
+
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_checkpointer_fills_a_buffer_however_it_lies_in_memory(tmp_path: Path, name: str) -> None:
     """As a run that resumes."""

@@ -401,7 +401,9 @@ def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
         (["push", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'there'"),
         (["push", bucket, bucket], 2, "expected a folder of this machine"),
         (["pull", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'demo'"),
-        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. The folder holds: "),
+        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. There are: "),
+        (["push", "demo", bucket, str(demo / ONE)], 1, "is no checkpoint. There are: "),
+        (["push", "demo", bucket, "latest-rank0.pt"], 1, "is no checkpoint. There are: "),
         (["push", "demo", bucket, ONE, "--all"], 2, "expected names or --all"),
         (["pull", f"{bucket}/nothing", "there"], 1, "there is nothing to copy"),
     ):

@@ -257,6 +257,15 @@ def test_places_in_one_another_count_once(demo: Path) -> None:
         assert [one["uri"] for one in told["removed"]] == [f"demo/.x.{DEAD}"]
 
 
+@pytest.mark.parametrize("order", [("run/sub", "run"), ("run", "run/sub")])
+def test_a_place_inside_a_run_folder_hides_nothing(tmp_path: Path, order: tuple[str, str]) -> None:
+    """Seen from the inner folder, checkpoints that were saved with a folder in their names look like copies."""
+    train(tmp_path / "run", save_filename="sub/ep{epoch}.pt", save_latest_filename=None)
+    removed = answer("checkpoint", "prune", *order, "--keep-last", 1, cwd=tmp_path)["removed"]
+    assert len(removed) == 2
+    assert names(tmp_path / "run") == ["sub/ep3.pt"]
+
+
 # ── gc ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_gc_removes_what_dead_processes_left(demo: Path) -> None:
     """Temporaries and saves whose process has died go; those of a process that lives, and checkpoints, stay."""

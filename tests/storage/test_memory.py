@@ -163,7 +163,7 @@ def test_memory_is_copied(sizes: list[int]) -> None:
 def test_no_thread_copies_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever catches Ctrl-C may free the memory."""
     target, _, jobs = jobs_of([64 * MiB])
-    move = memory_module.move
+    move = memory_module._move_large
     main = threading.get_ident()
 
     def interrupted(*piece: int) -> None:
@@ -171,7 +171,7 @@ def test_no_thread_copies_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
         move(*piece)
 
-    monkeypatch.setattr(memory_module, "move", interrupted)
+    monkeypatch.setattr(memory_module, "_move_large", interrupted)
     with pytest.raises(KeyboardInterrupt):
         copy_memory(jobs)
     copied = bytes(target)

@@ -110,17 +110,21 @@ def read_pieces(
     if missing := [rank for rank in range(max(ranks, len(optimizers))) if rank not in optimizers]:
         raise CorruptCheckpointError(f"{source} is not whole: the files of ranks {missing[:8]} are missing.")
     others = ({} if rank not in models else read(models[rank], prune) for rank in range(1, len(optimizers)))
-    return [
-        Piece(model, read(optimizers[rank], prune).get("optimizer_state_dict"))
-        for rank, model in enumerate([first, *others])
-    ]
+    pieces: list[Piece] = []
+    for rank, model in enumerate([first, *others]):
+        contents = read(optimizers[rank], prune)
+        if not isinstance(contents.get("optimizer_state_dict", {}), dict):
+            raise CorruptCheckpointError(f"{source}: {optimizers[rank]!r} has no state of an optimizer.")
+        pieces.append(Piece(model, contents.get("optimizer_state_dict")))
+    return pieces
 
 
 def _parts_for_weights(contents: StateDict) -> StateDict:
     kept: StateDict = {key: contents.get(key) for key in (*_MODEL_KEYS, "dp_world_size")}
-    state = contents.get("optimizer_state_dict")
-    if isinstance(state, dict):
-        kept["optimizer_state_dict"] = {key: state[key] for key in _WEIGHT_KEYS if key in state}
+    if "optimizer_state_dict" in contents:
+        state = contents["optimizer_state_dict"]
+        is_state = isinstance(state, dict)
+        kept["optimizer_state_dict"] = {key: state[key] for key in _WEIGHT_KEYS if key in state} if is_state else state
     return kept
 
 

@@ -1,4 +1,4 @@
-"""From the parts of a checkpoint of another system to the state of a run: places of parts, names, and counts."""
+"""The way from the parts of a checkpoint of another system to the state of a run: places, names, and counts."""
 
 from __future__ import annotations
 

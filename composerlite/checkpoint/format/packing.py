@@ -148,7 +148,8 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
         path: the checkpoint.
         size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
             ``path`` if that is more.
-        keep_archive: only decompress. An archive stays an archive, and may be smaller than ``size_bytes``.
+        keep_archive: only decompress. An archive stays an archive, with the record after the archive. The archive may
+            be smaller than ``size_bytes``, which raises the limit.
 
     Raises:
         CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
@@ -162,8 +163,9 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
         if is_packed(path):
             try:
                 if (codec := codec_of(found.read(0, min(_HEADER_BYTES, found.size_bytes)))) is not None:
-                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes)
-                    most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
+                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes, size_bytes or 0)
+                    if size_bytes is not None and not keep_archive:
+                        most = size_bytes + _ARCHIVE_BYTES
                     file = stack.enter_context(codec.decompress(path, most_bytes=most))
                     found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
                 if not keep_archive and is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes))):

@@ -201,54 +201,49 @@ def placed(
     """
     names = {id(storage): name for name, storage in unread.items()}
     groups: dict[int, list[_Pair]] = {}  # by the ``id`` of the saved storage
-    for pair in _pairs(contents, live):
-        groups.setdefault(id(pair[0].untyped_storage()), []).append(pair)
+    owners: dict[int, set[int]] = {}  # the saved storages of each storage of live tensors, by address
+    for saved, live_one in _pairs(contents, live):
+        storage = id(saved.untyped_storage())
+        groups.setdefault(storage, []).append((saved, live_one))
+        if live_one is not None and _is_plain(live_one):
+            owners.setdefault(live_one.untyped_storage().data_ptr(), set()).add(storage)
     addresses: dict[str, int] = {}
     sieves: dict[str, Sieve] = {}
     replaced: dict[int, Tensor] = {}
     taken: set[int] = set()
     for storage, pairs in groups.items():
-        if (name := names.get(storage)) is None or (targets := _targets(pairs, taken)) is None:
+        name, target = names.get(storage), pairs[0][1]
+        if name is None or target is None:
             continue
-        if dist.is_distributed_tensor(targets[0]):
+        if (targets := _distributed_targets(pairs, taken)) is not None:
             sieves[name] = _Rows(pairs[0][0], targets)
-        elif (copier := ring.copier_of(targets[0].untyped_storage())) is not None:
-            sieves[name] = _OnDevice(targets[0], copier)
-        else:
-            addresses[name] = targets[0].data_ptr()
-        replaced |= {id(saved): target for (saved, _), target in zip(pairs, targets, strict=True)}
+            replaced |= {id(saved): filled for (saved, _), filled in zip(pairs, targets, strict=True)}
+        elif all(_fits(pair, pairs[0]) for pair in pairs) and len(owners[target.untyped_storage().data_ptr()]) == 1:
+            if (copier := ring.copier_of(target.untyped_storage())) is None:
+                addresses[name] = target.data_ptr()
+            else:
+                sieves[name] = _OnDevice(target, copier)
+            replaced |= {id(saved): filled for saved, filled in pairs if filled is not None}
     return _with_tensors(contents, replaced), addresses, sieves
 
 
-def _targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor] | None:
-    """Return the tensors to fill from a saved storage; ``None`` if the storage must be read into memory of its own.
+def _distributed_targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor] | None:
+    """Return the distributed tensors to fill from a saved storage; ``None`` if it cannot be read in rows.
 
-    A distributed tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the
-    numbers.
+    ``taken`` has the addresses of the tensors to fill so far, and gets the addresses of the result.
 
-    Args:
-        pairs: the saved tensors in the storage, with the live tensors.
-        taken: the addresses of all tensors to fill so far; gets the addresses of the result. No two storages are read
-            into the same memory: for tensors that are tied here and not in the checkpoint, the last one counts.
+    A live tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the numbers.
     """
     targets: list[Tensor] = []
     for saved, live in pairs:
-        if live is None or live.shape != saved.shape or not _is_whole(saved) or saved.dtype is not pairs[0][0].dtype:
+        if live is None or not dist.is_distributed_tensor(live) or saved.shape != live.shape:
             return None
-        if not dist.is_distributed_tensor(live):
-            if not _is_plain(live) or live.is_meta or live.is_conj() or live.is_neg() or live.dtype is not saved.dtype:
-                return None
-            if not live.stride() == saved.stride() == pairs[0][0].stride():
-                return None
-        elif not saved.is_contiguous():
+        if not _is_whole(saved) or not saved.is_contiguous() or saved.dtype is not pairs[0][0].dtype:
             return None
-        elif live.dtype is not saved.dtype:
-            live = dist.empty_shard_like(live, saved.dtype)
-        targets.append(live)
+        targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
     memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
-    distributed = [dist.is_distributed_tensor(target) for target in targets]
-    if memory & taken or (not all(distributed) and (any(distributed) or len(memory) > 1)):
-        return None
+    if memory & taken:
+        return None  # tied here and not in the checkpoint: the tensor loaded last counts
     taken |= memory
     return targets
 
@@ -307,6 +302,26 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     for key, value in items_of(saved):
         if isinstance(value, Tensor | dict | list | tuple | deque):
             yield from _pairs(value, lives.get(key))
+
+
+def _fits(pair: _Pair, first: _Pair) -> bool:
+    """Return true if the bytes of a saved storage can replace the bytes of the live tensor.
+
+    Args:
+        pair: a saved tensor in the storage, and the live tensor.
+        first: the first such pair. All pairs must have the same elements.
+    """
+    (saved, live), (first_saved, first_live) = pair, first
+    if live is None or first_live is None or not _is_plain(live) or live.is_meta or not _is_whole(saved):
+        return False
+    return (
+        live.device == first_live.device
+        and live.data_ptr() == first_live.data_ptr()
+        and live.shape == saved.shape
+        and live.stride() == saved.stride() == first_saved.stride()
+        and live.dtype is saved.dtype is first_saved.dtype
+        and not (live.is_conj() or live.is_neg())
+    )
 
 
 def _is_plain(tensor: Tensor) -> bool:

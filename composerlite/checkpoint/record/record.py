@@ -167,7 +167,8 @@ class Manifest:
         run: the run at the moment of the save.
         files: the data files, on all disks; the deciding file first.
         left_out: globs of parts of the state that were not saved; ``['<function>']`` for a choice by a function.
-        unpacked_bytes: size of the decompressed file or of the file in the archive; 0: unknown.
+        unpacked_bytes: size of the decompressed file, of the file in the archive, or of the largest archive of a rank
+            before compression; 0: unknown.
         ephemeral: retention deletes the checkpoint after the next commit.
         timings: seconds of the phases of the save, by name: see ``SaveReport``.
         saved_at: time of the save, ISO 8601 in UTC.
@@ -382,11 +383,22 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     Args:
         manifest: the record.
         body_bytes: size of the body before compression, in bytes.
+
+    Raises:
+        SaveError: the record does not fit into a zip comment even without metrics and timings.
     """
     most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
     longest = FileDigest(2**63 - 1, "0" * 32, 2**40, chunks)  # each number with the most digits
-    return min(len(_tail(_fields(manifest, longest, longest))) + _VARIABLE_BYTES, _MOST_COMMENT_BYTES)
+    room, least = (
+        len(_tail(_fields(one, longest, longest))) + _VARIABLE_BYTES for one in (manifest, _shortened(manifest))
+    )
+    if least > _MOST_COMMENT_BYTES:
+        raise SaveError(
+            f"checkpoint {manifest.name!r}: its record has {least} bytes, of at most {_MOST_COMMENT_BYTES}. "
+            "Shorten save_ignore_keys."
+        )
+    return min(room, _MOST_COMMENT_BYTES)
 
 
 def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None, *, room: int | None = None) -> bytes:
@@ -398,26 +410,26 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
         plain: digest of the decompressed bytes, for a compressed file.
         room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
             not fit. ``None``: no fixed size.
-
-    Raises:
-        SaveError: the record does not fit into ``room`` even without metrics.
     """
     tail = _tail(_fields(manifest, stored, plain), room)
     if room is not None and len(tail) > room:
         log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
-        marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.run.not_finite[:1])
-        run = dataclasses.replace(manifest.run, metrics={}, not_finite=marks)
-        tail = _tail(_fields(dataclasses.replace(manifest, run=run, timings={}), stored, plain), room)
-        if len(tail) > room:
-            raise SaveError(
-                f"checkpoint {manifest.name!r}: its record has {len(tail)} bytes, of at most {room}. "
-                "Shorten save_ignore_keys."
-            )
+        tail = _tail(_fields(_shortened(manifest), stored, plain), room)
+    assert room is None or len(tail) == room, f"a tail of {len(tail)} bytes for {room}"
     return tail
+
+
+def _shortened(manifest: Manifest) -> Manifest:
+    """Return the record without metrics and timings, and with one short name in ``not_finite``."""
+    marks = tuple(name[:_MARK_CHARACTERS] for name in manifest.run.not_finite[:1])
+    run = dataclasses.replace(manifest.run, metrics={}, not_finite=marks)
+    return dataclasses.replace(manifest, run=run, timings={})
 
 
 def seal_index(manifest: Manifest, index: bytes) -> bytes:
     """Return the content of ``.metadata``: the index, the digests of the chunks of all files, and the tail."""
+    missing = [file.path for file in manifest.files if file.chunk_bytes and file.digest.body_bytes and not file.chunks]
+    assert not missing, f"no digests of chunks: {missing}"
     body = index + b"".join(base64.b64decode(file.chunks) for file in manifest.files)
     stored = FileDigest(len(body), xxhash.xxh3_128_hexdigest(body))
     return body + _tail(_fields(manifest, stored))
@@ -530,7 +542,7 @@ def unseal_index(path: str, data: bytes, source: str) -> tuple[bytes, Manifest |
     body = data[: decider.digest.body_bytes]
     counts = [-(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0 for file in others]
     end = at = len(body) - _CHUNK_DIGEST_BYTES * sum(counts)
-    if at < 0 or xxhash.xxh3_128_hexdigest(body) != decider.xxh3_128:
+    if at < 0 or min(counts, default=0) < 0 or xxhash.xxh3_128_hexdigest(body) != decider.xxh3_128:
         raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
     files = [decider]
     for file, count in zip(others, counts, strict=True):

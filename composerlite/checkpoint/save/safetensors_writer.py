@@ -47,7 +47,7 @@ class _Assembly(NamedTuple):
 
 
 @final
-class _Plan(NamedTuple):
+class _Division(NamedTuple):
     """The work of all ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Plan(NamedTuple):
     content: bytes
 
 
-def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_bytes: int) -> _Plan:
+def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_bytes: int) -> _Division:
     """Divide the tensors among the ranks: about equal bytes for all, and a whole tensor stays on its rank."""
     written, stored = merge_pieces(tables)
     entries = {key: TensorEntry(key, one.properties.dtype, tuple(one.size)) for key, one in stored.items()}
@@ -95,7 +95,7 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
         received[owner].extend(_Assembly(owner, entry, parts[entry.name]) for entry in split)
     total = {"total_size": sum(entry.size_bytes for entry in entries.values())}
     content = json.dumps({"metadata": total, "weight_map": places}, indent=1, sort_keys=True).encode()
-    return _Plan(handle, files, received, content)
+    return _Division(handle, files, received, content)
 
 
 def most_chunks(size_bytes: int, tensors: int) -> int:
@@ -136,7 +136,7 @@ class SafetensorsWriter(RankWriter):
             self._own = state.data
             return state.pieces
 
-        def divide(tables: list[list[StatePiece]]) -> _Plan:
+        def divide(tables: list[list[StatePiece]]) -> _Division:
             handle = SaveHandle(overwrite=overwrite, decider=WEIGHTS_INDEX)
             folder.begin(handle)
             return _divide(tables, handle, largest_file_bytes)

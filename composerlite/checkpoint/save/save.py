@@ -270,13 +270,15 @@ class SaveTask:
         interpreter waits for the save at exit.
         """
 
+        is_logged = self.group.is_first and not self.blocking  # perhaps nobody reads the future
+
         def run() -> None:
             try:
                 if not self.future.set_running_or_notify_cancel():
                     return
                 result = work()
             except BaseException as e:  # noqa: BLE001 - the future raises the error
-                if self.group.is_first and not self.blocking:  # perhaps nobody reads the future
+                if is_logged:
                     log.error("could not save checkpoint %r: %s: %s", str(self.path), type(e).__name__, e)
                 self.future.set_exception(e)
             else:

@@ -419,9 +419,11 @@ class ShardWriter:
     def write(self, manifest: Manifest) -> list[WrittenFile]:
         """Write the files of this rank, durably, and return facts about the files for rank 0."""
         layout = self._plan.layout
-        return write_files(
+        written = write_files(
             self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
         )
+        self._data, self._copies = {}, []
+        return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`write` of all ranks."""

@@ -25,8 +25,8 @@ from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError,
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict
 
-_WEIGHTS = ("model.", "state.model.", "state.integrations.")
-"""Beginnings of the keys of a directory that a reader of weights needs."""
+_WEIGHTS = ("model.", "state.model.")
+"""Beginnings of the keys of weights in a directory."""
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
 """The first bytes of a file show whether the file is compressed."""
@@ -111,12 +111,13 @@ def _shapes_in_file(path: str, found: Found) -> Any:
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def whole_contents(found: Found, *, weights_only: bool = False) -> Any:
+def whole_contents(found: Found, *, weights_only: bool = False, integrations: bool = False) -> Any:
     """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
 
     Args:
         found: the checkpoint.
-        weights_only: read only the model, and the state of integrations if there is one.
+        weights_only: read only the model.
+        integrations: with ``weights_only``, read the state of integrations, too, if there is one.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
@@ -128,7 +129,8 @@ def whole_contents(found: Found, *, weights_only: bool = False) -> Any:
         contents = deepspeed_contents(found.place, save)
         return _weights_in(contents) if weights_only else contents
     if (directory := model_directory(found)) is not None:
-        return _read_directory(directory, _WEIGHTS if weights_only else ("",))
+        weights = (*_WEIGHTS, "state.integrations.") if integrations else _WEIGHTS
+        return _read_directory(directory, weights if weights_only else ("",))
     with fetched(found.place.path_of(found.name) or found.uri) as path:
         return _read_file(path, weights_only=weights_only)
 
@@ -147,7 +149,7 @@ def model_and_integrations(text: str) -> Any:
         with fetched(text) as path:
             return _read_file(path, weights_only=True)
     with pointed(text) as target:
-        return whole_contents(target.the_one(whole=True), weights_only=True)
+        return whole_contents(target.the_one(whole=True), weights_only=True, integrations=True)
 
 
 def metadata_of(found: Found) -> StateDict:

@@ -242,7 +242,7 @@ class MLFlowLogger(ServiceLogger[MlflowRun]):
         """Send the remaining metrics and end the MLflow run; not in ``close``, where other callbacks may still log.
 
         Raises:
-            TimeoutError: not everything was sent in time.
+            TimeoutError: not everything was sent in time. In an ExceptionGroup if there are other errors, too.
             Exception: what went wrong.
         """
         code = exit_code(training=self._is_training)

@@ -319,15 +319,20 @@ def staged_symlink(link: Path, target: str) -> Generator[None]:
     temporary.symlink_to(target)
     try:
         yield
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.replace(link)
-                break
-            temporary.symlink_to(target)  # another process removed the link as abandoned: a link cannot be locked
-        fsync_folder(link.parent)
+        _move_link(temporary, link, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _move_link(temporary: Path, link: Path, target: str) -> None:
+    """Rename the temporary link to ``link``, durably. Make the temporary link again if another process removed it."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.replace(link)
+            break
+        temporary.symlink_to(target)  # removed as abandoned: a link cannot be locked
+    fsync_folder(link.parent)
 
 
 @final

@@ -201,20 +201,26 @@ def copy_memory(copies: Iterable[Copy]) -> None:
     Args:
         copies: destination address, source address and number of bytes of each copy.
     """
+    small: list[Copy] = []
     pieces: list[Copy] = []
     for to, source, size in copies:
+        if size < _SMALL_BYTES:
+            small.append((to, source, size))
+            continue
         for at in range(0, size, _PIECE_BYTES):
             pieces.append((to + at, source + at, min(_PIECE_BYTES, size - at)))
     left = iter(pieces)  # the iterator of a list gives each piece to one thread
 
     def work() -> None:
         for piece in left:
-            move(*piece)
+            _move_large(*piece)
 
     helpers = min(_MOST_COPIERS, len(os.sched_getaffinity(0)), len(pieces) // _PIECES_EACH) - 1
     threads = start_threads(work, helpers, name="checkpoint-copier") if helpers > 0 else []
     try:
         work()
+        for copy in small:
+            _move_small(*copy)
     finally:
         for _ in left:  # after an interrupt: no thread begins another piece
             pass
