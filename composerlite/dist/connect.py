@@ -31,8 +31,7 @@ _TRAINING_TIMES = 3
 
 After a timeout NCCL ends the process without naming the late ranks, so errors of this package must come first.
 """
-_GOODBYE = timedelta(seconds=10)
-_GOODBYE_AT_EXIT = timedelta(seconds=2)
+_GOODBYE, _GOODBYE_AT_EXIT = timedelta(seconds=10), timedelta(seconds=2)
 _CONNECT_SECONDS = 10.0
 _GOODBYE_BYTE = b"."
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}

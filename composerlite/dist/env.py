@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed import is_available as is_available
 from torch.utils.data import DistributedSampler
 
 from composerlite.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEVICES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "xpu": "xpu"}
+
+
+def is_available() -> bool:
+    """Return true if torch was built with ``torch.distributed``."""
+    return torch.distributed.is_available()
 
 
 def is_initialized() -> bool:

@@ -201,14 +201,16 @@ def _records(place: RunPlace, run_name: str, listing: Listing) -> list[Manifest]
 def _fault_without_record(catalog: Catalog, name: str) -> CheckpointError | None:
     """Return the reason why a run cannot resume from a file without a record of its name.
 
-    A file in a folder is read: the file is damaged if it is no complete torch file. ``None``: the file is a copy made
-    by hand, with the record of another name, or was deleted since it was listed.
+    A file in a folder is read: the file is damaged if it is no complete torch file. ``None``: the file is an intact
+    copy made by hand, with the record of another name, or was deleted since it was listed.
     """
-    uri = catalog.place.uri(name)
+    uri, in_folder = catalog.place.uri(name), catalog.place.path_of(name) is not None
     try:
-        if catalog.manifest_of(name) is not None:
+        if (copied := catalog.manifest_of(name)) is not None:
+            if in_folder:
+                catalog.verify(copied)
             return None
-        if catalog.place.path_of(name) is not None:
+        if in_folder:
             with opened(catalog.folder / name):
                 pass
     except FileNotFoundError:
