@@ -142,14 +142,13 @@ def save(gb: float, device: str, folder: Path) -> dict[str, float]:
     found: dict[str, float] = {"size_gb": image.size_bytes / 1e9}
     for number in range(4):
         image = TorchImage(dict(zip(state, parameters, strict=True)))
-        copies = image.storages()
-        memory = staging.reserve(image.size_bytes)
-        if memory is None:
-            raise RuntimeError("no memory for the copy")
+        copies = image.storages
         synchronize(device)
         started = time.perf_counter()
-        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(copies, image.size_bytes, [optimizer])
         found[f"host_ms_{number}"] = (time.perf_counter() - started) * 1000
+        if snapshot is None:
+            raise RuntimeError("no memory for the copy")
         if number == 3 and device == "cuda":  # forward and backward take longer than the copy
             torch.cuda._sleep(int(2 * found["copied_s_2"] * 2e9))
         optimizer.step()
@@ -213,16 +212,15 @@ def steps(gb: float, device: str, folder: Path) -> dict[str, float]:
         for _ in range(6):
             alone.append(seconds_of(step, count))
             image = TorchImage(state)
-            memory = staging.reserve(image.size_bytes)
-            if memory is None:
-                raise RuntimeError("no memory for the copy")
             synchronize(device)
-            snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+            snapshot = staging.take(image.storages, image.size_bytes, [optimizer])
+            if snapshot is None:
+                raise RuntimeError("no memory for the copy")
             beside.append(seconds_of(step, count))
             optimizer.step()
             snapshot.wait()
             del image
-            staging.give_back(snapshot.memory)
+            snapshot.give_back()
         written: list[float] = []
         save_state_dict(folder / "step", {"small": small})  # imports what it needs
         shutil.rmtree(folder / "step")

@@ -22,10 +22,10 @@ from composerlite.checkpoint.memory import Replication, open_replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
-from composerlite.checkpoint.record.naming import varies
+from composerlite.checkpoint.record.naming import names_of_ranks, varies
 from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.record.retention import Retention, own_checkpoints
-from composerlite.checkpoint.save.form import Form, SaveRequest, first_name
+from composerlite.checkpoint.save.form import Form, SaveRequest
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.publish import Publisher, Publishing, deletion
 from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
@@ -509,7 +509,7 @@ class CheckpointManager:
                 raise ConfigError(f"save({step}): expected the number of steps done, 0 or more.")
             state.step = step
             self._note_publishing()
-        name, started = first_name(where.filename, state), time.perf_counter()
+        name, started = names_of_ranks(where.filename, state)[0], time.perf_counter()
         self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
             self.outcomes.warn_of_missing_metric(name, options.best_metric)
@@ -579,6 +579,7 @@ class CheckpointManager:
             catalog=self.where.catalog,
             template=self.where.filename,
             disks=self.where.disks,
+            form=self.where.form,
         )
 
     @property

@@ -88,10 +88,11 @@ class Run:
     def save(self) -> tuple[Any, Callable[[], list[torch.Tensor]]]:
         """Begin a save; the snapshot, and how to read it when it has been waited for."""
         image = self.image()
-        memory = self.staging.reserve(image.size_bytes)
+        places = [(offset, storage.nbytes()) for storage, offset in image.storages]
+        snapshot = self.staging.take(image.storages, image.size_bytes, [self.optimizer])
+        assert snapshot is not None
+        memory = snapshot.memory
         assert memory is not None
-        places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-        snapshot = self.staging.take(memory, image.storages(), image.size_bytes, [self.optimizer])
 
         def read() -> list[torch.Tensor]:
             copies = [torch.frombuffer(memory.view(*place), dtype=torch.float32).clone() for place in places]
@@ -138,7 +139,7 @@ def wrong_reads(choose: Choose, without: str = "") -> int:
     run = Run(choose, without)
     run.forward()
     run.step()
-    finish_device_work(run.image().storages(), run.device)
+    finish_device_work(run.image().storages, run.device)
     found = [
         bool((tensor.detach() != value).any()) for tensor, value in zip(run.tensors.values(), run.values(), strict=True)
     ]
@@ -152,7 +153,7 @@ def wrong_pieces(choose: Choose, without: str = "") -> int:
     run.forward()
     run.step()
     image = run.image()
-    finish_device_work(image.storages(), run.device)
+    finish_device_work(image.storages, run.device)
     image.ring = DeviceRing(run.device, slot_bytes=SIZE)
     file = FileInMemory()
     image.write(file)
@@ -276,16 +277,17 @@ def test_small_storages_are_one_copy() -> None:
 
     copier.copy = counted
     image, staging = TorchImage(tensors), StagingMemory(devices=device)
-    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-    memory = staging.reserve(image.size_bytes)
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages]
+    snapshot = staging.take(image.storages, image.size_bytes)
+    assert snapshot is not None
+    memory = snapshot.memory
     assert memory is not None
-    snapshot = staging.take(memory, image.storages(), image.size_bytes)
     snapshot.wait()
-    saved = [torch.frombuffer(snapshot.memory.view(*place), dtype=torch.float32) for place in places]
+    saved = [torch.frombuffer(memory.view(*place), dtype=torch.float32) for place in places]
     assert all(torch.equal(copied, tensor) for copied, tensor in zip(saved, tensors.values(), strict=True))
     assert sorted(copies) == sorted([4 * SIZE, sum(4 * (100 + number) for number in range(300))])
     del saved
-    staging.give_back(snapshot.memory)
+    snapshot.give_back()
     staging.close()
 
 
@@ -325,10 +327,11 @@ def test_a_small_tensor_may_change_once_it_is_copied() -> None:
     device.owns(*weights)
     optimizer, staging = torch.optim.SGD(weights, lr=0.1), StagingMemory(devices=device)
     image = TorchImage({str(number): weight for number, weight in enumerate(weights)})
-    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-    memory = staging.reserve(image.size_bytes)
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages]
+    snapshot = staging.take(image.storages, image.size_bytes, [optimizer])
+    assert snapshot is not None
+    memory = snapshot.memory
     assert memory is not None
-    snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
     device.run_all()
     with torch.no_grad():
         weights[0].add_(1)
@@ -355,8 +358,9 @@ def test_a_copy_that_fails_gives_its_memory_back() -> None:
     image, staging = TorchImage(tensors), StagingMemory(devices=device)
     memory = staging.reserve(image.size_bytes)
     assert memory is not None
+    staging.give_back(memory)
     with pytest.raises(RuntimeError, match="the device is lost"):
-        staging.take(memory, image.storages(), image.size_bytes)
+        staging.take(image.storages, image.size_bytes)
     assert begun
     assert staging.reserve(image.size_bytes) is memory
     staging.give_back(memory)
@@ -379,9 +383,10 @@ def test_a_step_of_any_kind_waits_for_the_copy_and_is_no_change(kind: str) -> No
     copier: Any = device.of(weight.untyped_storage())
     waits: list[float] = []
     copier.before_training = lambda mark: waits.append(float(weight.detach()[0]))
-    memory = staging.reserve(image.size_bytes)
+    snapshot = staging.take(image.storages, image.size_bytes, [optimizer])
+    assert snapshot is not None
+    memory = snapshot.memory
     assert memory is not None
-    snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
     assert waits == []
     optimizer.step()
     optimizer.step()

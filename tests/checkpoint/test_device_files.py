@@ -160,8 +160,7 @@ def test_a_value_that_is_not_finite_is_found_on_its_way_from_a_device(device: Si
     tensors = {"fine": torch.ones(5000), "broken": torch.ones(5000, dtype=torch.bfloat16)}
     tensors["broken"][4321] = float("nan")
     device.owns(*tensors.values())
-    image = TorchImage(tensors)
-    image.watch(tensors.items())
+    image = TorchImage(tensors, watched=tensors.items())
     image.ring = DeviceRing(device, slot_bytes=1024)
     image.write(FileInMemory())
     assert image.not_finite == "broken"

@@ -47,8 +47,7 @@ class Bytes:
 
 def written(contents: dict[str, Any], **watched: torch.Tensor) -> tuple[bytes, str | None]:
     """The file of ``contents``, and the name of the tensor that is not finite."""
-    image, sink = TorchImage(contents), Bytes()
-    image.watch(watched.items())
+    image, sink = TorchImage(contents, watched=watched.items()), Bytes()
     image.write(sink)
     return sink.file.getvalue(), image.not_finite
 
@@ -99,8 +98,7 @@ def test_what_is_not_in_the_file_is_not_looked_at() -> None:
 def test_torch_is_not_asked() -> None:
     """Its threads are those of training."""
     numbers = torch.ones(1 << 20)
-    image = TorchImage({"x": numbers})
-    image.watch([("x", numbers)])
+    image = TorchImage({"x": numbers}, watched=[("x", numbers)])
     with torch.profiler.profile() as profile:
         image.write(Bytes())
     assert [event.name for event in profile.events() if event.name.startswith("aten::")] == []

@@ -116,8 +116,9 @@ def counted_copies(where: str, way: str) -> None:
     take = StagingMemory.take
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
-        copies.append(True)
-        return take(*arguments, **keywords)
+        if (snapshot := take(*arguments, **keywords)) is not None:
+            copies.append(True)
+        return snapshot
 
     StagingMemory.take = counted
     model, optimizer = trained(SIZE // 8)
@@ -313,7 +314,7 @@ def test_a_save_that_is_interrupted_at_any_call_while_it_is_started_keeps_nobody
     while came:
         folder, saves = tmp_path / f"{form}{calls}", Saves()
         request = SaveRequest(state=state, catalog=Catalog(folder), template=TEMPLATES[form])
-        came = interrupt(partial(saves.save, request), calls, after="SaveTask.start")
+        came = interrupt(partial(saves.save, request), calls, after="SaveTask._start")
         saves.close()
         saves.save(replace(request, overwrite=True)).wait(100)
         saves.close()

@@ -28,7 +28,7 @@ def staging() -> Iterator[StagingMemory]:
 
 
 def prepared(staging: StagingMemory, size: int = SIZE) -> HostMemory:
-    """Memory for a copy of ``size`` bytes."""
+    """Memory for a copy of ``size`` bytes, lent."""
     staging.prepare(size)
     assert staging.wait_until_prepared(60)
     memory = staging.reserve(size)
@@ -40,9 +40,13 @@ def test_a_copy_has_the_bytes_of_the_call(staging: StagingMemory) -> None:
     """What is changed after the call is not in the copy, whoever changes it and however."""
     tensors = {"weight": torch.zeros(SIZE // 4), "small": torch.zeros(3), "empty": torch.zeros(0)}
     image = TorchImage(tensors)
-    places = [(offset, storage.nbytes()) for storage, offset in image.storages()]
-    memory = prepared(staging, image.size_bytes)
-    snapshot = staging.take(memory, image.storages(), image.size_bytes)
+    places = [(offset, storage.nbytes()) for storage, offset in image.storages]
+    staging.prepare(image.size_bytes)
+    assert staging.wait_until_prepared(60)
+    snapshot = staging.take(image.storages, image.size_bytes)
+    assert snapshot is not None
+    memory = snapshot.memory
+    assert memory is not None
     for tensor in tensors.values():
         tensor.data.fill_(1.0)
     snapshot.wait()

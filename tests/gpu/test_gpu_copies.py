@@ -125,21 +125,22 @@ def saved_value(weight: nn.Parameter, wait: str) -> tuple[float, float]:
     staging.prepare(image.size_bytes)
     assert staging.wait_until_prepared(60)
     for number in range(2):  # after the first one the memory holds ones
-        memory = staging.reserve(image.size_bytes)
-        assert memory is not None
         image = TorchImage({"weight": weight})
-        offset = image.storages()[0].offset
+        offset = image.storages[0].offset
         with torch.no_grad():
             weight.fill_(number)
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # training is behind
         optimizer.step()
-        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(image.storages, image.size_bytes, [optimizer])
+        assert snapshot is not None
+        memory = snapshot.memory
+        assert memory is not None
         optimizer.step()
         snapshot.wait()
-        found = torch.frombuffer(snapshot.memory.view(offset, 4 * BIG), dtype=torch.float32).clone()
+        found = torch.frombuffer(memory.view(offset, 4 * BIG), dtype=torch.float32).clone()
         torch.cuda.synchronize()
-        staging.give_back(snapshot.memory)
+        staging.give_back(memory)
     staging.close()
     return float(found.min()), float(found.max())
 
@@ -166,16 +167,15 @@ def test_a_save_does_not_wait_for_the_device() -> None:
     assert staging.wait_until_prepared(60)
     for _ in range(2):
         image = TorchImage({"weight": weight})
-        memory = staging.reserve(image.size_bytes)
-        assert memory is not None
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)
         started = time.perf_counter()
-        snapshot = staging.take(memory, image.storages(), image.size_bytes, [optimizer])
+        snapshot = staging.take(image.storages, image.size_bytes, [optimizer])
         seconds = time.perf_counter() - started
+        assert snapshot is not None
         snapshot.wait()
         optimizer.step()
-        staging.give_back(snapshot.memory)
+        snapshot.give_back()
     assert seconds < 0.25
     staging.close()
 

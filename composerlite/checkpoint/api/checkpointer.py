@@ -26,11 +26,9 @@ from torch.optim import Optimizer
 from composerlite.checkpoint.api.state_dict import (
     WorkDir,
     get_checkpoint_metadata,
-    in_background,
     load_model_and_optim_state,
     load_state_dict,
     model_and_optim_state,
-    run_save,
     task_of,
 )
 from composerlite.checkpoint.api.step_files import StepWriter, find_step, metadata_of, read_train_state
@@ -41,6 +39,7 @@ from composerlite.checkpoint.place.directory import StepFolder
 from composerlite.checkpoint.place.place import check_name, map_reads
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
+from composerlite.checkpoint.save.snapshot import shared_staging
 from composerlite.dist import Group, group_of
 from composerlite.errors import (
     CheckpointNotFoundError,
@@ -183,7 +182,7 @@ class Checkpointer:
                 the URI names no store; or a machine does not see the folder.
             SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names the key.
         """
-        run_save(self._begin(dir, train_module, train_state, ephemeral))
+        self._begin(dir, train_module, train_state, ephemeral).run()
 
     def save_async(
         self,
@@ -206,7 +205,7 @@ class Checkpointer:
         Raises:
             CheckpointExistsError, ConfigError: as :meth:`save`.
         """
-        self._last = in_background(self._begin(dir, train_module, train_state, ephemeral))
+        self._last = self._begin(dir, train_module, train_state, ephemeral).begin(shared_staging)
         return self._last
 
     def _begin(

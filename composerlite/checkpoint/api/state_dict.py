@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
@@ -56,7 +55,6 @@ from composerlite.types import StateDict, Stateful
 if TYPE_CHECKING:
     from composerlite.checkpoint.load.sharded import Metadata
 
-log = logging.getLogger(__name__)
 WorkDir = str | os.PathLike[str] | None
 
 
@@ -98,7 +96,7 @@ def save_state_dict(
         OSError, ObjectStoreError: the files cannot be written.
     """
     state = functools.partial(_plain, state_dict)
-    run_save(_begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads))
+    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
 
 
 def async_save_state_dict(
@@ -126,9 +124,8 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     state = functools.partial(_plain, state_dict)
-    return in_background(
-        _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
-    )
+    job = _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    return job.begin(shared_staging)
 
 
 def save_model_and_optim_state(
@@ -162,7 +159,7 @@ def save_model_and_optim_state(
             in the state, other than parameters of the model.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    run_save(_begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads))
+    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
 
 
 def async_save_model_and_optim_state(
@@ -188,9 +185,8 @@ def async_save_model_and_optim_state(
         A future, done when the checkpoint is durable, or with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    return in_background(
-        _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
-    )
+    job = _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    return job.begin(shared_staging)
 
 
 def _begin(
@@ -212,18 +208,6 @@ def _begin(
     if group.is_first:
         folder.sweep()
     return task_of(record_of_directory(folder.name, group.size), folder, writer, group)
-
-
-def in_background(job: SaveTask) -> Future[None]:
-    """Copy the state, and write the copy in a thread. Return a future for the end of the save, or the error."""
-    job.stage(shared_staging)
-    return job.start(functools.partial(run_save, job))
-
-
-def run_save(job: SaveTask) -> None:
-    """Write the files and commit."""
-    job.run()
-    log.info("saved checkpoint %s", job.path)
 
 
 def task_of(manifest: Manifest, folder: Directory, writer: RankWriter, group: Group) -> SaveTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -157,21 +158,17 @@ class StepWriter(RankWriter):
         self._shards = shards
         self._train = train
         self._path = folder.at(f"{TRAIN}/rank{rank}.pt")
+        copies = (StorageCopy(storage, self._start + offset) for storage, offset in train.storages)
+        self.storages = [*shards.storages, *copies]
 
-    def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them."""
-        return [*self._shards.storages(), *self._train.storages(self._start)]
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on."""
-        self._shards.staged_in(memory)
-        self._train.staged_in(memory, self._start)
-
-    def write(self, manifest: Manifest) -> tuple[FileRecord, Any]:
+    def write(self, manifest: Manifest, memory: HostMemory | None = None) -> tuple[FileRecord, Any]:
         """Write the file of this rank, and the shards, durably. Return the records of the files, for rank 0."""
+        if memory is not None:
+            self.storages = []  # frees tensors that training has replaced
         size = self._train.size_bytes
-        (digest,) = self._folder.place.write([NewFile(self._path, size, self._train.write, chunk_bytes_for(size))])
-        return FileRecord.of(self._path, digest), self._shards.write(manifest)
+        fill = functools.partial(self._train.write, memory=memory, start=self._start)
+        (digest,) = self._folder.place.write([NewFile(self._path, size, fill, chunk_bytes_for(size))])
+        return FileRecord.of(self._path, digest), self._shards.write(manifest, memory)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Commit the directory of the model, then the step."""

@@ -190,7 +190,7 @@ def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
 def item_place(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
     """Return offset of the numbers and bytes of a tensor's item in a data file, as this version writes the item."""
     image = TorchImage(cast("Any", torch.empty(sizes, dtype=dtype)))
-    return image.storages()[0].offset, image.size_bytes
+    return image.storages[0].offset, image.size_bytes
 
 
 @final

@@ -16,7 +16,7 @@ import pickle
 import sys
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -57,74 +57,67 @@ class TorchImage:
     """The ``.pt`` file of some contents, laid out and not yet written.
 
     Everything but the bytes of tensors is pickled when this is made, and does not change with training any more. The
-    bytes are read when the image is written: from the tensors themselves, or from a copy after :meth:`staged_in`.
+    bytes are read when the image is written: from the tensors themselves, or from a copy.
 
     Args:
         contents: a dict of tensors and plain values.
         must_load: refuse contents that need ``trust_checkpoint`` to load.
+        watched: named, strided tensors of the file. :meth:`write` looks for NaN and infinite values there.
 
     Attributes:
         size_bytes: size of the file, without the comment.
+        storages: storages to copy before training changes their bytes, each once, with the offset in the file. Empty
+            after the image is written from a copy.
         comment_bytes: size of the zip comment. The caller sets the size before :meth:`write`, and appends the comment.
         ring: buffers for reading from devices.
-        not_finite: after :meth:`write`, name of a tensor in :meth:`watch` with a value that is NaN or infinite.
+        not_finite: after :meth:`write`, name of the first tensor in ``watched`` with a value that is NaN or infinite.
 
     Raises:
         SaveError: ``must_load``, and the contents need ``trust_checkpoint``.
         Exception: errors of pickle.
     """
 
-    def __init__(self, contents: StateDict, *, must_load: bool = False) -> None:
+    def __init__(
+        self, contents: StateDict, *, must_load: bool = False, watched: Iterable[tuple[str, Tensor]] = ()
+    ) -> None:
         pickled = Pickled(contents, must_load=must_load)
-        self._index = pickled.index
-        self._storages: list[torch.UntypedStorage] | None = pickled.storages
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
         # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
         # left out: with them, readers compute the places of torch's own writer.
         data = data_records(tuple(storage.nbytes() for storage in pickled.storages))
         rest = laid_out(((name, len(value)) for name, value in self._rest), data[-1].end if data else 0)
         self._records = [*data, *rest]
-        self._memory: HostMemory | None = None
-        self._start = 0
+        self.storages = [StorageCopy(s, r.offset) for s, r in zip(pickled.storages, self._records, strict=False)]
         # By storage: name, type of numbers, and place of each watched tensor.
         self._watched: dict[int, list[tuple[str, torch.dtype, tuple[Any, ...]]]] = {}
+        for name, tensor in watched:
+            number = pickled.index.get(storage_id(tensor.untyped_storage()))
+            if number is not None and tensor.dtype in _EXPONENTS:
+                place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+                self._watched.setdefault(number, []).append((name, tensor.dtype, place))
         self.not_finite: str | None = None
         self.ring = shared_ring
         self.comment_bytes = 0
         self.size_bytes = archive_bytes(self._records)
 
-    def storages(self, start: int = 0) -> list[StorageCopy]:
-        """List the storages to copy before training changes their bytes, for a copy of the file at offset ``start``.
+    def write(self, sink: Sink | FileInMemory, memory: HostMemory | None = None, start: int = 0) -> None:
+        """Write the file to ``sink``, with the bytes of the tensors, or of a copy of the file in ``memory``.
 
-        No storage occurs twice.
+        Args:
+            sink: takes the bytes.
+            memory: has each storage of :attr:`storages` at its offset in the file, plus ``start``.
+            start: offset of the copy in ``memory``.
         """
-        assert self._storages is not None, "the image was staged already"
-        return [StorageCopy(s, start + r.offset) for s, r in zip(self._storages, self._records, strict=False)]
-
-    def watch(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Let :meth:`write` look for NaN and infinite values in named, strided tensors of the file.
-
-        :attr:`not_finite` is then the name of the first such tensor.
-        """
-        for name, tensor in tensors:
-            number = self._index.get(storage_id(tensor.untyped_storage()))
-            if number is not None and tensor.dtype in _EXPONENTS:
-                place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-                self._watched.setdefault(number, []).append((name, tensor.dtype, place))
-
-    def staged_in(self, memory: HostMemory, start: int = 0) -> None:
-        """Write from a copy in ``memory``: each storage is at its offset in the file, plus ``start``."""
-        self._memory, self._start = memory, start
-        self._storages = None
-
-    def write(self, sink: Sink | FileInMemory) -> None:
-        """Write the file to ``sink``."""
+        base: int | None = None
+        if memory is not None:
+            base = memory.address + start
+            self.storages = []  # frees tensors that training has replaced
         written: list[ZipRecord] = []
         count = len(self._records) - len(self._rest)
         for number, record in enumerate(self._records):
             sink.write(record.header)
             if number < count:
-                crc = self._copy(number, record, sink)
+                crc = self._copy(number, record, sink, base)
             else:
                 data = self._rest[number - count][1]
                 sink.write(data)
@@ -133,18 +126,17 @@ class TorchImage:
             sink.write(written[-1].descriptor)
         sink.write(trailer(written, self.comment_bytes))
 
-    def _copy(self, number: int, record: ZipRecord, sink: Sink | FileInMemory) -> int:
+    def _copy(self, number: int, record: ZipRecord, sink: Sink | FileInMemory, base: int | None) -> int:
         """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
 
         The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
         piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
         """
         storage, copier = None, None
-        if self._memory is not None:
-            address = self._memory.address + self._start + record.offset
+        if base is not None:  # address of the copy
+            address = base + record.offset
         else:
-            assert self._storages is not None
-            storage = self._storages[number]
+            storage = self.storages[number].storage
             copier, address = self.ring.copier_of(storage), storage.data_ptr()
         if storage is not None and copier is not None:
             pieces = self.ring.read(copier, storage)

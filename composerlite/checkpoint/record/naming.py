@@ -224,6 +224,24 @@ def format_name_with_dist_and_time(
     return format_name_with_dist(template, run_name, **{**times, **extra})
 
 
+def names_of_ranks(template: str, state: NamedState, count: int = 1) -> list[str]:
+    """Return the names that ``template`` gives now on the first ``count`` ranks, in their order."""
+    from composerlite import dist  # imports torch, which a listing does not need
+
+    per_node = dist.get_local_world_size()
+    return [
+        format_name_with_dist_and_time(
+            template,
+            state.run_name,
+            state.timestamp,
+            rank=rank,
+            local_rank=rank % per_node,
+            node_rank=rank // per_node,
+        )
+        for rank in range(count)
+    ]
+
+
 def varies(template: str) -> bool:
     """Return true if the name changes during training."""
     return not set(variables_in(template, "file name")).isdisjoint(TIME_VARIABLES)

@@ -32,12 +32,7 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import commit_file, delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, disks_of
-from composerlite.checkpoint.record.naming import (
-    NamedState,
-    archive_template,
-    directory_template,
-    format_name_with_dist_and_time,
-)
+from composerlite.checkpoint.record.naming import archive_template, directory_template
 from composerlite.checkpoint.record.record import FileRecord, Manifest, seal, tail_room
 from composerlite.checkpoint.record.retention import Retention
 from composerlite.devices import rng
@@ -54,29 +49,24 @@ _ALIGNMENT = 4096
 class RankWriter(Protocol):
     """Writer of the part of this rank in a checkpoint.
 
-    The calls: :meth:`storages` and :meth:`staged_in` on the training thread, if there is memory for a copy, then
-    :meth:`write`, on rank 0 :meth:`commit`, and always :meth:`close`.
+    The calls: :meth:`write`, on rank 0 :meth:`commit`, and always :meth:`close`.
 
     Attributes:
         size_bytes: size of the memory for a copy; 0: training changes none of the bytes to write.
+        storages: storages to copy before training changes them, each once, and the offset of each in the copy.
         seconds: time by activity of the threads that write, complete after :meth:`write`.
     """
 
     size_bytes: int = 0
+    storages: Sequence[StorageCopy] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
 
-    def storages(self) -> Sequence[StorageCopy]:
-        """Return the storages to copy before training changes them, each once, and the offset of each in the copy."""
-        return ()
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from the copy in ``memory`` from now on."""
-
-    def write(self, manifest: Manifest) -> Any:
+    def write(self, manifest: Manifest, memory: HostMemory | None = None) -> Any:
         """Write the files of this rank, durably, and return facts about the files for rank 0.
 
         Args:
             manifest: the record so far. A checkpoint that is one file contains the record.
+            memory: the copy of the storages; ``None``: the storages themselves are written.
 
         Raises:
             OSError: no space, no permission, and the like.
@@ -141,9 +131,11 @@ class FileWriter(RankWriter):
         self._images = dict(images)
         self._starts: dict[str, int] = {}
         self._data_bytes = 0
+        self.storages = []
         for inner, image in self._images.items():
-            self._starts[inner] = -(-self._data_bytes // _ALIGNMENT) * _ALIGNMENT
-            self._data_bytes = self._starts[inner] + image.size_bytes
+            start = self._starts[inner] = -(-self._data_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._data_bytes = start + image.size_bytes
+            self.storages += [StorageCopy(storage, start + offset) for storage, offset in image.storages]
         self.size_bytes = 0 if is_copy else self._data_bytes
         self._room: int | None = None
         if record.form == "file" and not self._format.archive:
@@ -153,45 +145,34 @@ class FileWriter(RankWriter):
         self._path = catalog.folder / name
         self._name = name
         self._overwrite = overwrite
-        self._stack = ExitStack()  # removes the file, unless the file is committed
-        self._memory: HostMemory | None = None
         self._data: StagedFile | None = None
 
-    def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them."""
-        return [copy for name, image in self._images.items() for copy in image.storages(self._starts[name])]
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Read the bytes from ``memory`` from now on."""
-        self._memory = memory
-        for name, image in self._images.items():
-            image.staged_in(memory, self._starts[name])
-
-    def write(self, manifest: Manifest) -> _Written:
+    def write(self, manifest: Manifest, memory: HostMemory | None = None) -> _Written:
         """Write the file under a temporary name, durably, and return facts about the file."""
+        if memory is not None:
+            self.storages = []  # frees tensors that training has replaced
         images, is_archive = self._images.values(), self._format.archive
         sizes = [image.size_bytes + image.comment_bytes for image in images]
-        archive_bytes = tar_bytes(*sizes) if is_archive else 0
-        unpacked = archive_bytes if len(sizes) > 1 else sizes[0]
-        with ExitStack() as stack:
+        size, file_copy = (tar_bytes(*sizes), None) if is_archive else (self._data_bytes, memory)
+        unpacked = size if len(sizes) > 1 else sizes[0]
+        with ExitStack() as stack:  # after an error: removes the file, and adds the path to the error
             make_folder(self._path.parent)
-            self._data = data = stack.enter_context(StagedFile(self._path))
-            path = data.temporary
-            size, memory = (archive_bytes, None) if is_archive else (self._data_bytes, self._memory)
-            with self._format.open_sink(path, size, memory) as sink:
+            self._data = stack.enter_context(StagedFile(self._path))
+            path = self._data.temporary
+            with self._format.open_sink(path, size, file_copy) as sink:
                 self.seconds = sink.seconds
                 for name, image in self._images.items():
                     if is_archive:
                         sink.write(tar_header(name, image.size_bytes, at=sink.size_bytes))
-                    image.write(sink)
+                    image.write(sink, memory, self._starts[name])
                 if is_archive:
-                    sink.write(bytes(archive_bytes - sink.size_bytes))
+                    sink.write(bytes(size - sink.size_bytes))
                 not_finite = [image.not_finite for image in images]
                 timings = {**manifest.timings, **sink.seconds}
                 record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked(not_finite)
                 decides_for_all = record.form == "archives" and self._name == record.name
                 digest = sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
-            self._stack = stack.pop_all()
+            stack.pop_all()
         return _Written(self._name, path, digest, unpacked, not_finite)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
@@ -228,9 +209,9 @@ class FileWriter(RankWriter):
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the file unless the file is or may be committed. May be called twice."""
-        if may_be_committed and self._data is not None:
-            self._data.stays = True
-        self._stack.close()
+        if self._data is not None:
+            self._data.stays |= may_be_committed
+            self._data.__exit__(None, None, None)
 
 
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +226,8 @@ class SaveRequest:
         weights_only: save only the model.
         ignore_keys: keys to leave out.
         catalog: of the folder.
-        template: name of the checkpoint, with format variables.
+        template: name of the checkpoint in its form, with format variables.
+        form: form of the checkpoint; ``None``: the form for ``state``.
         latest: name of the symbolic link to the checkpoint, with format variables.
         overwrite: replace a checkpoint of the same name.
         disks: which ranks see the same folder; ``None``: all see the same folder.
@@ -269,6 +251,7 @@ class SaveRequest:
     ignore_keys: IgnoreKeys = None
     catalog: Catalog
     template: str
+    form: Form | None = None
     latest: str | None = None
     overwrite: bool = False
     disks: Disks | None = None
@@ -376,26 +359,16 @@ class Form:
             return directory_template(template, argument=argument)
         return archive_template(template, argument=argument) if self.kind == "deepspeed" else template
 
-    def names(self, template: str, state: TrainingState) -> list[str]:
-        """Return the names of the files of a checkpoint: of all ranks if each writes a file, else of rank 0."""
-        return names_of_ranks(template, state, dist.get_world_size() if self.kind == "deepspeed" else 1)
-
     def check(self, *, weights_only: bool, ignore_keys: IgnoreKeys) -> None:
         """Raise ConfigError if checkpoints of this form cannot be saved with these options."""
-        if self.kind != "deepspeed":
-            return
-        if weights_only:
+        globs = () if ignore_keys is None or callable(ignore_keys) else ignore_keys
+        left_out = [glob for glob in globs if glob.startswith(("state/model", "state/optimizers"))]
+        if self.kind == "deepspeed" and (weights_only or left_out):
+            given = "weights_only=True (save_weights_only=True in the Trainer)" if weights_only else "save_ignore_keys"
             raise ConfigError(
-                "weights_only=True (save_weights_only=True in the Trainer): DeepSpeed has the weights in pieces, with "
-                "the state of the optimizer, and saves both. Save whole checkpoints, and make a file of the weights of "
-                "one with composerlite.checkpoint.unshard_zero."
+                f"{given}: DeepSpeed saves weights and optimizer as a whole, in pieces. Save whole checkpoints, and "
+                "make a file of the weights of one with composerlite.checkpoint.unshard_zero."
             )
-        for glob in () if ignore_keys is None or callable(ignore_keys) else ignore_keys:
-            if glob.startswith(("state/model", "state/optimizers")):
-                raise ConfigError(
-                    f"save_ignore_keys: {glob!r} is in the files of DeepSpeed, which saves "
-                    "weights and optimizer as a whole. Leave it out."
-                )
 
     def disks(self, folder: Path) -> Disks | None:
         """Find out which ranks see the same ``folder``; ``None``: all ranks do. Collective.
@@ -428,7 +401,7 @@ class Form:
         Args:
             request: what to save.
             record: of the checkpoint, without files.
-            names: of the files, the result of :meth:`names`.
+            names: of the files of a checkpoint: of all ranks if each writes a file, else of rank 0.
         """
         rank, catalog, overwrite = dist.get_global_rank(), request.catalog, request.overwrite
         if self.kind == "sharded":
@@ -448,9 +421,10 @@ class Form:
         engine, name = request.state.deepspeed, names[rank]
         assert engine is not None, "the engine exists before the first save"
         images = {STATES: TorchImage(request.gathered_of_all_ranks())}
+        weights = _trained_storages(request.state).values()
         for file, contents in engine.saved().items():
-            image = images[f"{DEEPSPEED}/{file}"] = TorchImage(contents)
-            image.watch([(f"the weights in {file}", tensor) for tensor in _trained_storages(request.state).values()])
+            watched = [(f"the weights in {file}", tensor) for tensor in weights]
+            images[f"{DEEPSPEED}/{file}"] = TorchImage(contents, watched=watched)
         return FileWriter(images, catalog, name=name, overwrite=overwrite, record=record)
 
 
@@ -466,9 +440,8 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
         contents = _copy_on_first(contents, what)
     if dist.get_global_rank() != 0:
         return None
-    image = _image(contents, what)
     weights: StateDict = contents.get("state", {}).get("model", {})
-    image.watch([(f"model/{key}", weights[key]) for key in watched])
+    image = _image(contents, what, [(f"model/{key}", weights[key]) for key in watched])
     return FileWriter(
         {STATES: image},
         request.catalog,
@@ -508,27 +481,6 @@ def _copy_on_first(contents: StateDict, what: str) -> StateDict:
         raise SaveError(f"{what}: its contents cannot be copied: {e}") from e
 
 
-def names_of_ranks(template: str, state: NamedState, count: int) -> list[str]:
-    """Return the names that ``template`` gives now on the first ``count`` ranks, in their order."""
-    per_node = dist.get_local_world_size()
-    return [
-        format_name_with_dist_and_time(
-            template,
-            state.run_name,
-            state.timestamp,
-            rank=rank,
-            local_rank=rank % per_node,
-            node_rank=rank // per_node,
-        )
-        for rank in range(count)
-    ]
-
-
-def first_name(template: str, state: NamedState) -> str:
-    """Return the name that ``template`` gives now on rank 0."""
-    return names_of_ranks(template, state, 1)[0]
-
-
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
     """Return the tensors that optimizers change, by storage; empty if the checkpoint is already marked not finite."""
     if state.not_finite:
@@ -543,8 +495,8 @@ def _has_numbers(value: Any) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
 
 
-def _image(contents: StateDict, what: str) -> TorchImage:
+def _image(contents: StateDict, what: str, watched: Sequence[tuple[str, Tensor]] = ()) -> TorchImage:
     try:
-        return TorchImage(contents)
+        return TorchImage(contents, watched=watched)
     except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # objects that cannot be pickled
         raise SaveError(f"{what}: its contents cannot be written: {e}") from e

@@ -79,13 +79,11 @@ class Names:
             scheme, bucket, path = parse_uri(folder)
         if scheme in ("http", "https"):
             raise ConfigError(f"save_folder={folder!r}: checkpoints cannot be saved to an address, but to a bucket.")
-        if staging is not None and not scheme:
+        if staging is not None and (not scheme or not staging or is_uri(staging)):
             raise ConfigError(
-                f"save_staging_folder={staging!r}: nothing is staged for save_folder={folder!r}, a local folder. "
-                "Leave it out, or give save_folder a URI."
+                f"save_staging_folder={staging!r} with save_folder={folder!r}: expected a folder on this machine, and "
+                "a URI as save_folder. Leave it out to save to a local folder."
             )
-        if staging is not None and (not staging or is_uri(staging)):
-            raise ConfigError(f"save_staging_folder={staging!r}: expected a folder on this machine.")
         self.bucket = f"{scheme}://{bucket}" if scheme else None
         self._path = self.local_folder = path.strip("/") if scheme else path
         if staging is not None:

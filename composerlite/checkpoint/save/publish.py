@@ -29,11 +29,12 @@ from composerlite.checkpoint.record.naming import (
     NamedState,
     format_name_with_dist,
     name_pattern,
+    names_of_ranks,
     root_and_template,
 )
 from composerlite.checkpoint.record.record import Manifest, seal_index
 from composerlite.checkpoint.record.retention import Retention, retention_policy
-from composerlite.checkpoint.save.form import Form, first_name
+from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
 from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, bytes_text
@@ -157,7 +158,7 @@ class Publisher:
             OSError: a file of the checkpoint cannot be opened.
         """
         self.wait(self.options.upload_timeout, at_most=_MOST_WAITING - 1)
-        there = _in_bucket(manifest, first_name(self.template, manifest), self.template)
+        there = _in_bucket(manifest, names_of_ranks(self.template, manifest)[0], self.template)
         paths = dict(zip(manifest.files, (file.path for file in there.files), strict=True))
         files: dict[str, Path | bytes] = {}
         with contextlib.ExitStack() as stack:
@@ -428,7 +429,7 @@ class Publishing:
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
         """Return the name of the checkpoint ``name`` in buckets, with the template; empty if both names are equal."""
-        there = first_name(self._template, state)
+        there = names_of_ranks(self._template, state)[0]
         return {} if there == name else {there: self._template}
 
     # ── outcomes, and waiting for them ───────────────────────────────────────────────────────────────────────────

@@ -29,11 +29,12 @@ from composerlite.checkpoint.record.naming import (
     ensure_no_conflict,
     format_name_with_dist,
     name_pattern,
+    names_of_ranks,
     new_name,
     varies,
 )
 from composerlite.checkpoint.record.record import Manifest, new_id
-from composerlite.checkpoint.save.form import Form, first_name, names_of_ranks
+from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.errors import ConfigError, CorruptCheckpointError
 from composerlite.storage import atomic_write, make_folder
@@ -56,6 +57,7 @@ class RunFolder:
         catalog: catalog of the checkpoints, by full path.
         filename: template of the names of checkpoints.
         latest: template of the name of the link to the newest checkpoint; ``None``: no link.
+        form: form of the checkpoints; ``None`` before :meth:`name`.
         disks: groups of ranks with the same folder, if all ranks write and not all see the same folder.
         run_name: name of the run; empty before :meth:`name`.
         is_leader: true if this rank begins, commits and deletes checkpoints in the folder on the rank's disk.
@@ -67,6 +69,7 @@ class RunFolder:
         self._move_to(options.names.local_folder)
         self.filename, self.latest = options.names.filename, options.names.latest
         self.disks: Disks | None = None
+        self.form: Form | None = None
         self.is_leader = False
         self.run_name = ""
 
@@ -90,13 +93,13 @@ class RunFolder:
         folder = self._options.names.local_folder
         self._move_to(format_name_with_dist(folder, state.run_name, **FIRST_RANK))
         try:
-            new_name(first_name(self.filename, state))  # the name must be readable from a record
+            new_name(names_of_ranks(self.filename, state)[0])  # the name must be readable from a record
         except ValueError as e:
             raise ConfigError(
                 f"save_filename={self.filename!r} in run {state.run_name!r}: {e}. Choose another run_name or "
                 "save_filename."
             ) from e
-        form = Form(state)
+        self.form = form = Form(state)
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
         template = form.template(self.filename)
         if form.kind == "sharded" and directory is not None:
@@ -105,7 +108,7 @@ class RunFolder:
         self.filename = template
         if self.latest is not None:
             self.latest = form.template(self.latest, "save_latest_filename")
-            name = first_name(self.latest, state)
+            name = names_of_ranks(self.latest, state)[0]
             if template != self.latest and name_pattern(template, state.run_name).fullmatch(name):
                 raise ConfigError(
                     f"save_latest_filename={self.latest!r} is a name that checkpoints have with "
@@ -182,7 +185,7 @@ class RunFolder:
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         if self.latest is not None:
-            self.catalog.place.check_link(first_name(self.latest, state))
+            self.catalog.place.check_link(names_of_ranks(self.latest, state)[0])
 
     def _stage_for(self, bucket: str, run_name: str) -> None:
         """Write a note with the target bucket of ``run_name`` to the folder: another run may have the same name.
@@ -243,7 +246,7 @@ class RunFolder:
         newest = next(iter(self.catalog.manifests([newest_name])), None)
         if self.latest is None or newest is None:
             return
-        place, name = self.catalog.place, first_name(self.latest, state)
+        place, name = self.catalog.place, names_of_ranks(self.latest, state)[0]
         if (self.root / name).is_symlink():
             target = self.catalog.manifests([place.target_of(name)])
             # Keep links of other runs. This run may have had another save_filename.

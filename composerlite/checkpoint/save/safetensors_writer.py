@@ -28,7 +28,7 @@ from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_plan import RankState, merge_pieces
 from composerlite.errors import ConfigError, SaveError
-from composerlite.storage import FileDigest, StreamWriter, chunk_bytes_for
+from composerlite.storage import FileDigest, HostMemory, StreamWriter, chunk_bytes_for
 from composerlite.types import StateDict, batches
 
 LARGEST_FILE_BYTES = 5 * 10**9
@@ -143,7 +143,7 @@ class SafetensorsWriter(RankWriter):
 
         self._plan = self._group.all_reduce("planning a save", pieces, divide)
 
-    def write(self, manifest: Manifest) -> list[tuple[str, FileDigest]]:
+    def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[tuple[str, FileDigest]]:
         """Write the files of this rank, send parts to other ranks, and return names and digests of the files.
 
         Collective: the ranks exchange parts. After an error this rank still sends and receives, so no rank waits

@@ -1,6 +1,6 @@
 """One save, from the call to the deletion of older checkpoints.
 
-The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.stage`). A background
+The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.begin`). A background
 thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, points ``latest`` to the new
 checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
 and raise. A rank that cannot learn whether rank 0 committed keeps its files, since they may belong to a checkpoint. A
@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,9 +30,9 @@ from composerlite import dist
 from composerlite.checkpoint.contents import IgnoreKeys, TrainingState
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.record.naming import check_template
+from composerlite.checkpoint.record.naming import check_template, names_of_ranks
 from composerlite.checkpoint.record.record import Manifest, SavedRun, new_id
-from composerlite.checkpoint.save.form import Form, RankWriter, SaveRequest, first_name
+from composerlite.checkpoint.save.form import Form, RankWriter, SaveRequest
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
 from composerlite.errors import SaveError, bytes_text
 from composerlite.storage.workers import wait_at_exit, wait_no_more
@@ -106,21 +106,21 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     # 1. Names and votes. Votes of different ranks are matched by their order of creation, so create all votes before
     # any step that can fail on one rank alone.
     state, disks, group = request.state, request.disks, dist.get_group()
-    form = Form(state)
-    template = form.template(request.template)
-    names = form.names(template, state)
+    form = request.form or Form(state)
+    count = dist.get_world_size() if form.kind == "deepspeed" else 1  # of files
+    names = names_of_ranks(request.template, state, count)
     what = f"checkpoint {names[0]!r}"
     votes = [group.vote(what, longest_work=LONGEST_WORK) for _ in range(1 if disks is None else 2)]
     # 2. Links and existing checkpoints. Raise for an existing name before the writers gather tensors, which is slow.
     is_leader = group.is_first if disks is None else disks.is_folder_leader
-    links = {} if request.latest is None else dict(zip(form.names(request.latest, state), names, strict=True))
-    own_links = {link: name for link, name in links.items() if link != name}
+    links = [] if request.latest is None else names_of_ranks(request.latest, state, count)
+    own_links = {link: name for link, name in zip(links, names, strict=False) if link != name}
     with group.all_or_none(what):
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
             request.catalog.check_free(name)  # the writer checks the name of a directory
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
-    record = _record_of(request, form.kind, template, names, id_, {"waiting": waited})
+    record = _record_of(request, form.kind, names, id_, waited)
     with group.all_or_none(what):
         writer = form.writer(request, record, names)
     task = SaveTask(
@@ -135,21 +135,12 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         blocking=request.how == "sync",
     )
     # 4. Copy the state, then do all further work in the background.
-    try:
-        if not task.blocking:
-            # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
-            task.stage(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
-        task.stall_seconds = time.perf_counter() - started
-        task.start(task.run)
-    except BaseException:
-        task.cancel()
-        raise
+    # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
+    task.begin(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
     return task
 
 
-def _record_of(
-    request: SaveRequest, kind: str, template: str, names: Sequence[str], id_: str, timings: Mapping[str, float]
-) -> Manifest:
+def _record_of(request: SaveRequest, kind: str, names: Sequence[str], id_: str, waited: float) -> Manifest:
     """Return the record of the checkpoint, without its files."""
     state, ignore_keys = request.state, request.ignore_keys
     form = "archives" if len(names) > 1 else "sharded" if kind == "sharded" else "file"
@@ -158,7 +149,7 @@ def _record_of(
     return Manifest(
         name=names[0],
         kind="crash" if request.occasion == "crash" else kind,
-        template=template,
+        template=request.template,
         run=SavedRun(
             name=state.run_name,
             timestamp={
@@ -177,7 +168,7 @@ def _record_of(
         also=dict(request.also),
         form=form,
         id=id_,
-        timings=timings,
+        timings={"waiting": waited},
     )
 
 
@@ -207,8 +198,8 @@ class SaveTask:
         blocking: training waits until the end.
         stall_seconds: how long training waited for the call. The next step may wait again: ``snapshot.stall_seconds``.
         snapshot: copy of the state; ``None``: the writer reads the tensors themselves.
-        failure: error of this rank in :meth:`stage`. With an error, this rank votes against the checkpoint.
-        future: result of :meth:`start`; cancelled if the caller was interrupted before the thread began.
+        failure: error of this rank while copying. With an error, this rank votes against the checkpoint.
+        future: result of :meth:`begin`; cancelled if the caller was interrupted before the thread began.
     """
 
     manifest: Manifest
@@ -227,56 +218,64 @@ class SaveTask:
     _written: Any = field(default=None, init=False)
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
-    def stage(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> None:
-        """Copy the state. If no memory is ready for a copy, write the state itself, durably, while training waits.
+    def begin(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> Future[Any]:
+        """Copy the state, and call :meth:`run` in a background thread. Return a future for the report or the error.
 
-        A single rank raises an error at once. With several ranks, this rank stores the error in ``failure`` until the
-        vote, because the other ranks wait for the vote. Ctrl-C is raised at once.
+        A blocking save copies nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy,
+        training waits while the state itself is written. A single rank raises an error of the copy at once. With
+        several ranks, the vote raises the error on all ranks. Ctrl-C is raised at once.
 
         Args:
             staging: memory for the copy.
             lazy: optimizers. Tensors that only optimizers change may be copied from accelerators until the next step.
         """
+        try:
+            if not self.blocking:
+                self._stage(staging, lazy)
+            self.stall_seconds = time.perf_counter() - self.started
+            self._start()
+        except BaseException:
+            if self.future.cancel():  # the thread has not begun
+                wait_no_more(self)
+                self._close(may_be_committed=False)
+            elif not self.blocking:
+                self.join()
+            raise
+        return self.future
+
+    def _stage(self, staging: StagingMemory, lazy: Sequence[Optimizer]) -> None:
         writer = self.writer
         if writer is None or not writer.size_bytes:
             return
         try:
-            if (memory := staging.reserve(writer.size_bytes)) is not None:
-                self.snapshot = staging.take(memory, writer.storages(), writer.size_bytes, lazy)
-                writer.staged_in(memory)
-                self.stall_seconds = self.snapshot.seconds
-                return
-            log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
-            self._written = self._write(writer)
-            staging.prepare(writer.size_bytes)
-        except BaseException as e:
-            self._close(may_be_committed=False)
-            if self.group.size == 1 or not isinstance(e, Exception):
+            self.snapshot = staging.take(writer.storages, writer.size_bytes, lazy)
+            if self.snapshot is None:
+                log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
+                self._written = self._write(writer)
+                staging.prepare(writer.size_bytes)
+        except Exception as e:
+            if self.group.size == 1:
                 raise
             self.failure = e
 
     def _write(self, writer: RankWriter) -> Any:
-        if self.snapshot is None:
-            finish_device_work(writer.storages())
+        memory = None if self.snapshot is None else self.snapshot.memory
+        if memory is None:
+            finish_device_work(writer.storages)
         timings = self._own_seconds()
-        if not self.stall_seconds:  # in stage(): the end of the wait is not known yet
+        if not self.stall_seconds:  # the end of the wait is not known yet
             del timings["stall"]
-        return writer.write(dataclasses.replace(self.manifest, timings=timings))
+        return writer.write(dataclasses.replace(self.manifest, timings=timings), memory)
 
-    def start(self, work: Callable[[], Any]) -> Future[Any]:
-        """Call ``work``, which calls :meth:`run`, in a background thread. Return a future for the result or the error.
-
-        A blocking save calls ``work`` in the calling thread. If no thread can be started, every save does. The
-        interpreter waits for the save at exit.
-        """
-
+    def _start(self) -> None:
+        """Call :meth:`run` in a thread; in this thread if no thread can be started. The interpreter waits at exit."""
         is_logged = self.group.is_first and not self.blocking  # perhaps nobody reads the future
 
         def run() -> None:
             try:
                 if not self.future.set_running_or_notify_cancel():
                     return
-                result = work()
+                result = self.run()
             except BaseException as e:  # noqa: BLE001 - the future raises the error
                 if is_logged:
                     log.error("could not save checkpoint %r: %s: %s", str(self.path), type(e).__name__, e)
@@ -292,7 +291,6 @@ class SaveTask:
         if self.blocking or not start_threads(run, 1, name="checkpoint-save"):
             self.blocking = True
             run()
-        return self.future
 
     # ── in any thread ────────────────────────────────────────────────────────────────────────────────────────────
     def run(self) -> SaveReport:
@@ -326,7 +324,7 @@ class SaveTask:
             self.snapshot.give_back()
 
     def _finish(self) -> _RankPart:
-        """Write the files of this rank, and wait until the files are durable. Raise the error of :meth:`stage`."""
+        """Write the files of this rank, and wait until the files are durable. Raise the error of the copy."""
         if self.failure is not None:
             raise self.failure
         if self.snapshot is not None:
@@ -374,10 +372,10 @@ class SaveTask:
             manifest, slowest = self._compare_ranks(parts)
             return writer.seal(manifest, [part.written for part in parts]), slowest
 
-        def conclude(_: object) -> SaveReport:
-            assert writer.committed is not None
+        def conclude(committed: Sequence[Manifest | None]) -> SaveReport:
+            assert committed[0] is not None
             stack.close()  # moves the links of rank 0 before publishing
-            return self._conclude(writer.committed, before_commit, slowest)
+            return self._conclude(committed[0], before_commit, slowest)
 
         with contextlib.ExitStack() as stack:
             sealed, slowest = all_wrote.run(finish, seal)
@@ -392,22 +390,21 @@ class SaveTask:
         request, deleted = self.request, list[str]()
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
-        if request is not None:
-            size = bytes_text(manifest.size_bytes)
-            level = logging.DEBUG if request.is_routine or request.publish is not None else logging.INFO
-            log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
-            if manifest.run.not_finite != self.manifest.run.not_finite:
-                log.warning(
-                    "checkpoint %s: %s has NaN or infinite values although the loss is finite. autoresume and "
-                    "save_best_k skip this checkpoint.",
-                    self.path,
-                    manifest.run.not_finite[0],
-                )
-            if request.publish is not None:
-                request.publish()
-            if request.retention is not None:
-                known = request.catalog.manifests()
-                deleted = [old.name for old in request.retention.given_up(known, manifest)]
+        is_routine = request is not None and (request.is_routine or request.publish is not None)
+        level, size = logging.DEBUG if is_routine else logging.INFO, bytes_text(manifest.size_bytes)
+        log.log(level, "saved checkpoint %s (%s in %.2f s)", self.path, size, seconds["total"])
+        if manifest.run.not_finite != self.manifest.run.not_finite:
+            log.warning(
+                "checkpoint %s: %s has NaN or infinite values although the loss is finite. autoresume and save_best_k "
+                "skip this checkpoint.",
+                self.path,
+                manifest.run.not_finite[0],
+            )
+        if request is not None and request.publish is not None:
+            request.publish()
+        if request is not None and request.retention is not None:
+            known = request.catalog.manifests()
+            deleted = [old.name for old in request.retention.given_up(known, manifest)]
         return SaveReport(
             path=Path(self.path),
             batch=manifest.batch,
@@ -452,14 +449,6 @@ class SaveTask:
         return dataclasses.replace(self.manifest, timings=timings), slowest_rank
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
-    def cancel(self) -> None:
-        """Cancel the save and remove all files if the work has not begun. Otherwise wait for the thread."""
-        if self.future.cancel():
-            wait_no_more(self)
-            self._close(may_be_committed=False)
-        elif not self.blocking:
-            self.join()
-
     @property
     def done(self) -> bool:
         """True after the save has succeeded, failed or been cancelled."""
@@ -529,7 +518,7 @@ def save_checkpoint(
     """
     form = Form(state)
     form.check(weights_only=weights_only, ignore_keys=ignore_keys)
-    folder = Path(first_name(str(Path(filename).parent), state))
+    folder = Path(names_of_ranks(str(Path(filename).parent), state)[0])
     request = SaveRequest(
         state=state,
         catalog=Catalog(folder),

@@ -221,18 +221,14 @@ class Plan(NamedTuple):
 
     Attributes:
         name: random, and the same on every rank. Ranks compare names to find a common plan.
-        ranks: number of ranks.
-        pieces: of this rank.
-        paths: of the keys in the nested state.
+        state: number of ranks, pieces of this rank, and paths of the keys in the nested state.
         own: the pieces to write on this rank.
         metadata: index without places, on rank 0: of all pieces, or of the pieces beside the rule.
         layout: the rule.
     """
 
     name: str
-    ranks: int
-    pieces: list[StatePiece]
-    paths: dict[str, Path]
+    state: tuple[int, list[StatePiece], dict[str, Path]]
     own: list[dcp.MetadataIndex]
     metadata: dcp.Metadata | None
     layout: ShardLayout | None
@@ -272,8 +268,7 @@ def plan_save(
 
     def known() -> tuple[str, ...]:
         own.append(state := RankState(contents(), group, of_run=of_run))
-        now = group.size, state.pieces, state.paths
-        plans = [plan for plan in known_plans if (plan.ranks, plan.pieces, plan.paths) == now]
+        plans = [plan for plan in known_plans if plan.state == (group.size, state.pieces, state.paths)]
         matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
         return tuple(matching)
 
@@ -316,5 +311,5 @@ def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: 
     own = [state.proposed[number].metadata_index for number in numbers]
     if layout is not None:
         own += [part.metadata_index for part in layout.pieces(group.rank)]
-    made = Plan(name, group.size, state.pieces, state.paths, own, index[0] if index else None, layout)
-    return made, begun
+    now = group.size, state.pieces, state.paths
+    return Plan(name, now, own, index[0] if index else None, layout), begun

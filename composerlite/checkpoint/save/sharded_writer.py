@@ -40,6 +40,7 @@ from composerlite.checkpoint.place.directory import (
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest, SavedRun
+from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -132,9 +133,7 @@ def write_files(
                 start = sink.size_bytes
                 if isinstance(value, Tensor):
                     tensor: Any = in_one_piece(value.detach())
-                    image = TorchImage(tensor)
-                    if index in watched:
-                        image.watch([(watched[index], tensor)])
+                    image = TorchImage(tensor, watched=[(watched[index], tensor)] if index in watched else ())
                     image.write(sink)
                     if image.not_finite is not None:
                         not_finite.append(image.not_finite)
@@ -318,7 +317,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class ShardWriter:
+class ShardWriter(RankWriter):
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
@@ -333,10 +332,8 @@ class ShardWriter:
 
     Attributes:
         size_bytes: size of the memory for a snapshot.
-        committed: the record of the checkpoint, on the first rank of each disk after the commit.
+        storages: storages to copy before training changes them, and the offset of each in the snapshot.
     """
-
-    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -350,7 +347,6 @@ class ShardWriter:
         threads: int | None = None,
         watched: Container[int] = (),
     ) -> None:
-        self.committed: Manifest | None = None
         self._folder = folder
         self._disks = disks
         self._threads = _THREADS if threads is None else threads
@@ -366,70 +362,49 @@ class ShardWriter:
             folder.abandon()
             folder.close()
             raise
-        self._data = {index: state.data[index] for index in self._plan.own}
+        own = ((index, state.data[index]) for index in self._plan.own)
+        # Detached: training may replace the memory of its tensors before the copy is written.
+        self._data = {index: value.detach() if isinstance(value, Tensor) else value for index, value in own}
         self._watched = {
             index: "/".join(map(str, state.paths[index.fqn][1:]))
             for index, tensor in self._data.items()
             if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in watched
         }
-        self._copies: list[StorageCopy] = []
-        self._starts: dict[int, int] = {}
-        """Where the first byte of each storage is, or would be, in the snapshot."""
-        self.size_bytes = self._lay_out()
-
-    def _lay_out(self) -> int:
-        """Choose a place in the snapshot for each storage with data of this rank; return the bytes of the snapshot.
-
-        If less than half of a storage is written, only the part from the first byte to the last is copied.
-        """
-        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        self.storages: list[StorageCopy] = []
+        self.size_bytes = 0
+        self._places: dict[tuple[int, int, int], int] = {}
+        """Offsets in the snapshot, by storage, first byte and end of a tensor."""
         for tensor in self._data.values():
-            if isinstance(tensor, Tensor):
-                storage, (first, end) = tensor.untyped_storage(), _span(tensor)
-                _, least, most = spans.get(storage_id(storage), (storage, first, end))
-                spans[storage_id(storage)] = storage, min(first, least), max(end, most)
-        size = 0
-        for number, (storage, first, end) in spans.items():
-            first -= first % _ALIGNMENT  # for tensors of any type
-            part: Any = storage
-            if 2 * (end - first) < storage.nbytes():
-                part = storage[first:end]
-            else:
-                first = 0
-            self._copies.append(StorageCopy(part, size))
-            self._starts[number] = size - first
-            size = -(-(size + part.nbytes()) // _ALIGNMENT) * _ALIGNMENT
-        return size
-
-    def storages(self) -> list[StorageCopy]:
-        """Return the storages to copy before training changes them."""
-        return self._copies
-
-    def staged_in(self, memory: HostMemory) -> None:
-        """Replace the tensors of this writer by the copies in ``memory``."""
-        for index, tensor in self._data.items():
             if isinstance(tensor, Tensor) and tensor.numel():
-                first, end = _span(tensor)
-                place = self._starts[storage_id(tensor.untyped_storage())] + first
-                storage = torch.frombuffer(memory.view(place, end - first), dtype=torch.uint8).untyped_storage()
-                copy: Any = torch.empty(0, dtype=tensor.dtype)
-                self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
-        self._copies = []
+                storage, (first, end) = tensor.untyped_storage(), _span(tensor)
+                place = storage_id(storage), first, end
+                if place not in self._places:
+                    self._places[place] = self.size_bytes
+                    part: Any = storage if end - first == storage.nbytes() else storage[first:end]
+                    self.storages.append(StorageCopy(part, self.size_bytes))
+                    self.size_bytes += -(-(end - first) // _ALIGNMENT) * _ALIGNMENT
 
-    def write(self, manifest: Manifest) -> list[WrittenFile]:
+    def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[WrittenFile]:
         """Write the files of this rank, durably, and return facts about the files for rank 0."""
+        if memory is not None:  # replace the tensors by the copies
+            for index, tensor in self._data.items():
+                if isinstance(tensor, Tensor) and tensor.numel():
+                    first, end = _span(tensor)
+                    place = self._places[storage_id(tensor.untyped_storage()), first, end]
+                    storage = torch.frombuffer(memory.view(place, end - first), dtype=torch.uint8).untyped_storage()
+                    copy: Any = torch.empty(0, dtype=tensor.dtype)
+                    self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
+            self.storages = []
         layout = self._plan.layout
         written = write_files(
             self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
         )
-        self._data, self._copies = {}, []
+        self._data, self.storages = {}, []
         return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`write` of all ranks."""
-        self.commit_part(self.seal(manifest, parts))
-        assert self.committed is not None
-        return self.committed
+        return _commit(self._folder, self.seal(manifest, parts))
 
     def seal(self, manifest: Manifest, parts: Sequence[Any]) -> SealedIndex:
         """Return the index, the digests of all files and the record, on rank 0."""
@@ -440,26 +415,25 @@ class ShardWriter:
         files = {file.name: (file.digest, node) for node, part in zip(nodes, written, strict=True) for file in part}
         return index, files, manifest.marked([file.not_finite for part in written for file in part])
 
-    def commit_part(self, sealed: SealedIndex) -> None:
+    def commit_part(self, sealed: SealedIndex) -> Manifest | None:
         """Write the deciding file, on the first rank of each disk. The file makes the checkpoint valid on the disk.
 
-        An error removes the files of the disk. Other ranks do nothing.
+        An error removes the files of the disk. Other ranks do nothing. Return the record on rank 0.
         """
-        if self._disks is None or self._disks.is_folder_leader:
-            self.committed = _commit(self._folder, sealed)
+        assert self._disks is not None
+        manifest = _commit(self._folder, sealed) if self._disks.is_folder_leader else None
+        return manifest if self._rank == 0 else None
 
     def close(self, *, may_be_committed: bool) -> None:
         """Remove the files of the save unless the checkpoint is committed, or may be. May be called twice."""
-        self._data, self._copies = {}, []  # another save may use the memory of the snapshot
+        self._data, self.storages = {}, []  # another save may use the memory of the snapshot
         if not may_be_committed:
             self._folder.abandon()
         self._folder.close()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of ``tensor`` in the storage, and the end of the last byte."""
-    if not tensor.numel():
-        return 0, 0
+    """Return the first byte of ``tensor`` in the storage, and the end of the last byte. ``tensor`` is not empty."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(first) * tensor.itemsize, int(last + 1) * tensor.itemsize

@@ -325,21 +325,18 @@ class StagingMemory:
         """Release the memory, and return new memory; ``None`` if memory is in use, or the new would be too large."""
         if self._in_use is not None:
             return None
-        if not self.fits(size_bytes):
-            if self._limit_bytes is None:
-                self._warn_of_no_memory(size_bytes, "half of this process's share of the free memory is less")
-            return None
-        if self._memory is not None:
-            self._release(self._memory)
-            self._memory = None
-        try:
-            return HostMemory(-(-size_bytes // _SPARE_BYTES) * _SPARE_BYTES + _SPARE_BYTES)
-        except (OSError, MemoryError) as e:
-            self._warn_of_no_memory(size_bytes, e)
-            return None
-
-    def _warn_of_no_memory(self, size_bytes: int, reason: object) -> None:
-        if not self._has_warned:
+        reason: object = None  # the user has set a limit
+        if self._limit_bytes is None:
+            reason = "half of this process's share of the free memory is less"
+        if self.fits(size_bytes):
+            if self._memory is not None:
+                self._release(self._memory)
+                self._memory = None
+            try:
+                return HostMemory(-(-size_bytes // _SPARE_BYTES) * _SPARE_BYTES + _SPARE_BYTES)
+            except (OSError, MemoryError) as e:
+                reason = e
+        if reason is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "no memory for a copy of the state, %d bytes (%s): training waits while each checkpoint is written. "
@@ -347,28 +344,30 @@ class StagingMemory:
                 size_bytes,
                 reason,
             )
+        return None
 
     def _release(self, memory: HostMemory) -> None:
         self._devices.release(memory)
         memory.close()
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def take(
-        self, memory: HostMemory, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()
-    ) -> Snapshot:
-        """Copy storages to ``memory``. For the training thread. After an error ``memory`` is given back.
+    def take(self, copies: Iterable[StorageCopy], size_bytes: int, lazy: Sequence[Optimizer] = ()) -> Snapshot | None:
+        """Copy storages to the memory of :meth:`reserve`. For the training thread.
 
         Args:
-            memory: result of :meth:`reserve`.
-            copies: the storages, and the offset of each in ``memory``.
-            size_bytes: of all storages in ``memory``.
+            copies: the storages, and the offset of each in the memory.
+            size_bytes: of all storages in the memory.
             lazy: optimizers. Their parameters and state on accelerators are copied until an optimizer steps; nothing
                 else may change the tensors before.
 
         Returns:
-            The copy. After the file is written, :meth:`Snapshot.give_back` gives the memory back.
+            The copy. After the file is written, :meth:`Snapshot.give_back` gives the memory back. ``None``: no memory
+            is ready.
         """
         started = time.perf_counter()
+        memory = self.reserve(size_bytes)
+        if memory is None:
+            return None
         on_this_machine: list[tuple[int, int, int]] = []
         on_devices: dict[DeviceCopier, list[StorageCopy]] = {}
         for copy in copies:
