@@ -219,9 +219,9 @@ class SaveTask:
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def begin(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> Future[Any]:
-        """Copy the state, and call :meth:`run` in a background thread. Return a future for the report or the error.
+        """Copy the state, and call :meth:`run` in a background thread. Return a future for the end, or the error.
 
-        A blocking save copies nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy,
+        The result of the future is the report; ``None`` if the checkpoint belongs to no run. A blocking save copies nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy,
         training waits while the state itself is written. A single rank raises an error of the copy at once. With
         several ranks, the vote raises the error on all ranks. Ctrl-C is raised at once.
 
@@ -275,13 +275,13 @@ class SaveTask:
             try:
                 if not self.future.set_running_or_notify_cancel():
                     return
-                result = self.run()
+                report = self.run()
             except BaseException as e:  # noqa: BLE001 - the future raises the error
                 if is_logged:
                     log.error("could not save checkpoint %r: %s: %s", str(self.path), type(e).__name__, e)
                 self.future.set_exception(e)
             else:
-                self.future.set_result(result)
+                self.future.set_result(None if self.request is None else report)
             finally:
                 wait_no_more(self)
                 _unfinished.discard(self)
@@ -407,8 +407,8 @@ class SaveTask:
             deleted = [old.name for old in request.retention.given_up(known, manifest)]
         return SaveReport(
             path=Path(self.path),
-            batch=manifest.batch,
-            moment=manifest.moment,
+            batch=manifest.run.moment[1],
+            moment=manifest.run.moment,
             size_bytes=manifest.size_bytes,
             seconds=seconds,
             slowest_rank=slowest_rank,

@@ -359,8 +359,7 @@ class ShardWriter(RankWriter):
                 begins = disks.is_folder_leader and not group.is_first
                 group.agree("making the directory on other disks", lambda: begins and folder.begin(self._handle))
         except BaseException:
-            folder.abandon()
-            folder.close()
+            self.close(may_be_committed=False)
             raise
         own = ((index, state.data[index]) for index in self._plan.own)
         # Detached: training may replace the memory of its tensors before the copy is written.
