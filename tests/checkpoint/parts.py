@@ -107,10 +107,9 @@ def save_run_directory(path: Path, state: State, batch: int) -> None:
     """Save ``state`` to the directory ``path`` as a checkpoint of the run ``run``."""
     contents = {"state": state.state_dict(), "rng": [rng.capture()]}
     record = replace(record_of_directory(path.name, 1), run=SavedRun(name="run", timestamp={"batch": batch}))
-    group = Group()
     writer = ShardWriter(lambda: contents, ShardedDirectory.of(path), overwrite=False)
-    votes = [group.vote(f"saving {path.name}")]
-    SaveTask(manifest=record, path=path, writer=writer, votes=votes, group=group).run()
+    votes = [Group().vote(f"saving {path.name}")]
+    SaveTask(manifest=record, path=path, writer=writer, votes=votes).run()
 
 
 def save_archives(

@@ -213,7 +213,7 @@ def _begin(
 def task_of(manifest: Manifest, folder: Directory, writer: RankWriter, group: Group) -> SaveTask:
     """Return the save of a directory with the record ``manifest``, still without files. Collective."""
     votes = [group.vote(f"saving {folder.uri}")]
-    return SaveTask(manifest=manifest, path=folder.uri, writer=writer, votes=votes, group=group)
+    return SaveTask(manifest=manifest, path=folder.uri, writer=writer, votes=votes)
 
 
 def _plain(state: StateDict) -> StateDict:

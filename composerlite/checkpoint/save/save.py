@@ -128,7 +128,6 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         path=request.catalog.folder / names[0],
         writer=writer,
         votes=votes,
-        group=group,
         request=dataclasses.replace(request, state_dict=None),  # keeps no tensor alive that training replaces
         links=own_links if is_leader else None,
         started=started,
@@ -183,7 +182,7 @@ class _RankPart(NamedTuple):
 @final
 @dataclass(kw_only=True, eq=False)
 class SaveTask:
-    """A save that all ranks of ``group`` have planned. Create it on the training thread.
+    """A save that all ranks have planned. Create it on the training thread.
 
     Attributes:
         manifest: record of the checkpoint, without its files.
@@ -206,7 +205,6 @@ class SaveTask:
     path: str | Path
     writer: RankWriter | None
     votes: Sequence[dist.Vote]
-    group: dist.Group
     request: SaveRequest | None = None
     links: Mapping[str, str] | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -221,9 +219,10 @@ class SaveTask:
     def begin(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> Future[Any]:
         """Copy the state, and call :meth:`run` in a background thread. Return a future for the end, or the error.
 
-        The result of the future is the report; ``None`` if the checkpoint belongs to no run. A blocking save copies nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy,
-        training waits while the state itself is written. A single rank raises an error of the copy at once. With
-        several ranks, the vote raises the error on all ranks. Ctrl-C is raised at once.
+        The result of the future is the report; ``None`` if the checkpoint belongs to no run. A blocking save copies
+        nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy, training waits while the
+        state itself is written. A single rank raises an error of the copy at once. With several ranks, the vote raises
+        the error on all ranks. Ctrl-C is raised at once.
 
         Args:
             staging: memory for the copy.
@@ -254,7 +253,7 @@ class SaveTask:
                 self._written = self._write(writer)
                 staging.prepare(writer.size_bytes)
         except Exception as e:
-            if self.group.size == 1:
+            if self.votes[0].world_size == 1:
                 raise
             self.failure = e
 
@@ -269,7 +268,7 @@ class SaveTask:
 
     def _start(self) -> None:
         """Call :meth:`run` in a thread; in this thread if no thread can be started. The interpreter waits at exit."""
-        is_logged = self.group.is_first and not self.blocking  # perhaps nobody reads the future
+        is_logged = self.votes[0].rank == 0 and not self.blocking  # perhaps nobody reads the future
 
         def run() -> None:
             try:
@@ -381,7 +380,7 @@ class SaveTask:
             sealed, slowest = all_wrote.run(finish, seal)
             before_commit = time.perf_counter()
             report: SaveReport = all_committed.run(lambda: writer.commit_part(sealed), conclude)
-        if not self.group.is_first and self.request is not None and self.request.publish is not None:
+        if all_wrote.rank != 0 and self.request is not None and self.request.publish is not None:
             self.request.publish()  # publishes the files on the disk of this node
         return report
 

@@ -369,7 +369,7 @@ class ShardWriter(RankWriter):
             for index, tensor in self._data.items()
             if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in watched
         }
-        self.storages: list[StorageCopy] = []
+        self.storages = []
         self.size_bytes = 0
         self._places: dict[tuple[int, int, int], int] = {}
         """Offsets in the snapshot, by storage, first byte and end of a tensor."""

@@ -70,9 +70,8 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
 
 
 def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
-    group = Group()
-    vote = group.vote(f"writing {str(path)!r}")
-    SaveTask(manifest=record, path=path, writer=writer, votes=[vote], group=group).run()
+    vote = Group().vote(f"writing {str(path)!r}")
+    SaveTask(manifest=record, path=path, writer=writer, votes=[vote]).run()
 
 
 def write_weights(
