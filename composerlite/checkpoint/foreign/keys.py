@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import numpy as np
@@ -14,12 +14,13 @@ from torch import Tensor
 from composerlite import dist
 from composerlite._torch_compat import EXTRA_STATE
 from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_you_mean
-from composerlite.types import StateDict
+from composerlite.types import StateDict, items_of
 
 KeyMap = Mapping[str, str]
 """Maps the key of a part of a run to a key of another program's checkpoint."""
 PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")
-_NOTHING = object()
+NOTHING = object()
+"""Result of :func:`found_at` for a missing key."""
 log = logging.getLogger(__name__)
 
 
@@ -49,8 +50,8 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for part, theirs in key_map.items():
-        value = _found_at(contents, theirs)
-        if value is _NOTHING:
+        value = found_at(contents, theirs)
+        if value is NOTHING:
             have = sorted({".".join(name.split(".")[:2]) for name, _ in itertools.islice(_leaves(contents), 1000)})
             raise ConfigError(f"load_key_map: {source} has nothing at {theirs!r}.{did_you_mean(theirs, have)}")
         found[part] = flat_weights(value, source) if part == "model" else value
@@ -59,25 +60,28 @@ def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
     return found
 
 
-def _found_at(node: Any, path: str) -> Any:
-    """Look up ``path``, keys joined by dots; with ``*`` at the end, a dict of all keys that begin so."""
+def found_at(node: Any, path: str) -> Any:
+    """Look up ``path`` in nested dicts and lists.
+
+    Args:
+        node: the outermost dict or list.
+        path: keys joined by dots; with ``*`` at the end, a dict of all keys that begin so is returned.
+
+    Returns:
+        The value; ``NOTHING`` if there is none.
+    """
     if path in ("", "*"):
         return node
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, Mapping):
-        items = cast("Mapping[Any, Any]", node).items()
-    elif isinstance(node, list | tuple):
-        items = enumerate(cast("Sequence[Any]", node))
     flat: StateDict = {}
-    for key, value in items:
+    for key, value in items_of(node):
         name = str(key)
         if name == path or path == f"{name}.*":
             return value
-        if path.startswith(f"{name}.") and (found := _found_at(value, path[len(name) + 1 :])) is not _NOTHING:
+        if path.startswith(f"{name}.") and (found := found_at(value, path[len(name) + 1 :])) is not NOTHING:
             return found
         if path.endswith("*") and name.startswith(path[:-1]):
             flat[name[len(path) - 1 :]] = value
-    return flat or _NOTHING
+    return flat or NOTHING
 
 
 def flat_weights(node: Any, source: str) -> StateDict:
@@ -189,9 +193,9 @@ def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bo
 
 def _prefixes(names: Collection[str]) -> list[str]:
     """Return the common prefixes of ``names`` that end with a dot, the shortest first, and the empty prefix."""
-    first, last = (min(names), max(names)) if names else ("", "")
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    return ["", *(first[: at + 1] for at in range(same) if first[at] == ".")]
+    first, last = min(names, default=""), max(names, default="")  # what both begin with, all begin with
+    begins = [first[: at + 1] for at, char in enumerate(first) if char == "."]
+    return ["", *filter(last.startswith, begins)]
 
 
 # ── the state of a run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -349,8 +353,6 @@ def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> State
         raise ValueError("it has no 'param_groups'")
     if odd := [key for group in its for key in group if not isinstance(key, str)]:  # pyright: ignore
         raise ValueError(f"{odd[0]!r} is no name of a setting")
-    if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
-        raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
     numbered = any(not isinstance(name, str) for group in its for name in group["params"])
     named = _named(its, own, rename, source) if numbered else None
     if numbered and named is None:

@@ -28,31 +28,14 @@ _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedule
 
 # ── the parts of each system's checkpoints ───────────────────────────────────────────────────────────────────────────
 def _from_lightning(contents: StateDict, source: str) -> Taken:
-    """Take weights, the first optimizer and its scheduler, epoch and step of a ``.ckpt``."""
+    """Take weights, the first optimizer and its scheduler, and the step of a ``.ckpt``."""
+    lists = {key: contents[key] for key in _OF_LIGHTNING[:2] if isinstance(contents.get(key), list) and contents[key]}
+    optimizer, scheduler = (lists[key][0] if key in lists else None for key in _OF_LIGHTNING[:2])
+    # Lightning counts an epoch after the save at its end: the epoch is computed from the steps.
+    progress = Counts(contents["global_step"], contents.get("epoch")) if "global_step" in contents else None
     left = [key for key in contents if key not in _OF_LIGHTNING and contents[key]]
-    firsts: dict[str, Any] = {}
-    for key in _OF_LIGHTNING[:2]:
-        listed: Any = contents.get(key)
-        if isinstance(listed, list) and listed:
-            firsts[key] = listed[0]
-            left += [f"{key}[1:]"] if len(cast("list[Any]", listed)) > 1 else []
-    optimizer, scheduler = map(firsts.get, _OF_LIGHTNING[:2])
-    return Taken(contents["state_dict"], optimizer, scheduler, _progress_of_lightning(contents), left=left)
-
-
-def _progress_of_lightning(contents: StateDict) -> Counts | None:
-    """Return completed epochs and steps. Lightning keeps the batch count of an epoch after the epoch's end."""
-    if "epoch" not in contents or "global_step" not in contents:
-        return None
-    progress = Counts(contents["global_step"], contents["epoch"])
-    try:
-        batches: Any = contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        done, in_all = batches["current"]["processed"], batches["total"]["processed"]
-        if not done or batches["is_last_batch"]:
-            return progress._replace(epoch=progress.epoch + bool(done), batch_in_epoch=0)
-        return progress._replace(batch_in_epoch=done * progress.batch // in_all)  # several batches may make a step
-    except (KeyError, TypeError, ArithmeticError):
-        return progress
+    left += [f"{key}[1:]" for key, listed in lists.items() if len(listed) > 1]
+    return Taken(contents["state_dict"], optimizer, scheduler, progress, left=left)
 
 
 def _from_transformers(contents: StateDict, source: str) -> Taken:
@@ -62,9 +45,7 @@ def _from_transformers(contents: StateDict, source: str) -> Taken:
         state = contents[_TRAINER_STATE]
         if not isinstance(state, Mapping) or "global_step" not in state:
             raise IncompatibleCheckpointError(f"{source}: its {_TRAINER_STATE} has no 'global_step'.")
-        epoch: Any = cast("StateDict", state).get("epoch")
-        whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
-        counts = Counts(state["global_step"], whole)
+        counts = Counts(state["global_step"])
     taken = _from_folder(contents, source, ("python", "numpy", "cpu", "cuda"))
     return taken._replace(progress=counts, left=[f"log_history in {_TRAINER_STATE}", *taken.left])
 
@@ -226,17 +207,11 @@ def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict
 
 def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
     """Describe the optimizer that is missing in ``taken``; empty if none is."""
-    others = [key for key, value in _optimizers_in(contents) if value is not taken.optimizer]
-    if others:
-        which = "an" if taken.optimizer is None else "another"
-        return f"holds {which} optimizer, {others[0]!r}, that is not taken over"
-    of_runs = {
-        "says how far training was": taken.progress,
-        "holds a scheduler": taken.scheduler,
-        "holds random states of a run": taken.rng,
-    }
-    part = next((what for what, part in of_runs.items() if part is not None), "")
-    return f"{part} and holds no optimizer" if part and taken.optimizer is None else ""
+    for key, value in _optimizers_in(contents):
+        if value is not taken.optimizer:
+            return f"holds an optimizer, {key!r}, that is not taken over"
+    is_of_run = any(part is not None for part in (taken.progress, taken.scheduler, taken.rng))
+    return "is of a run and holds no optimizer" if is_of_run and taken.optimizer is None else ""
 
 
 def _optimizers_in(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
