@@ -69,7 +69,7 @@ def test_files_of_a_killed_save_of_more_ranks_are_no_part_of_a_step(tmp_path: Pa
     (tmp_path / "step1" / "train" / "rank1.pt").write_bytes(b"half of it")
     Checkpointer().save(tmp_path / "step1", torch.nn.Linear(1, 1), {"value": 1})
     with StepFolder.of(tmp_path / "step1") as folder:
-        assert set(find_step(folder, None).rank_files) == {0}
+        assert set(find_step(folder, None) or ()) == {0}
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -302,7 +302,7 @@ def test_a_parameter_in_another_group_is_an_error(tmp_path: Path) -> None:
     model = small_model()
     a, b, *rest = model.parameters()
     save_model_and_optim_state(tmp_path / "c", model, SGD([{"params": [a, b]}, {"params": rest}], lr=0.1))
-    with pytest.raises(IncompatibleCheckpointError, match=r"number 0 differs in 0.bias"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"0\.bias.* in group 1 here were saved in another group"):
         load_model_and_optim_state(tmp_path / "c", model, SGD([{"params": [a]}, {"params": [b, *rest]}], lr=0.1))
 
 
@@ -360,8 +360,6 @@ def test_counts_are_checked(tmp_path: Path) -> None:
     """Zero threads is a mistake, said at once."""
     with pytest.raises(ConfigError, match="thread_count=0"):
         save_state_dict(tmp_path / "c", {"a": 1}, thread_count=0)
-    with pytest.raises(ConfigError, match="process_count=-1"):
-        async_save_state_dict(tmp_path / "c", {"a": 1}, process_count=-1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -35,7 +35,7 @@ from composerlite.checkpoint.api.step_files import StepWriter, find_step, metada
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.place.directory import StepFolder
+from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.place import check_name, map_reads
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
@@ -242,7 +242,7 @@ class Checkpointer:
         batch = int(number) if number.isdecimal() else 0
         record = record_of_directory(folder.name or "step", group.size, kind="step", batch=batch)
         record = dataclasses.replace(record, form="step", template="step{step}", ephemeral=ephemeral)
-        return task_of(record, folder, StepWriter(folder, shards, images[0], group.rank), group)
+        return task_of(record, folder.uri, StepWriter(folder, shards, images[0], group.rank), group)
 
     def write_file(self, dir: str | os.PathLike[str], fname: str, contents: str | bytes) -> str:
         """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return the path.
@@ -315,11 +315,11 @@ class Checkpointer:
         group = group_of(self.process_group)
         with StepFolder.of(dir) as folder:
             before: set[str] = group.all_reduce("comparing versions", folder.version, set)
-            found = group.from_first("looking for a checkpoint", lambda: find_step(folder, load_trainer_state))
+            files = group.from_first("looking for a checkpoint", lambda: find_step(folder, load_trainer_state))
             train_state = None
-            if found.rank_files:
-                train_state = group.agree("reading the train state", lambda: read_train_state(folder, found, group))
-            self._load_model(folder, found.is_bare, group, train_module, load_optim_state)
+            if files:
+                train_state = group.agree("reading the train state", lambda: read_train_state(folder, files, group))
+            self._load_model(folder.model(bare=files is None), group, train_module, load_optim_state)
             after: set[str] = group.all_reduce("comparing versions", folder.version, set)
             if len(before) > 1 or before != after:
                 raise CorruptCheckpointError(
@@ -328,18 +328,15 @@ class Checkpointer:
                 )
             return train_state
 
-    def _load_model(
-        self, folder: StepFolder, is_bare: bool, group: Group, module: TrainModuleLike, optim: bool | None
-    ) -> None:
-        metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(folder.model(bare=is_bare)))
+    def _load_model(self, place: ShardedDirectory, group: Group, module: TrainModuleLike, optim: bool | None) -> None:
+        metadata = group.agree("reading the index", lambda: get_checkpoint_metadata(place))
         has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)
         if optim and not has_optim:
             raise IncompatibleCheckpointError(
-                f"load_optim_state=True: checkpoint {folder.uri!r} has no optimizer. With load_optim_state=None "
+                f"load_optim_state=True: checkpoint {place.uri!r} has no optimizer. With load_optim_state=None "
                 "what there is is loaded."
             )
         wants = has_optim if optim is None else optim
-        place = folder.model(bare=is_bare)
         settings: dict[str, Any] = {
             "process_group": self.process_group,
             "pre_download": self.pre_download,

@@ -14,6 +14,7 @@ import itertools
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,13 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composerlite._torch_compat import EXTRA_STATE
-from composerlite.checkpoint.api.state_fit import (
-    check_fit,
-    check_groups,
-    is_flattened,
-    is_group_members,
-    match_settings_of_schedulers,
-)
+from composerlite.checkpoint.api.state_fit import check_fit, check_groups, is_group_members, match_scheduler_settings
 from composerlite.checkpoint.format.sharded_index import leaves, leaves_of, nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
@@ -40,7 +35,7 @@ from composerlite.checkpoint.load.state_dicts import (
     set_optimizer_state,
     swap_param_keys,
 )
-from composerlite.checkpoint.place.directory import Directory, PathOrUri, ShardedDirectory
+from composerlite.checkpoint.place.directory import PathOrUri, ShardedDirectory
 from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.safetensors_writer import LARGEST_FILE_BYTES, SafetensorsWriter
@@ -96,7 +91,7 @@ def save_state_dict(
         OSError, ObjectStoreError: the files cannot be written.
     """
     state = functools.partial(_plain, state_dict)
-    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
+    _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).run()
 
 
 def async_save_state_dict(
@@ -124,7 +119,7 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     state = functools.partial(_plain, state_dict)
-    job = _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    job = _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads)
     return job.begin(shared_staging)
 
 
@@ -159,7 +154,7 @@ def save_model_and_optim_state(
             in the state, other than parameters of the model.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads).run()
+    _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).run()
 
 
 def async_save_model_and_optim_state(
@@ -185,7 +180,7 @@ def async_save_model_and_optim_state(
         A future, done when the checkpoint is durable, or with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    job = _begin(dir, state, process_group, save_overwrite, thread_count, process_count, throttle_uploads)
+    job = _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads)
     return job.begin(shared_staging)
 
 
@@ -195,25 +190,22 @@ def _begin(
     process_group: Any,
     overwrite: bool,
     threads: int | None,
-    processes: int | None,
     throttle: bool,
 ) -> SaveTask:
     """Plan a save of the result of ``state`` to ``place``, with all ranks."""
     number_of(threads, 1)
-    number_of(processes, 1, "process_count")
     group = group_of(process_group)
     folder = ShardedDirectory.of(place, threads=threads)
     own_threads = 1 if throttle and folder.path is None else threads
     writer = ShardWriter(state, folder, group=group, overwrite=overwrite, threads=own_threads)
     if group.is_first:
         folder.sweep()
-    return task_of(record_of_directory(folder.name, group.size), folder, writer, group)
+    return task_of(record_of_directory(folder.name, group.size), folder.uri, writer, group)
 
 
-def task_of(manifest: Manifest, folder: Directory, writer: RankWriter, group: Group) -> SaveTask:
-    """Return the save of a directory with the record ``manifest``, still without files. Collective."""
-    votes = [group.vote(f"saving {folder.uri}")]
-    return SaveTask(manifest=manifest, path=folder.uri, writer=writer, votes=votes)
+def task_of(manifest: Manifest, path: str | Path, writer: RankWriter, group: Group) -> SaveTask:
+    """Return the save of a checkpoint at ``path`` with the record ``manifest``, still without files. Collective."""
+    return SaveTask(manifest=manifest, path=path, writer=writer, votes=[group.vote(f"saving {path}")])
 
 
 def _plain(state: StateDict) -> StateDict:
@@ -268,7 +260,7 @@ def save_safetensors(
             overwrite=save_overwrite,
             largest_file_bytes=largest_file_bytes,
         )
-        task_of(record_of_directory(folder.name, group.size, kind="weights"), folder, writer, group).run()
+        task_of(record_of_directory(folder.name, group.size, kind="weights"), folder.uri, writer, group).run()
 
 
 def model_and_optim_state(model: nn.Module, optim: Optimizer | None, *, flatten: bool) -> StateDict:
@@ -401,8 +393,9 @@ def _checked_state(
         )
     swap_param_keys(state, mapping, metadata, quiet=True)
     groups: list[StateDict] = state.get("optim", {}).get("param_groups", [])
-    is_flat = is_flattened(metadata)
-    match_settings_of_schedulers(groups, metadata, flattened=is_flat)
+    # The settings of the optimizer's groups were saved for every parameter.
+    is_flat = "optim.param_groups.0.params" not in stored and any(k.startswith("optim.param_groups.") for k in stored)
+    match_scheduler_settings(groups, metadata, flattened=is_flat)
     if groups and is_flat:
         state["optim"] = flattened(state["optim"])
     for name in state["model"]:

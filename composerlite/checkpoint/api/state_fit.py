@@ -66,14 +66,7 @@ def _listed(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_MOST_LISTED]) + more
 
 
-def is_flattened(metadata: Metadata) -> bool:
-    """Return true if the settings of the optimizer's groups were saved for every parameter."""
-    stored = metadata.state_dict_metadata
-    has_groups = any(key.startswith("optim.param_groups.") for key in stored)
-    return has_groups and "optim.param_groups.0.params" not in stored
-
-
-def match_settings_of_schedulers(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:
+def match_scheduler_settings(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:
     """Give ``groups`` the same settings of schedulers as the checkpoint, such as ``initial_lr``.
 
     A scheduler may be made before or after the load, so a setting only here or only in the checkpoint is no difference.
@@ -114,32 +107,25 @@ def check_groups(
         IncompatibleCheckpointError: the groups differ; lists the differences.
     """
     stored = reader.read_metadata().state_dict_metadata
-    problems: list[str] = []
-    if flatten:  # parameters of a group here must have been saved with the same settings
+    saved: dict[str, Any] = {}  # number of the group of each parameter; in a flattened state the settings
+    if flatten:
         tensors, start = sharded.TensorStorageMetadata, "optim.param_groups."
         keys = [key for key, one in stored.items() if key.startswith(start) and not isinstance(one, tensors)]
-        settings: dict[str, dict[str, Any]] = {}
         for key, value in sharded.load_flat(reader, keys).items():
             name, _, setting = key.removeprefix(start).rpartition(".")
-            settings.setdefault(name, {})[setting] = value
-        for number, names in enumerate(groups):
-            kinds = {repr(settings[name]): name for name in names if name in settings}
-            if len(kinds) > 1:
-                listed = _listed(list(kinds.values()))
-                problems.append(f"{listed} in group {number} here were saved with different settings")
-    elif keys := list(filter(is_group_members, stored)):  # the checkpoint has an optimizer
-        saved = {int(key.split(".")[2]): set[str](names) for key, names in sharded.load_flat(reader, keys).items()}
-        here = {number: set(names) for number, names in enumerate(groups)}
-        if not strict:
-            common = set().union(*saved.values()) & set().union(*here.values())
-            saved, here = ({n: names & common for n, names in each.items() if names & common} for each in (saved, here))
-        if len(saved) != len(here):
-            problems.append(f"it has {len(saved)}, and the optimizer has {len(here)}")
-        else:
-            both = {number: saved.get(number, set()) ^ here.get(number, set()) for number in sorted({*saved, *here})}
-            problems += [
-                f"number {number} differs in {_listed(sorted(names))}" for number, names in both.items() if names
-            ]
+            saved.setdefault(name, {})[setting] = value
+    else:
+        for key, names in sharded.load_flat(reader, filter(is_group_members, stored)).items():
+            saved.update(dict.fromkeys(names, int(key.split(".")[2])))
+    problems: list[str] = []
+    for number, names in enumerate(groups):
+        kinds = {repr(saved[name]): name for name in names if name in saved}
+        if len(kinds) > 1 or (not flatten and kinds.keys() - {str(number)}):
+            listed = _listed(list(kinds.values()))
+            problems.append(f"{listed} in group {number} here were saved in another group, or with different settings")
+    here = set[str]().union(*groups)
+    if strict and saved and not flatten and saved.keys() != here:
+        problems.append(f"only here or only in the checkpoint: {_listed(sorted(saved.keys() ^ here))}")
     if problems:
         raise IncompatibleCheckpointError(
             f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "

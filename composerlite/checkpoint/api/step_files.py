@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 import xxhash
 
@@ -27,7 +27,6 @@ from composerlite.storage import FileDigest, HostMemory, chunk_bytes_for
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
-_ALIGNMENT = 4096
 
 
 @final
@@ -69,27 +68,16 @@ class CheckpointMetadata:
             raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
 
 
-@final
-class FoundStep(NamedTuple):
-    """A checkpoint of a step, as rank 0 found the checkpoint.
-
-    Attributes:
-        is_bare: the directory has a model and an optimizer alone.
-        world_size: number of ranks that saved the checkpoint; 0: unknown.
-        rank_files: digests of the files in ``train/``, by rank; empty if no train state is loaded. A digest is ``None``
-            if another program wrote the file.
-    """
-
-    is_bare: bool
-    world_size: int
-    rank_files: Mapping[int, FileDigest | None]
-
-
-def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
+def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[int, FileDigest | None] | None:
     """Find the checkpoint to load.
+
+    Returns:
+        Digests of the files in ``train/``, by rank; empty if no train state is loaded. A digest is ``None`` if another
+        program wrote the file. ``None``: the directory has a model and an optimizer alone.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train state.
+        CorruptCheckpointError: ``.metadata.json`` is damaged.
     """
     if folder.has(INDEX) and not folder.has(MARKER):  # the model and the optimizer alone
         if load_trainer_state:
@@ -97,13 +85,13 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
                 f"load_trainer_state=True: {folder.uri!r} holds a model and an optimizer alone, without "
                 f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
             )
-        return FoundStep(True, 0, {})
+        return None
     if not folder.is_checkpoint():
         missing = [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]
         raise CheckpointNotFoundError(
             f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
         )
-    world_size = metadata_of(folder).world_size
+    metadata_of(folder)  # raises if the file is damaged
     record = folder.record()
     if record is None or record.form != "step":  # of a model alone, or of another program
         files: Mapping[int, FileDigest | None] = dict.fromkeys(folder.rank_files())
@@ -112,7 +100,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> FoundStep:
         if MARKER in by_name:
             folder.place.verify(by_name[MARKER])
         files = {int(found[1]): by_name[name].digest for name in by_name if (found := RANK_FILE.fullmatch(name))}
-    return FoundStep(False, world_size, {} if load_trainer_state is False else files)
+    return {} if load_trainer_state is False else files
 
 
 def metadata_of(folder: StepFolder) -> CheckpointMetadata:
@@ -120,23 +108,28 @@ def metadata_of(folder: StepFolder) -> CheckpointMetadata:
     return CheckpointMetadata.from_json(folder.place.read(folder.at(MARKER)), f"{folder.uri}/{MARKER}")
 
 
-def read_train_state(folder: StepFolder, found: FoundStep, group: Group) -> StateDict:
-    """Return the training state saved by this rank; the state of rank 0 if this rank saved no state."""
-    saved = found.world_size or len(found.rank_files)
-    if group.is_first and group.size != saved:
+def read_train_state(folder: StepFolder, files: Mapping[int, FileDigest | None], group: Group) -> StateDict:
+    """Return the training state saved by this rank; the state of rank 0 if this rank saved no state.
+
+    Args:
+        folder: of the step.
+        files: result of :func:`find_step`.
+        group: the ranks of the load.
+    """
+    if group.is_first and group.size != len(files):
         log.warning(
             "checkpoint %s was saved by %d ranks and is loaded by %d: a new rank takes the train state of rank 0, and "
             "the train state of a rank that is gone is not used. What is of each rank, such as random numbers, does "
             "not continue as it would have.",
             folder.uri,
-            saved,
+            len(files),
             group.size,
         )
-    rank = group.rank if group.rank in found.rank_files else 0
+    rank = group.rank if group.rank in files else 0
     name = f"{TRAIN}/rank{rank}.pt"
-    if rank not in found.rank_files:
+    if rank not in files:
         raise CorruptCheckpointError(f"checkpoint {folder.uri!r}: its record does not have the file {name!r}.")
-    with local_copy(folder.place, folder.at(name), found.rank_files[rank]) as path:
+    with local_copy(folder.place, folder.at(name), files[rank]) as path:
         return cast("StateDict", safe_torch_load(path))
 
 
@@ -152,7 +145,7 @@ class StepWriter(RankWriter):
     """
 
     def __init__(self, folder: StepFolder, shards: ShardWriter, train: TorchImage, rank: int) -> None:
-        self._start = -(-shards.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._start = shards.size_bytes  # aligned for any type
         self.size_bytes = self._start + train.size_bytes
         self._folder = folder
         self._shards = shards

@@ -7,10 +7,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from composerlite.checkpoint.api.state_dict import WorkDir
 from composerlite.checkpoint.format.packing import is_tar
@@ -140,72 +140,62 @@ def unshard_checkpoint(
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
     suffix = ".safetensors" if use_safetensors else ".pt"
-    with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
-        if optim is None:
-            stored = reader.read_metadata().state_dict_metadata
-            optim = not use_safetensors and any(key.startswith("optim.") for key in stored)
-        parts = ["model", "optim"] if optim else ["model"]
-        written = _write_parts(reader, target, parts, strategy, suffix, overwrite=save_overwrite)
-    if not quiet:
-        log.info("wrote %s", " and ".join(map(str, written)))
-    return written[0], written[1] if optim else None
-
-
-def _write_parts(
-    reader: sharded.RemoteFileSystemReader,
-    target: Path,
-    parts: Sequence[str],
-    strategy: UnshardStrategy,
-    suffix: str,
-    *,
-    overwrite: bool,
-) -> list[Path]:
-    """Write ``parts`` of a checkpoint below ``target``; return the file or the folder of each."""
-    metadata = reader.read_metadata()
-    stored = metadata.state_dict_metadata
     is_one_file = strategy.name is UnshardStrategyType.one_file
     prefixes: dict[Path, str] = {}
-    for part in parts:
-        # Runs have the model below ``state``.
-        found = [prefix for prefix in (f"{part}.", f"state.{part}.") if any(key.startswith(prefix) for key in stored)]
-        if not found:
-            raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
-        prefixes[target / (part + suffix if is_one_file else part)] = found[0]
-    paths = list(prefixes)
-    for path in () if overwrite else paths:
-        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-            raise CheckpointExistsError(f"{str(path)!r} exists already: pass another folder, or save_overwrite=True.")
-    # After a kill, no old index and no old optimizer are beside new files.
-    for old in paths[1:] if is_one_file else [_index_of(path, suffix) for path in paths]:
-        old.unlink(missing_ok=True)
-    for path, prefix in prefixes.items():
-        sizes = {key: _size_of(one) for key, one in stored.items() if key.startswith(prefix)}
-        files = {path: list(sizes)} if is_one_file else _files(path, sizes, prefix, strategy.chunk_size_bytes, suffix)
-        for file, keys in files.items():
-            make_folder(file.parent)
-            values = sharded.load_flat(reader, keys)
-            if is_one_file and suffix == ".pt":
-                write_torch(file, nested(metadata, prefix[:-1], keys, values))
-            else:
-                write = write_safetensors if suffix == ".safetensors" else write_torch
-                write(file, {key.removeprefix(prefix): value for key, value in values.items()})
-            del values  # before the next file is read
-        if not is_one_file:
-            places = {key.removeprefix(prefix): file.name for file, keys in files.items() for key in keys}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            with atomic_write(_index_of(path, suffix)) as out:
-                out.write(json.dumps(index, indent=1).encode())
-    return paths
+    with sharded.RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
+        stored = reader.read_metadata().state_dict_metadata
+        if optim is None:
+            optim = not use_safetensors and any(key.startswith("optim.") for key in stored)
+        for part in ("model", "optim") if optim else ("model",):
+            # Runs have the model below ``state``.
+            found = [start for start in (f"{part}.", f"state.{part}.") if any(key.startswith(start) for key in stored)]
+            if not found:
+                raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")
+            prefixes[target / (part + suffix if is_one_file else part)] = found[0]
+        paths = list(prefixes)
+        for path in () if save_overwrite else paths:
+            if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+                raise CheckpointExistsError(
+                    f"{str(path)!r} exists already: pass another folder, or save_overwrite=True."
+                )
+        # After a kill, no old index and no old optimizer are beside new files.
+        for old in paths[1:] if is_one_file else [_index_of(path, suffix) for path in paths]:
+            old.unlink(missing_ok=True)
+        for path, prefix in prefixes.items():
+            _write_part(reader, path, prefix, strategy, suffix)
+    if not quiet:
+        log.info("wrote %s", " and ".join(map(str, paths)))
+    return paths[0], paths[1] if optim else None
+
+
+def _write_part(
+    reader: sharded.RemoteFileSystemReader, path: Path, prefix: str, strategy: UnshardStrategy, suffix: str
+) -> None:
+    """Write the values of all keys that begin with ``prefix`` to the file or the folder ``path``."""
+    metadata = reader.read_metadata()
+    is_one_file = strategy.name is UnshardStrategyType.one_file
+    keys = [key for key in metadata.state_dict_metadata if key.startswith(prefix)]
+    unread = sharded.unread(metadata, keys, device="meta")
+    sizes = {key: 0 if tensor is None else tensor.nbytes for key, tensor in unread.items()}
+    files = {path: keys} if is_one_file else _files(path, sizes, prefix, strategy.chunk_size_bytes, suffix)
+    for file, keys in files.items():
+        make_folder(file.parent)
+        values = sharded.load_flat(reader, keys)
+        if is_one_file and suffix == ".pt":
+            write_torch(file, nested(metadata, prefix[:-1], keys, values))
+        else:
+            write = write_safetensors if suffix == ".safetensors" else write_torch
+            write(file, {key.removeprefix(prefix): value for key, value in values.items()})
+        del values  # before the next file is read
+    if not is_one_file:
+        places = {key.removeprefix(prefix): file.name for file, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        with atomic_write(_index_of(path, suffix)) as out:
+            out.write(json.dumps(index, indent=1).encode())
 
 
 def _index_of(folder: Path, suffix: str) -> Path:
     return folder / f"{folder.name}{suffix}.index.json"
-
-
-def _size_of(stored: Any) -> int:
-    """Return the size in bytes of a tensor in the index; 0 for a value."""
-    is_tensor = isinstance(stored, sharded.TensorStorageMetadata)
-    return stored.size.numel() * stored.properties.dtype.itemsize if is_tensor else 0
 
 
 def _files(

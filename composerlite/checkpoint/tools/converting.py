@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from composerlite.checkpoint.api.state_dict import save_safetensors
+from composerlite.checkpoint.api.state_dict import save_safetensors, task_of
 from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.format.archive import STATES
 from composerlite.checkpoint.format.packing import format_of
@@ -14,9 +14,8 @@ from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.record.record import Manifest, SavedRun
-from composerlite.checkpoint.save.form import FileWriter, RankWriter
+from composerlite.checkpoint.save.form import FileWriter
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
-from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.reading import weights_of
 from composerlite.devices import rng
@@ -48,7 +47,7 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     images = {STATES: TorchImage(cast("Any", contents))}
     catalog = Catalog(path.parent)
     writer = FileWriter(images, catalog, name=path.name, overwrite=overwrite, record=record)
-    _save(writer, record, path)
+    task_of(record, path, writer, Group()).run()
 
 
 def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, overwrite: bool) -> None:
@@ -66,12 +65,8 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     if of_run and isinstance(state.get("rng"), list):
         ranks = enumerate(cast("list[Any]", state["rng"]))
         state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in ranks}}
-    _save(ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run), record, path)
-
-
-def _save(writer: RankWriter, record: Manifest, path: Path) -> None:
-    vote = Group().vote(f"writing {str(path)!r}")
-    SaveTask(manifest=record, path=path, writer=writer, votes=[vote]).run()
+    writer = ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run)
+    task_of(record, path, writer, Group()).run()
 
 
 def write_weights(
