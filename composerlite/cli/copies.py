@@ -35,11 +35,7 @@ def cp(checkpoint: str, target: str, **how: Any) -> None:
     It exists in PLACE when all of it is there. A copy of a directory that was interrupted resumes where it was.
     """
     with pointed(checkpoint) as source, place_at(target, may_be_new=True) as place:
-        if source.name is None:
-            raise ConfigError(
-                f"{checkpoint!r} is a folder of checkpoints: give one of them, as 'ls' names it, or use push or pull."
-            )
-        _copy(source.found(), place, **how)
+        _copy([source.the_one()], place, **how)
 
 
 @click.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 from typing import Any
@@ -44,7 +44,7 @@ def prune(
     attempt before: they count for nothing, and stay without --abandoned. Ephemeral checkpoints go, but for the newest.
     What a link leads to stays.
     """
-    policy = _policy(**rules, with_abandoned=with_abandoned)
+    policy = _policy(rules, with_abandoned=with_abandoned)
     removed: list[dict[str, Any]] = []
     kept: list[str] = []
     with contextlib.ExitStack() as stack:
@@ -71,25 +71,13 @@ def prune(
     _tell(removed, kept, dry_run=dry_run, as_json=as_json)
 
 
-def _policy(
-    *,
-    keep_last: int | None,
-    keep_every: str | None,
-    best_k: int | None,
-    best_metric: str | None,
-    best_mode: str,
-    with_abandoned: bool,
-) -> RetentionPolicy:
+def _policy(rules: Mapping[str, Any], *, with_abandoned: bool) -> RetentionPolicy:
     """Return the policy of the options of ``prune``."""
-    if keep_last is None and keep_every is None and best_k is None and best_metric is None and not with_abandoned:
+    if not with_abandoned and all(rules[name] is None for name in ("keep_last", "keep_every", "best_k", "best_metric")):
         raise ConfigError("prune: which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned.")
-    return retention_policy(
-        -1 if keep_last is None else keep_last,
-        keep_every=None if keep_every is None else Time.from_timestring(keep_every),
-        best_k=best_k,
-        best_metric=best_metric,
-        best_mode=best_mode,
-    )
+    every = None if rules["keep_every"] is None else Time.from_timestring(rules["keep_every"])
+    best = {name: rules[name] for name in ("best_k", "best_metric", "best_mode")}
+    return retention_policy(rules["keep_last"] or -1, keep_every=every, **best)
 
 
 def _not_kept(chosen: Sequence[Found], policy: RetentionPolicy) -> list[str]:

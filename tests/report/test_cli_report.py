@@ -202,7 +202,7 @@ def test_of_several_runs_one_is_meant(run_copy: Path, tmp_path: Path) -> None:
         (["nothing.jsonl"], 1, "there is no file 'nothing.jsonl'"),
         (["."], 1, "there is no run in ."),
         (["run", "--run", "tinny"], 2, "--run tinny: no run of that name in run. There are: tiny."),
-        (["http://127.0.0.1/run"], 2, "addresses cannot be listed"),
+        (["http://127.0.0.1/run"], 2, "is no address in an object store"),
     ],
 )
 def test_what_is_not_there_is_one_line(

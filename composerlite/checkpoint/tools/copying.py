@@ -6,6 +6,7 @@ and no run resumes from a copy.
 
 from __future__ import annotations
 
+from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import check_own, delete_checkpoint, fetch_checkpoint, own_files
 from composerlite.checkpoint.place.place import OnBytes, Place
 from composerlite.checkpoint.record.record import Manifest
@@ -57,15 +58,11 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
         raise CheckpointExistsError(
             f"{uri!r} is another checkpoint of that name. Copy to another place, or give --overwrite to replace it."
         )
-    if is_taken:  # verify the source before anything in the target is deleted
-        try:
-            for record in manifest.files:
-                source.verify(record)
-        except (FileNotFoundError, CorruptCheckpointError) as e:
-            raise CorruptCheckpointError(f"{e} Nothing was copied, and what is in the target stays.") from e
     old = [] if replaced is None else own_files(target, replaced)
-    if replaced is not None and manifest.form in ("step", "archives"):
-        delete_checkpoint(target, replaced)
+    if is_taken and manifest.form in ("step", "archives"):  # files of fixed names
+        Catalog(source).verify(manifest)
+        if replaced is not None:
+            delete_checkpoint(target, replaced)
     try:
         fetch_checkpoint(source, manifest, target, progress, create_only=not (overwrite or is_taken))
     except FileExistsError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -9,24 +10,25 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from torch import Tensor
 
-from composerlite.checkpoint.foreign.keys import flat_weights
+from composerlite.checkpoint.foreign.keys import NOTHING, flat_weights, found_at
 from composerlite.checkpoint.foreign.systems import model_in, recognised, what_is_recognised
 from composerlite.checkpoint.format import MODEL
 from composerlite.checkpoint.format.packing import is_packed_beginning
 from composerlite.checkpoint.format.torch_reader import TorchFile
-from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX, holds_model_states
+from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX
 from composerlite.checkpoint.load.reader import deepspeed_contents, opened, readable
 from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, is_read_in_place
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.tools.surveying import Found, pointed
 from composerlite.devices import rng
-from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from composerlite.dist import Group
+from composerlite.errors import IncompatibleCheckpointError
 from composerlite.storage import is_uri, parse_uri
-from composerlite.types import StateDict
+from composerlite.types import StateDict, items_of
 
-_WEIGHTS = ("model.", "state.model.")
-"""Beginnings of the keys of weights in a directory."""
+_WEIGHTS = ("model.", "state.model.", "state.integrations.")
+"""Beginnings of the keys of weights in a directory, and of the state of integrations."""
 _MOST_TEXT, _MOST_ITEMS = 60, 8
 _BEGINNING_BYTES = 512
 """The first bytes of a file show whether the file is compressed."""
@@ -46,17 +48,9 @@ def model_directory(found: Found) -> ShardedDirectory | None:
 
 
 def _deepspeed_folder(found: Found) -> str | None:
-    """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints.
-
-    Raises:
-        CheckpointNotFoundError: the files are gone.
-    """
-    if not found.files:
-        raise CheckpointNotFoundError(f"{found.uri!r}: its files are gone.")
-    paths = [file.path for file in found.files]
-    if found.manifest is not None or not holds_model_states([path.rpartition("/")[2] for path in paths]):
-        return None
-    return None if found.name in paths else deepspeed_save(found.place, found.name)
+    """Return the folder with one save of DeepSpeed's engine; ``None`` for other checkpoints."""
+    is_folder = found.manifest is None and found.name not in {file.path for file in found.files}
+    return deepspeed_save(found.place, found.name) if is_folder else None
 
 
 def _train_files(found: Found) -> list[str]:
@@ -111,13 +105,12 @@ def _shapes_in_file(path: str, found: Found) -> Any:
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def whole_contents(found: Found, *, weights_only: bool = False, integrations: bool = False) -> Any:
+def whole_contents(found: Found, *, weights_only: bool = False) -> Any:
     """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
 
     Args:
         found: the checkpoint.
-        weights_only: read only the model.
-        integrations: with ``weights_only``, read the state of integrations, too, if there is one.
+        weights_only: read only the model, and the state of integrations if there is one.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
@@ -129,8 +122,7 @@ def whole_contents(found: Found, *, weights_only: bool = False, integrations: bo
         contents = deepspeed_contents(found.place, save)
         return _weights_in(contents) if weights_only else contents
     if (directory := model_directory(found)) is not None:
-        weights = (*_WEIGHTS, "state.integrations.") if integrations else _WEIGHTS
-        return _read_directory(directory, weights if weights_only else ("",))
+        return _read_directory(directory, _WEIGHTS if weights_only else ("",))
     with fetched(found.place.path_of(found.name) or found.uri) as path:
         return _read_file(path, weights_only=weights_only)
 
@@ -149,7 +141,7 @@ def model_and_integrations(text: str) -> Any:
         with fetched(text) as path:
             return _read_file(path, weights_only=True)
     with pointed(text) as target:
-        return whole_contents(target.the_one(whole=True), weights_only=True, integrations=True)
+        return whole_contents(target.the_one(whole=True), weights_only=True)
 
 
 def metadata_of(found: Found) -> StateDict:
@@ -158,9 +150,8 @@ def metadata_of(found: Found) -> StateDict:
         return {}
     directory = model_directory(found)
     contents: Any = contents_of(found) if directory is None else _read_directory(directory, ("state.metadata.",))
-    for key in ("state", "metadata"):
-        contents = cast("Mapping[Any, Any]", contents).get(key) if isinstance(contents, Mapping) else None
-    return cast("StateDict", contents) if isinstance(contents, dict) else {}
+    metadata = found_at(contents, "state.metadata")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def weights_of(contents: Any, source: str) -> StateDict:
@@ -205,17 +196,17 @@ def _read_file(path: Path, *, weights_only: bool) -> Any:
 
 def _weights_in(contents: Any) -> Any:
     """Return the model in ``contents``; with the state of integrations, if there is one, both in a dict of a run."""
-    state: Any = contents.get("state") if isinstance(contents, Mapping) else None
-    if isinstance(state, Mapping) and "integrations" in state:
-        return {"state": {"model": model_in(contents), "integrations": state["integrations"]}}
-    return model_in(contents)
+    integrations = found_at(contents, "state.integrations")
+    if integrations is NOTHING:
+        return model_in(contents)
+    return {"state": {"model": model_in(contents), "integrations": integrations}}
 
 
 # ── without a record ─────────────────────────────────────────────────────────────────────────────────────────────────
 def read_without_record(found: Found) -> str:
     """Read a checkpoint without a record, and compare the bytes with the checksums in the files.
 
-    Of a directory a single item is in memory at a time, of other forms the whole checkpoint.
+    Of a directory the values are in memory and no tensor, of other forms the whole checkpoint.
 
     Returns:
         A sentence for the user, with the system that saved the checkpoint.
@@ -225,8 +216,7 @@ def read_without_record(found: Found) -> str:
         CorruptCheckpointError: a checksum, a size or a name of a file is wrong.
         UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
-    from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
-    from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
+    from composerlite.checkpoint.load import sharded  # slow to import
 
     system = recognised(contents_of(found)) or "of no system that is recognised"
     sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
@@ -234,21 +224,15 @@ def read_without_record(found: Found) -> str:
     if directory is None:
         whole_contents(found)
         return sentence
-    items: dict[tuple[str, int], tuple[str, int]] = {(path, 0): (path, -1) for path in _train_files(found)}
-    with RemoteFileSystemReader(directory) as reader:
-        for index, stored in reader.read_metadata().storage_data.items():
-            path = directory.at(stored.relative_path)
-            if path.endswith(TORCH_SUFFIX) and index.fqn != stored.relative_path:  # many weights in one torch file
-                items[path, 0] = (path, -1)
-            elif not path.endswith(WEIGHTS_SUFFIX):  # safetensors have no checksums
-                items[path, stored.offset] = (index.fqn, stored.length)
-    for (path, offset), (key, length) in items.items():
-        try:
-            size = directory.place.size(path) if length < 0 else length
-            with directory.place.opened(path, None, threads=1) as source:
-                safe_contents(source.read(offset, size), key, directory.uri)
-        except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"checkpoint {directory.uri!r}: its file {path!r} is gone.") from e
+    with sharded.RemoteFileSystemReader(directory) as reader:
+        metadata = reader.read_metadata()
+        unread = sharded.unread(metadata, metadata.state_dict_metadata, device="meta")
+        sharded.load_leaves(reader, unread, group=Group())
+    # Of weights in torch files the reader has read the numbers alone, without the checksums.
+    names = {stored.relative_path for stored in metadata.storage_data.values()}
+    of_torch = [directory.at(name) for name in sorted(names) if name.endswith(TORCH_SUFFIX)]
+    for path in (*_train_files(found), *of_torch):
+        sharded.safe_contents(found.place.read(path), path, found.uri)
     return sentence
 
 
@@ -275,27 +259,22 @@ class Leaf(NamedTuple):
 
 def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the leaves of nested dicts and lists, each after its keys. Empty dicts and lists are leaves."""
-    items: list[tuple[Any, Any]] = []
-    if isinstance(contents, Mapping):
-        items = list(cast("Mapping[Any, Any]", contents).items())
-    elif isinstance(contents, list | tuple):
-        listed = cast("Sequence[Any]", contents)
-        if any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for value in listed):
-            items = list(enumerate(listed))
-    for key, value in items:
-        yield from leaves_in(value, (*path, str(key)))
-    if not items:
+    items = list(items_of(contents))
+    is_nested = any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for _, value in items)
+    if items and (is_nested or isinstance(contents, Mapping)):
+        for key, value in items:
+            yield from leaves_in(value, (*path, str(key)))
+    else:
         yield path, contents
 
 
 def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
     """Describe each leaf of nested dicts and lists, in order."""
     for path, value in leaves_in(contents):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | np.ndarray):
+            kind, shape = "tensor" if isinstance(value, Tensor) else "array", tuple(value.shape)
             dtype = str(value.dtype).removeprefix("torch.")
-            yield Leaf(path, "tensor", dtype, tuple(value.shape), value.numel() * value.element_size())
-        elif isinstance(value, np.ndarray):
-            yield Leaf(path, "array", str(value.dtype), value.shape, value.nbytes)
+            yield Leaf(path, kind, dtype, shape, math.prod(shape) * value.dtype.itemsize)
         elif value is ...:
             yield Leaf(path, "value", value="in a data file")
         elif isinstance(value, list | tuple) and (count := len(cast("Sequence[Any]", value))) > _MOST_ITEMS:

@@ -246,7 +246,6 @@ def place_at(text: str, *, may_be_new: bool = False) -> Place:
         ConfigError: the URI names no store, or ``text`` is a file.
         CheckpointNotFoundError: there is no such folder.
     """
-    _check_listable(text)
     if is_uri(text):
         return Bucket.of(open_store(text), parse_uri(text)[2])
     folder = Path(parse_uri(text)[2])
@@ -255,11 +254,6 @@ def place_at(text: str, *, may_be_new: bool = False) -> Place:
     if not may_be_new and not folder.is_dir():
         raise CheckpointNotFoundError(f"{text!r} does not exist: expected a folder of checkpoints, or its URI.")
     return Folder(folder)
-
-
-def _check_listable(text: str) -> None:
-    if parse_uri(text)[0] in ("http", "https"):
-        raise ConfigError(f"{text!r}: expected a folder, or a URI of an object store: addresses cannot be listed.")
 
 
 @contextlib.contextmanager
@@ -271,7 +265,6 @@ def pointed(text: str) -> Generator[Pointed]:
         ConfigError: the URI names no store.
         CorruptCheckpointError: links form a loop.
     """
-    _check_listable(text)
     with place_of(text, None) as (above, name):
         here = above.path_of(name)
         is_file = name != "" and above.exists(name)
