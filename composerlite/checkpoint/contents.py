@@ -345,7 +345,20 @@ class RestorePlan:
             IncompatibleCheckpointError: ``contents`` are no checkpoint, or do not fit.
             ConfigError: ``key_map`` names a missing key.
         """
-        metadata = contents["state"].get("metadata") if is_of_a_run(contents) else None
+        contents = self.in_our_form(contents)
+        self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
+        contents = without(contents, self.ignore_keys)
+        wanted: StateDict = {"state": contents.get("state", {}), "rng": contents.get("rng")}
+        if self.weights_only:
+            wanted = {"state": {key: value for key, value in wanted["state"].items() if key in WEIGHTS_ONLY}}
+        return wanted, {"state": self.state.places_for(wanted["state"], **self._how)}
+
+    def in_our_form(self, contents: Any) -> StateDict:
+        """Return ``contents``, from any program, in the form of our checkpoints, with the names of the state.
+
+        Values of tensors are not used. ``is_foreign`` is set if another program saved the checkpoint. Raises as
+        :meth:`matched`.
+        """
         # Readers of other formats are rarely needed.
         if self.key_map is not None or not is_of_a_run(contents):
             from composerlite.checkpoint.foreign.keys import Run
@@ -361,17 +374,13 @@ class RestorePlan:
                 self.strict,
                 self.source,
             )
-            contents = as_of_a_run(contents, run, key_map=self.key_map)
-        elif not isinstance(metadata, Mapping) or "composerlite_version" not in metadata:
+            return as_of_a_run(contents, run, key_map=self.key_map)
+        metadata = contents["state"].get("metadata")
+        if not isinstance(metadata, Mapping) or "composerlite_version" not in metadata:
             from composerlite.checkpoint.foreign.systems import in_current_form
 
-            contents = in_current_form(contents, source=self.source, weights_only=self.weights_only)
-        self.weights_only = self.weights_only or set(contents["state"]) <= WEIGHTS_ONLY
-        contents = without(contents, self.ignore_keys)
-        wanted: StateDict = {"state": contents.get("state", {}), "rng": contents.get("rng")}
-        if self.weights_only:
-            wanted = {"state": {key: value for key, value in wanted["state"].items() if key in WEIGHTS_ONLY}}
-        return wanted, {"state": self.state.places_for(wanted["state"], **self._how)}
+            return in_current_form(contents, source=self.source, weights_only=self.weights_only)
+        return contents
 
     @property
     def _how(self) -> dict[str, Any]:

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from composerlite import dist
-from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, check_kind, half_loaded
+from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, half_loaded
 from composerlite.checkpoint.foreign.deepspeed import by_rank, merged_weights, read_pieces
-from composerlite.checkpoint.foreign.keys import common_rename
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
 from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import codec_of
@@ -38,14 +37,13 @@ from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.reader import (
     RawFile,
     checkpoints_near,
-    deepspeed_contents,
     opened,
     read_states,
     readable,
     shared_file,
     validate,
 )
-from composerlite.checkpoint.load.resolve import deepspeed_save, engine_folder, fetched, place_of
+from composerlite.checkpoint.load.resolve import deepspeed_save, fetched, find_checkpoint, place_of
 from composerlite.checkpoint.place.catalog import Catalog, home_of
 from composerlite.checkpoint.record.naming import FIRST_RANK, format_name_with_dist, variables_in
 from composerlite.checkpoint.record.record import Manifest
@@ -437,24 +435,24 @@ class _Load:
     def read_weights(self) -> dict[str, Tensor]:
         """Read the state dict of the model. On rank 0."""
         first = format_name_with_dist(self.template, self.plan.state.run_name, **FIRST_RANK)
-        with engine_folder(first, self.object_store) as folder:
-            if folder is not None:
-                found: dict[str, Tensor] = deepspeed_contents(*folder, trust=self.trust)["module"]
-                rename = common_rename(found, self.plan.state.get_model_state_dict(), all_must=self.plan.strict)
-                return {rename.of(name): tensor for name, tensor in found.items()}
-        with fetched(first, self.object_store) as path:
-            is_of_deepspeed = False
-            if is_packed(path):
-                with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
-                    is_of_deepspeed = True
-            if not is_of_deepspeed:
-                with opened(path, trust=self.trust) as file:
-                    check_kind(file.contents, f"checkpoint {first!r}")
-                    file.contents = {"model": file.contents["state"].get("model", {})}
-                    file.read()
-                    return file.contents["model"]
-        with self.find().all_opened(self.object_store) as every, readable(Path(first)):
-            return weights_in(every)
+        found = find_checkpoint(self.stack, first, self.object_store, progress_bar=False, trust=self.trust)
+        if found.kind != "file" or found.path is None:
+            raise IncompatibleCheckpointError(
+                f"checkpoint {first!r} is no file of a run. 'composerlite checkpoint convert' makes a file of it, "
+                "which a run with deepspeed_config loads."
+            )
+        path, is_of_deepspeed = found.path, False
+        if is_packed(path):
+            with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
+                is_of_deepspeed = True
+        if is_of_deepspeed:
+            with self.find().all_opened(self.object_store) as every, readable(Path(first)):
+                return weights_in(every)
+        with opened(path, trust=self.trust) as file:
+            state = self.plan.in_our_form(file.contents)["state"]
+            file.contents = {"model": state.get("model", {})}
+            file.read()
+            return file.contents["model"]
 
     def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
         """Read a file in the ``archive`` of rank 0, on every rank."""

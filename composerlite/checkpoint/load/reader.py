@@ -277,10 +277,8 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
             return read_states(file, prune)
 
     pieces = read_pieces(place.names(folder), read, f"checkpoint {uri!r}")
-    try:
+    with readable(Path(uri)):
         contents = merged_contents(pieces)
-    except CorruptCheckpointError as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: {e}") from e
     log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, len(pieces))
     return contents
 

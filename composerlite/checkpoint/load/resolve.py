@@ -103,16 +103,19 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, 
 
     group = dist.get_group()
     with contextlib.ExitStack() as stack:
-        find = functools.partial(_find, stack, name, object_store, progress_bar=progress_bar, trust=trust)
+        find = functools.partial(find_checkpoint, stack, name, object_store, progress_bar=progress_bar, trust=trust)
         found = group.from_first("finding the checkpoint", find)
         is_download = found.kind == "file" and not _is_local(name, object_store)
         yield found._replace(path=None) if is_download and not group.is_first else found
 
 
-def _find(
+def find_checkpoint(
     stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
 ) -> Located:
-    """Find a checkpoint. What is downloaded or merged is deleted when ``stack`` is closed."""
+    """Find a checkpoint, on one rank. What is downloaded or merged is deleted when ``stack`` is closed.
+
+    Arguments and errors as :func:`located`.
+    """
     if _is_address(name, object_store):
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
@@ -176,20 +179,6 @@ def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Pla
         key = followed(bucket, (parse_uri(name)[2] if object_store is None else name).rstrip("/"))
         above, _, last = key.rpartition("/")
         yield bucket.inside(above), last
-
-
-@contextlib.contextmanager
-def engine_folder(name: str, object_store: ObjectStore | None) -> Generator[tuple[Place, str] | None]:
-    """Open the folder ``name`` of DeepSpeed's engine. Yield the place, and the folder with one save in that place.
-
-    ``None``: ``name`` is something else.
-    """
-    if _is_address(name, object_store):
-        yield None
-        return
-    with place_of(name, object_store) as (place, last):
-        save = None if not last or place.exists(last) else deepspeed_save(place, last)
-        yield None if save is None else (place, save)
 
 
 def deepspeed_save(place: Place, folder: str) -> str | None:
