@@ -22,11 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composerlite._torch_compat import EXTRA_STATE
-from composerlite.checkpoint.api.state_fit import check_fit, check_groups, is_group_members, match_scheduler_settings
+from composerlite.checkpoint.api.state_fit import check_fit, check_groups, is_group_members
 from composerlite.checkpoint.format.sharded_index import leaves, leaves_of, nested
 from composerlite.checkpoint.load import sharded
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.load.state_dicts import (
+    SETTINGS_OF_SCHEDULERS,
     flattened,
     model_state,
     optimizer_state,
@@ -395,7 +396,15 @@ def _checked_state(
     groups: list[StateDict] = state.get("optim", {}).get("param_groups", [])
     # The settings of the optimizer's groups were saved for every parameter.
     is_flat = "optim.param_groups.0.params" not in stored and any(k.startswith("optim.param_groups.") for k in stored)
-    match_scheduler_settings(groups, metadata, flattened=is_flat)
+    # A scheduler may be made before or after the load: a setting such as ``initial_lr`` on one side is no difference.
+    for number, group in enumerate(groups):
+        members = group["params"] if is_flat else [str(number)]
+        for setting in SETTINGS_OF_SCHEDULERS:
+            keys = [f"optim.param_groups.{name}.{setting}" for name in members]
+            if keys and all(key in stored for key in keys):
+                group.setdefault(setting, sharded.unread(metadata, keys[:1])[keys[0]])
+            else:
+                group.pop(setting, None)
     if groups and is_flat:
         state["optim"] = flattened(state["optim"])
     for name in state["model"]:

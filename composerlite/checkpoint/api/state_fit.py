@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.state_dicts import SETTINGS_OF_SCHEDULERS
 from composerlite.dist import is_dense
 from composerlite.errors import IncompatibleCheckpointError
-from composerlite.types import StateDict
-
-if TYPE_CHECKING:
-    from composerlite.checkpoint.load.sharded import Metadata
 
 _MOST_LISTED = 20
 
@@ -64,27 +59,6 @@ def check_fit(
 def _listed(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
     return ", ".join(keys[:_MOST_LISTED]) + more
-
-
-def match_scheduler_settings(groups: Sequence[StateDict], metadata: Metadata, *, flattened: bool) -> None:
-    """Give ``groups`` the same settings of schedulers as the checkpoint, such as ``initial_lr``.
-
-    A scheduler may be made before or after the load, so a setting only here or only in the checkpoint is no difference.
-
-    Args:
-        groups: of the optimizer, with the names of the checkpoint.
-        metadata: of the checkpoint.
-        flattened: the checkpoint has a flattened state.
-    """
-    stored = metadata.state_dict_metadata
-    for number, group in enumerate(groups):
-        names = group["params"] if flattened else [str(number)]
-        for setting in SETTINGS_OF_SCHEDULERS:
-            keys = [f"optim.param_groups.{name}.{setting}" for name in names]
-            if keys and all(key in stored for key in keys):
-                group.setdefault(setting, sharded.unread(metadata, keys[:1])[keys[0]])
-            else:
-                group.pop(setting, None)
 
 
 def is_group_members(key: str) -> bool:
