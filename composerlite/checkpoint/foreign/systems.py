@@ -28,14 +28,31 @@ _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedule
 
 # ── the parts of each system's checkpoints ───────────────────────────────────────────────────────────────────────────
 def _from_lightning(contents: StateDict, source: str) -> Taken:
-    """Take weights, the first optimizer and its scheduler, and the step of a ``.ckpt``."""
-    lists = {key: contents[key] for key in _OF_LIGHTNING[:2] if isinstance(contents.get(key), list) and contents[key]}
-    optimizer, scheduler = (lists[key][0] if key in lists else None for key in _OF_LIGHTNING[:2])
-    # Lightning counts an epoch after the save at its end: the epoch is computed from the steps.
-    progress = Counts(contents["global_step"], contents.get("epoch")) if "global_step" in contents else None
+    """Take weights, the first optimizer and its scheduler, epoch and step of a ``.ckpt``."""
     left = [key for key in contents if key not in _OF_LIGHTNING and contents[key]]
-    left += [f"{key}[1:]" for key, listed in lists.items() if len(listed) > 1]
-    return Taken(contents["state_dict"], optimizer, scheduler, progress, left=left)
+    firsts: dict[str, Any] = {}
+    for key in _OF_LIGHTNING[:2]:
+        listed: Any = contents.get(key)
+        if isinstance(listed, list) and listed:
+            firsts[key] = listed[0]
+            left += [f"{key}[1:]"] if len(cast("list[Any]", listed)) > 1 else []
+    optimizer, scheduler = map(firsts.get, _OF_LIGHTNING[:2])
+    return Taken(contents["state_dict"], optimizer, scheduler, _progress_of_lightning(contents), left=left)
+
+
+def _progress_of_lightning(contents: StateDict) -> Counts | None:
+    """Return completed epochs and steps. Lightning keeps the batch count of an epoch after the epoch's end."""
+    if "epoch" not in contents or "global_step" not in contents:
+        return None
+    progress = Counts(contents["global_step"], contents["epoch"])
+    try:
+        batches: Any = contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done, in_all = batches["current"]["processed"], batches["total"]["processed"]
+        if not done or batches["is_last_batch"]:
+            return progress._replace(epoch=progress.epoch + bool(done), batch_in_epoch=0)
+        return progress._replace(batch_in_epoch=done * progress.batch // in_all)  # several batches may make a step
+    except (KeyError, TypeError, ArithmeticError):
+        return progress
 
 
 def _from_transformers(contents: StateDict, source: str) -> Taken:
@@ -45,7 +62,9 @@ def _from_transformers(contents: StateDict, source: str) -> Taken:
         state = contents[_TRAINER_STATE]
         if not isinstance(state, Mapping) or "global_step" not in state:
             raise IncompatibleCheckpointError(f"{source}: its {_TRAINER_STATE} has no 'global_step'.")
-        counts = Counts(state["global_step"])
+        epoch: Any = cast("StateDict", state).get("epoch")
+        whole = int(epoch) if isinstance(epoch, int | float) and 0 <= epoch < 1 << 53 else None
+        counts = Counts(state["global_step"], whole)
     taken = _from_folder(contents, source, ("python", "numpy", "cpu", "cuda"))
     return taken._replace(progress=counts, left=[f"log_history in {_TRAINER_STATE}", *taken.left])
 
