@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from composerlite import dist
 from composerlite.checkpoint import RemoteFileSystemReader, load_model_and_optim_state, save_safetensors
 from composerlite.checkpoint.load import sharded
-from composerlite.checkpoint.load.resolve import located
+from composerlite.checkpoint.load.resolve import find_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.errors import RankError, SaveError
@@ -173,7 +174,8 @@ def read(place: str) -> dict[str, Any]:
         whole = whole_weights()[name]
         wanted = distribute_tensor(torch.zeros_like(whole), mesh, [how])
         counted.clear()
-        with located(place, None, progress_bar=False, trust=False) as found, counting(counted):
+        with contextlib.ExitStack() as stack, counting(counted):
+            found = find_checkpoint(stack, place, None, progress_bar=False, trust=False)
             with RemoteFileSystemReader(found.opened(None)[0]) as reader:
                 key = f"model.{name}"
                 sharded.load_leaves(reader, {key: wanted}, group=dist.get_group())

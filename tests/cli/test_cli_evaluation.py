@@ -336,8 +336,8 @@ def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, train
         (
             ["run_name=owl"],
             1,
-            "there is no checkpoint and no folder 'runs/owl'. The folder holds: fox/ep1-ba5-rank0.pt, fox/ep2-ba10-"
-            "rank0.pt.\nIt is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.",
+            "there is no checkpoint and no folder of checkpoints 'runs/owl'.\n"
+            "It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.",
         ),
         (
             ["run_name=owl", "save_folder=runs/fox"],

@@ -36,7 +36,6 @@ from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.reader import (
     RawFile,
-    checkpoints_near,
     opened,
     read_states,
     readable,
@@ -191,8 +190,7 @@ class Archives:
         with fetched(self.names[rank], object_store) as path:
             if not path.is_file():
                 raise CheckpointNotFoundError(
-                    f"checkpoint {self.names[0]!r} is not whole: {self.names[rank]!r}, the file of rank {rank}, is "
-                    f"missing.{checkpoints_near(path)}"
+                    f"checkpoint {self.names[0]!r}: {self.names[rank]!r}, the file of rank {rank}, is missing."
                 )
             validate(path)
             digest = None if self.manifest is None else self.manifest.files[rank].digest
@@ -229,8 +227,8 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
                 "deepspeed_config saves. Its weights load with load_weights_only=True; a run without deepspeed_config "
                 "continues from all of it; 'composerlite checkpoint convert' writes its weights to a file."
             )
-        if (path := place.path_of(last)) is not None and not path.is_file():
-            raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
+        if (path := place.path_of(last)) is not None:
+            check_exists(path)
         home, name = home_of(place, last)
         manifest = Catalog(home).manifest_of(name)
         paths = [] if manifest is None else [record.path for record in manifest.files]

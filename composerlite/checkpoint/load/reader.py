@@ -17,7 +17,7 @@ from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFi
 from composerlite.checkpoint.format.packing import is_packed, unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
-from composerlite.checkpoint.place.catalog import Catalog, record_in
+from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.place import Folder, OnBytes, Place
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.errors import (
@@ -53,7 +53,7 @@ class RawFile(NamedTuple):
 
 @contextlib.contextmanager
 def opened(
-    path: Path | None,
+    path: Path,
     *,
     map_location: MapLocation = "cpu",
     trust: bool = False,
@@ -67,7 +67,7 @@ def opened(
     ``CHECKPOINT_VALIDATION_FUNCTION`` is called first.
 
     Args:
-        path: the file; with ``together`` read on rank 0. ``None``: this rank does not have the file.
+        path: the file; with ``together`` read on rank 0, and the same path on every rank.
         map_location: device of the tensors, as in ``torch.load``; not used with several ranks.
         trust: load any type, **running any code in the file**.
         progress_bar: show a progress bar on a terminal.
@@ -76,18 +76,16 @@ def opened(
             directly in their destination. Empty: this process alone opens the file.
 
     Raises:
-        CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
+        CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: the bytes differ from the saved bytes.
         UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
         ConfigError: the function cannot be imported.
     """
     group = dist.get_group() if together else dist.Group()
-    naming = contextlib.nullcontext() if path is None else readable(Path(os.path.realpath(path)))
-    with naming, contextlib.ExitStack() as stack:
+    with readable(Path(os.path.realpath(path))), contextlib.ExitStack() as stack:
         raw: RawFile | None = None
         with group.all_or_none(f"opening {together}"):
             if group.is_first:
-                assert path is not None
                 raw = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
         if raw is not None and group.size == 1:
             file = TorchFile(
@@ -104,8 +102,7 @@ def opened(
 @contextlib.contextmanager
 def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
     """Open ``path`` without reading contents."""
-    if not path.is_file():
-        raise CheckpointNotFoundError(f"there is no checkpoint file {str(path)!r}.{checkpoints_near(path)}")
+    check_exists(path)
     path = path.resolve()
     validate(path)
     with progress_of(f"reading {path.name}", path.stat().st_size, progress_bar) as progress:
@@ -126,16 +123,12 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
             yield RawFile(inner, inner.size_bytes, digest is None, verified, progress)
 
 
-def checkpoints_near(path: Path) -> str:
-    """Return a hint for a missing ``path``: a space, and a sentence with the checkpoints in the folder."""
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
-        return f" The folder {str(folder)!r} does not exist either."
-    names = [manifest.name for manifest in Catalog(folder).manifests()]
-    if not names:
-        return f" The folder {str(folder)!r} holds no checkpoint."
-    kind = "is a folder that holds" if path.is_dir() else "does not exist; the folder holds"
-    return f" {str(path)!r} {kind}: {', '.join(names[-8:])}. Give one of these files."
+def check_exists(path: Path) -> None:
+    """Raise CheckpointNotFoundError if there is no file ``path``."""
+    if not path.is_file():
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint file {str(path)!r}. 'composerlite checkpoint ls' lists checkpoints in a folder."
+        )
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
@@ -155,8 +148,7 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
         CorruptCheckpointError: the file is damaged, or no torch file.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointNotFoundError(f"there is no checkpoint {str(path)!r}.")
+    check_exists(path)
     with readable(path), path.open("rb", buffering=0) as file:
         size_bytes = file.seek(0, os.SEEK_END)
         torch_file = TorchFile(

@@ -7,7 +7,6 @@ read in place.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 from collections.abc import Generator
@@ -30,7 +29,7 @@ from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptChe
 from composerlite.storage import (
     ObjectStore,
     RetryPolicy,
-    StagedFile,
+    atomic_write,
     is_uri,
     open_store,
     parse_uri,
@@ -52,7 +51,7 @@ class Located(NamedTuple):
         kind: ``'file'``: a file, read as a whole. Each rank reads its part of the other kinds: ``'sharded'``, a
             directory; ``'step'``, a directory with the model and the optimizer in a directory below; ``'weights'``, a
             file of safetensors.
-        path: path on this machine; ``None``: only rank 0 has the file, or the checkpoint is in a store.
+        path: path on this machine; ``None``: the checkpoint is in a store. Only rank 0 has a downloaded file.
         key: name in the store, for a checkpoint that is read in place.
     """
 
@@ -82,15 +81,17 @@ class Located(NamedTuple):
         return ShardedDirectory(found.place, "", found.name) if self.kind == "weights" else found, None
 
 
-@contextlib.contextmanager
-def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool) -> Generator[Located]:
-    """Find the checkpoint ``name`` on rank 0, and yield its place on every rank. Collective.
+def find_checkpoint(
+    stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
+) -> Located:
+    """Find the checkpoint ``name``, on one rank, and download a file.
 
-    Rank 0 downloads a file; the download is deleted at the end of the block. A directory or a file of safetensors in a
-    store is not downloaded: each rank reads its part. A folder of DeepSpeed is merged into one file.
+    A directory or a file of safetensors in a store is not downloaded: each rank reads its part. A folder of DeepSpeed
+    is merged into one file.
 
     Args:
-        name: a path, a URI, or a name in ``object_store``; the same on every rank.
+        stack: deletes downloaded and merged files when the stack is closed.
+        name: a path, a URI, or a name in ``object_store``.
         object_store: the store that ``name`` is a name in.
         progress_bar: show a progress bar on a terminal while a large file is downloaded.
         trust: for a folder of DeepSpeed: load any type, **running any code in the files**.
@@ -98,23 +99,6 @@ def located(name: str, object_store: ObjectStore | None, *, progress_bar: bool, 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint. A missing local file raises this error during the read.
         ConfigError, PermissionError, ObjectStoreError: see :func:`~composerlite.checkpoint.load.resolve.fetched`.
-    """
-    from composerlite import dist  # imports torch, not needed for a listing
-
-    group = dist.get_group()
-    with contextlib.ExitStack() as stack:
-        find = functools.partial(find_checkpoint, stack, name, object_store, progress_bar=progress_bar, trust=trust)
-        found = group.from_first("finding the checkpoint", find)
-        is_download = found.kind == "file" and not _is_local(name, object_store)
-        yield found._replace(path=None) if is_download and not group.is_first else found
-
-
-def find_checkpoint(
-    stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
-) -> Located:
-    """Find a checkpoint, on one rank. What is downloaded or merged is deleted when ``stack`` is closed.
-
-    Arguments and errors as :func:`located`.
     """
     if _is_address(name, object_store):
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
@@ -295,11 +279,7 @@ def get_file(
     with fetched(path, object_store, progress_bar=progress_bar, near=target.parent) as source:
         if not source.is_file():
             raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
-        if object_store is None and not is_uri(str(path)):
-            with staged_symlink(target, str(source.resolve())):
-                pass
-        else:
-            source.replace(target)
+        _put(source, target, is_local=_is_local(str(path), object_store))
 
 
 def download_checkpoint(
@@ -343,17 +323,21 @@ def download_checkpoint(
         target = folder / _PLAIN_NAME if extracted is None else extracted / _ARCHIVED_NAME
         target.parent.mkdir(exist_ok=True)
         if is_packed(source):
-            with unpacked(source) as inner, StagedFile(target) as staged:
+            with unpacked(source) as inner, atomic_write(target) as file:
                 for start in range(0, inner.size_bytes, 1 << 20):
-                    staged.file.write(inner.read(start, min(1 << 20, inner.size_bytes - start)))
-                staged.flush()
-                staged.publish()
-        elif object_store is None and not is_uri(str(path)):
-            with staged_symlink(target, str(source.resolve())):
-                pass
+                    file.write(inner.read(start, min(1 << 20, inner.size_bytes - start)))
         else:
-            source.replace(target)
+            _put(source, target, is_local=_is_local(str(path), object_store))
     return str(target), None if extracted is None else str(extracted), False
+
+
+def _put(source: Path, target: Path, *, is_local: bool) -> None:
+    """Make the file ``source`` available as ``target``: link to a file of this machine, or move a download."""
+    if is_local:
+        with staged_symlink(target, str(source.resolve())):
+            pass
+    else:
+        source.replace(target)
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from composerlite.checkpoint.contents import (
 )
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
 from composerlite.checkpoint.load.reader import opened
-from composerlite.checkpoint.load.resolve import located
+from composerlite.checkpoint.load.resolve import find_checkpoint
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.on_demand import uncollected
@@ -52,7 +54,7 @@ def read_checkpoint(
         ``{'state': …, 'rng': …}`` as saved, without the ignored keys.
 
     Raises:
-        CheckpointNotFoundError: there is no such file; the message lists the checkpoints in the folder.
+        CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: the bytes differ from the saved bytes.
         UntrustedCheckpointError: the file holds a type that is not known to be safe.
         IncompatibleCheckpointError: the file is a torch file, and no checkpoint.
@@ -154,23 +156,27 @@ def read_in_place(
     Raises:
         CheckpointError: as :func:`load_checkpoint`.
     """
+    group = dist.get_group()
     # The garbage collector would look through all objects of the process several times while objects are created.
-    with located(name, object_store, progress_bar=progress_bar, trust=trust) as place, uncollected():
+    with contextlib.ExitStack() as stack, uncollected():
+        find = functools.partial(find_checkpoint, stack, name, object_store, progress_bar=progress_bar, trust=trust)
+        place = group.from_first("finding the checkpoint", find)
         if place.kind != "file":
             from composerlite.checkpoint.load.sharded import load_directory
 
             folder, step = place.opened(object_store)
             return load_directory(folder, plan, step)
+        assert place.path is not None
         opening = opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name)
         with opening as file:
-            with dist.get_group().all_or_none("comparing the checkpoint with the run"):
+            with group.all_or_none("comparing the checkpoint with the run"):
                 wanted, live = plan.matched(file.contents)
             file.contents, addresses, sieves = placed(wanted, live, file.unread, file.ring)
             del wanted  # what nothing refers to is not read
             with half_loaded(bool(addresses or sieves)):
                 file.read(places=addresses, sieves=sieves)
             plan.contents = file.contents
-            plan.verified = {} if place.path is None else {place.path.name: file.verified}
+            plan.verified = {place.path.name: file.verified}
             return plan
 
 
@@ -202,7 +208,7 @@ def placed(
     names = {id(storage): name for name, storage in unread.items()}
     groups: dict[int, list[_Pair]] = {}  # by the ``id`` of the saved storage
     owners: dict[int, set[int]] = {}  # the saved storages of each storage of live tensors, by address
-    for saved, live_one in _pairs(contents, live):
+    for saved, live_one in tensor_pairs(contents, live):
         storage = id(saved.untyped_storage())
         groups.setdefault(storage, []).append((saved, live_one))
         if live_one is not None and _is_plain(live_one):
@@ -224,7 +230,7 @@ def placed(
             else:
                 sieves[name] = _OnDevice(target, copier)
             replaced |= {id(saved): filled for saved, filled in pairs if filled is not None}
-    return _with_tensors(contents, replaced), addresses, sieves
+    return with_tensors(contents, replaced), addresses, sieves
 
 
 def _distributed_targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor] | None:
@@ -292,7 +298,7 @@ class _Rows:
             local[begin - offsets[0] : end - offsets[0]].copy_(wanted)
 
 
-def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
+def tensor_pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     """Yield each plain tensor in nested contents, and the live tensor at the same path of keys, if there is one."""
     if isinstance(saved, Tensor):
         if _is_plain(saved):  # others have no storage of numbers
@@ -301,7 +307,7 @@ def _pairs(saved: Any, live: Any) -> Iterator[_Pair]:
     lives = dict(items_of(live))
     for key, value in items_of(saved):
         if isinstance(value, Tensor | dict | list | tuple | deque):
-            yield from _pairs(value, lives.get(key))
+            yield from tensor_pairs(value, lives.get(key))
 
 
 def _fits(pair: _Pair, first: _Pair) -> bool:
@@ -336,8 +342,8 @@ def _is_whole(saved: Tensor) -> bool:
     return type(saved) is Tensor and has_all_bytes and not (saved.is_conj() or saved.is_neg())
 
 
-def _with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
+def with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
     """Return nested contents with other tensors, by the ``id`` of the present tensor."""
     if isinstance(node, Tensor):
         return replaced.get(id(node), node)
-    return with_items(node, lambda _, value: _with_tensors(value, replaced))
+    return with_items(node, lambda _, value: with_tensors(value, replaced))

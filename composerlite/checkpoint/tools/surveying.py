@@ -207,14 +207,13 @@ class Pointed(NamedTuple):
             return survey(self.place)
         if (one := checkpoint_at(self.place, self.name)) is not None and one.name == self.name:
             return [one]
-        listed = survey(self.place)
-        if chosen := [one for one in listed if one.name == self.name]:
+        if chosen := [one for one in survey(self.place) if one.name == self.name]:
             return chosen
         files = files_of(self.place.files(), self.name)
         has_index = any(file.path.endswith(f"/{INDEX}") for file in files)  # the model of a step
         if files and not has_index:  # a checkpoint by its contents, not by its name
             return [Found(self.place, self.name, "", None, (UNLISTED,), files)]
-        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.{_names_of(listed)}")
+        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.")
 
     def the_one(self, *, whole: bool = False) -> Found:
         """Return the one checkpoint of this name.
@@ -275,16 +274,10 @@ def pointed(text: str) -> Generator[Pointed]:
         elif here is None or here.is_dir():
             place, found = above.inside(name), None
         else:
-            there = _names_of(survey(above)) if here.parent.is_dir() else ""
-            raise CheckpointNotFoundError(f"there is no checkpoint and no folder {text!r}.{there}")
+            raise CheckpointNotFoundError(f"there is no checkpoint and no folder of checkpoints {text!r}.")
         if here and not Path(parse_uri(text)[2]).is_absolute() and here.is_relative_to(Path.cwd()):
             place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
         yield Pointed(place, found, text)
-
-
-def _names_of(listed: list[Found]) -> str:
-    names = [one.name for one in listed]
-    return f" The folder holds: {', '.join(names[-8:])}." if names else " The folder holds no checkpoint."
 
 
 # ── records and files ────────────────────────────────────────────────────────────────────────────────────────────────
