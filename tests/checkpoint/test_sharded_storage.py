@@ -573,7 +573,7 @@ def test_a_uri_is_as_good_as_a_path(s3_server: S3Server, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3_server.access_key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3_server.secret_key)
     place = f"s3://{s3_server.new_bucket()}/run/step1"
-    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+    with pytest.raises(CheckpointNotFoundError, match="no sharded checkpoint"):
         get_checkpoint_metadata(place)
     state = _state(rows=6000)
     async_save_state_dict(place, {"model": state}).result(60)

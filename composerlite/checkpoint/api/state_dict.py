@@ -304,17 +304,12 @@ def load_state_dict(
         UntrustedCheckpointError: the checkpoint has types not known to be safe to load.
     """
     group = group_of(process_group)
-
-    def read(reader: RemoteFileSystemReader) -> StateDict:
-        wanted = _plain(state_dict)
+    wanted = _plain(state_dict)
+    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
+    with reader:
         what = "looking into a checkpoint"
         group.agree(what, lambda: check_fit(reader, leaves(wanted, as_dcp=True).values, strict=True, owned=()))
         sharded.load(reader, wanted, group=group)
-        return wanted
-
-    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
-    with reader:
-        wanted = sharded.read_whole(reader, group, read)
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(wanted[key])
@@ -357,21 +352,14 @@ def load_model_and_optim_state(
     """
     mapping = key_mapping or {}
     group = group_of(process_group)
-
-    def read(reader: RemoteFileSystemReader) -> tuple[StateDict, Metadata]:
-        state = group.agree(
-            "looking into a checkpoint",
-            lambda: _checked_state(reader, model, optim, mapping, strict),
-        )
+    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
+    with reader:
+        what = "looking into a checkpoint"
+        state = group.agree(what, lambda: _checked_state(reader, model, optim, mapping, strict))
         metadata = reader.read_metadata()
         # The optimizer keeps the lists of parameters here: a parameter may be new or gone.
         common = None if strict else {key for key in metadata.state_dict_metadata if not is_group_members(key)}
         sharded.load(reader, state, group=group, only=common)
-        return state, metadata
-
-    reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
-    with reader:
-        state, metadata = sharded.read_whole(reader, group, read)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
     set_model_state(model, state["model"], strict=strict)
     if optim is not None:
@@ -440,18 +428,14 @@ def load_keys(
     if is_initialized():
         raise RuntimeError("load_keys reads whole tensors in one process: call it where torch.distributed is not used.")
     wanted = list(keys)
-
-    def read(reader: RemoteFileSystemReader) -> list[Any]:
+    with RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
         metadata = reader.read_metadata()
         keys_of = {key: leaves_of(metadata, key) for key in wanted}
         if missing := [key for key, found in keys_of.items() if not found]:
             hint = did_you_mean(missing[0], metadata.state_dict_metadata).partition(" Known:")[0]
             raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{hint}")
         values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*keys_of.values())))
-        return [values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted]
-
-    with RemoteFileSystemReader(dir, pre_download=pre_download, work_dir=work_dir) as reader:
-        found = sharded.read_whole(reader, Group(), read)
+    found = [values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted]
     return (value for value in found)
 
 

@@ -9,11 +9,9 @@ through DCP.
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -25,23 +23,20 @@ from composerlite import dist
 from composerlite.checkpoint.contents import RestorePlan, half_loaded
 from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.reader import validate
+from composerlite.checkpoint.load.restore import tensor_pairs, with_tensors
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of, safe_contents
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.dist import Group, empty_shard_like, exchange, group_of, is_dense
-from composerlite.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, RankError
-from composerlite.types import StateDict, batches, items_of, with_items
+from composerlite.errors import CheckpointError, IncompatibleCheckpointError
+from composerlite.types import StateDict, batches
 
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 _PARCEL_BYTES = 1 << 20
 """Most bytes of tensors that are sent together. Larger tensors are sent alone."""
 _LEAST_PARCELS = 16
 """The parcels of each rank, if tensors are small."""
 Ranks = tuple[int, ...]
-_ATTEMPTS = 20
-_PAUSE_SECONDS = 0.02
 
 
 def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder | None = None) -> RestorePlan:
@@ -61,45 +56,41 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
     Raises:
         CheckpointError: as :func:`composerlite.checkpoint.load_checkpoint`, on every rank.
     """
-    with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
-        plan.contents = read_whole(reader, dist.get_group(), lambda reader: _read_state(reader, plan, step))
-        plan.verified = reader.verified
-        return plan
-
-
-def _read_state(reader: RemoteFileSystemReader, plan: RestorePlan, step: StepFolder | None) -> Any:
-    """Return the state to restore, with the train states of ``step``. Collective.
-
-    Tensors are read into live tensors where possible.
-    """
     group = dist.get_group()
-    beside: StateDict = {}
-    if step is not None:
-        place, paths = step.place, step.rank_files
-        files = group.from_first(
-            f"reading the train states of {step.uri}",
-            lambda: {path: place.read(path) for _, path in sorted(paths().items())},
-        )
-        beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
-    metadata = reader.read_metadata()
-    stored = metadata.state_dict_metadata
-    tensors = {key: one for key, one in unread(metadata, stored, device="meta").items() if one is not None}
-    # Rank 0 reads the values, for every rank.
-    keys = dict.fromkeys(key for key in stored if key not in tensors)
-    fetch_from_nodes(reader, keys if group.is_first else {}, plan.source)
-    what = f"reading the small parts of {plan.source}"
-    read = group.from_first(what, lambda: reader.read(requests_of(metadata, keys, reader.uri)))
-    values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
-    with group.all_or_none("comparing the checkpoint with the run"):
-        held = nested(metadata, "", list(stored), {**values, **tensors})
-        whole = as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held
-        wanted, live = plan.matched(whole)
-    targets: dict[str, Tensor] = {}
-    wanted = _with_targets(wanted, live, {id(tensor): key for key, tensor in tensors.items()}, targets, set())
-    fetch_from_nodes(reader, targets, plan.source)
-    with half_loaded(bool(targets)):
-        load_leaves(reader, targets, group=group)
-    return wanted
+    with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
+        # The index first: a save that replaces a step deletes the files of the old index before other files.
+        metadata = group.agree(f"reading the index of {plan.source}", reader.read_metadata)
+        beside: StateDict = {}
+        if step is not None:
+            place, paths = step.place, step.rank_files
+            files = group.from_first(
+                f"reading the train states of {step.uri}",
+                lambda: {path: place.read(path) for _, path in sorted(paths().items())},
+            )
+            beside["train"] = [safe_contents(data, name, step.uri) for name, data in files.items()]
+        stored = metadata.state_dict_metadata
+        tensors = {key: one for key, one in unread(metadata, stored, device="meta").items() if one is not None}
+        # Rank 0 reads the values, for every rank.
+        keys = dict.fromkeys(key for key in stored if key not in tensors)
+        fetch_from_nodes(reader, keys if group.is_first else {}, plan.source)
+        what = f"reading the small parts of {plan.source}"
+        read = group.from_first(what, lambda: reader.read(requests_of(metadata, keys, reader.uri)))
+        values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
+        with group.all_or_none("comparing the checkpoint with the run"):
+            held = nested(metadata, "", list(stored), {**values, **tensors})
+            whole = as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held
+            wanted, live = plan.matched(whole)
+        key_of, targets, taken = {id(tensor): key for key, tensor in tensors.items()}, dict[str, Tensor](), set[int]()
+        for tensor, live_one in tensor_pairs(wanted, live):
+            key = key_of.get(id(tensor))
+            if key is not None and key not in targets:  # a weight may have two names
+                targets[key] = _live_or_new(tensor, live_one, taken)
+        wanted = with_tensors(wanted, {id(tensors[key]): target for key, target in targets.items()})
+        fetch_from_nodes(reader, targets, plan.source)
+        with half_loaded(bool(targets)):
+            load_leaves(reader, targets, group=group)
+        plan.contents, plan.verified = wanted, reader.verified
+        return plan
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
@@ -121,25 +112,6 @@ def as_in_a_file(contents: StateDict) -> StateDict:
     return contents
 
 
-def _with_targets(wanted: Any, live: Any, key_of: dict[int, str], targets: dict[str, Tensor], taken: set[int]) -> Any:
-    """Return ``wanted`` with a tensor to fill for each unread tensor.
-
-    Args:
-        wanted: the contents to restore.
-        live: the live tensors, by the same path of keys.
-        key_of: the key of the index for the ``id`` of each unread tensor.
-        targets: gets the tensors to fill, by the key of the index.
-        taken: gets the addresses of live tensors to fill.
-    """
-    if isinstance(wanted, Tensor) and id(wanted) in key_of:
-        key = key_of[id(wanted)]
-        if key not in targets:  # a weight may have two names
-            targets[key] = _live_or_new(wanted, live if isinstance(live, Tensor) else None, taken)
-        return targets[key]
-    lives = dict(items_of(live))
-    return with_items(wanted, lambda key, value: _with_targets(value, lives.get(key), key_of, targets, taken))
-
-
 def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor:
     """Return the live tensor if shape and type are equal, or a new tensor to fill. ``taken`` gets the address.
 
@@ -159,31 +131,6 @@ def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def read_whole(reader: RemoteFileSystemReader, group: Group, read: Callable[[RemoteFileSystemReader], T]) -> T:
-    """Return the result of ``read``, from the same checkpoint on all ranks. Collective.
-
-    If another process replaces the checkpoint meanwhile, the ranks read again, up to 20 times.
-
-    Args:
-        reader: of the checkpoint.
-        group: the ranks of the load.
-        read: collective; reads the whole checkpoint with ``reader``. An error on a rank must be raised on all ranks.
-    """
-    for attempt in range(_ATTEMPTS):
-        try:
-            if group.all_reduce("version", reader.version, lambda versions: len(set(versions)) == 1):
-                return read(reader)
-        except (CheckpointError, RankError, FileNotFoundError) as e:
-            if isinstance(e, RankError) and not e.everywhere:
-                raise
-            if not group.all_reduce("looking for another checkpoint", reader.was_replaced, any):
-                raise
-        log.info("%s was replaced while it was read: reading it again", reader.uri)
-        reader.reset()
-        time.sleep(_PAUSE_SECONDS * attempt)
-    return read(reader)
-
-
 def load(
     reader: RemoteFileSystemReader, state: StateDict, *, group: Group | None = None, only: Container[str] | None = None
 ) -> None:
@@ -308,15 +255,26 @@ def plan_load(
 
     Raises:
         IncompatibleCheckpointError: on every rank, if the checkpoint does not fit the state of a rank.
+        CheckpointError: ranks have read different indexes.
     """
     made: list[Request] = []
     shared: dict[Ranks, list[Request]] = {}
 
-    def report() -> dict[bytes, int]:
+    def report() -> tuple[str, dict[bytes, int]]:
         made.extend(requests_of(reader.read_metadata(), state, reader.uri))
         if group.exchanges:
             shared.update(shared_requests(made, state))
-        return digests_of(shared, reader.place)
+        return reader.index_digest, digests_of(shared, reader.place)
+
+    def all_alike(reports: Sequence[tuple[str, Mapping[bytes, int]]]) -> bool:
+        """Return true if all ranks of each set have reported the same requests."""
+        if len({version for version, _ in reports}) > 1:
+            raise CheckpointError(
+                f"the ranks have read different indexes of the checkpoint {reader.uri!r}. If another process replaced "
+                "the checkpoint meanwhile, load it again."
+            )
+        senders = Counter(digest for _, report in reports for digest in report)
+        return all(senders[digest] == count for _, report in reports for digest, count in report.items())
 
     if not group.all_reduce("planning a load", report, all_alike):
         return made, []  # each rank reads all of its own requests
@@ -387,16 +345,6 @@ def digests_of(shared: Mapping[Ranks, Iterable[Request]], place: str) -> dict[by
     return digests
 
 
-def all_alike(reports: Sequence[Mapping[bytes, int]]) -> bool:
-    """Return true if all ranks of each set have reported the same requests.
-
-    Args:
-        reports: of each rank, as :func:`digests_of` returns.
-    """
-    senders = Counter(digest for report in reports for digest in report)
-    return all(senders[digest] == count for report in reports for digest, count in report.items())
-
-
 # ── files on the disks of other nodes ────────────────────────────────────────────────────────────────────────────────
 def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], source: str) -> None:
     """Fetch the data of ``wanted`` that the disk of this node does not have. Collective.
@@ -410,7 +358,6 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
         source: the checkpoint, for messages.
 
     Raises:
-        CheckpointNotFoundError: the folder of a rank has no record.
         IncompatibleCheckpointError: no rank has a file.
         UntrustedCheckpointError: the validation function refused a file.
     """
@@ -419,8 +366,7 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
         return
     lacks: dict[str, list[tuple[int, int]]] = {}
     with group.all_or_none(f"looking for the parts of {source}"):
-        if record is None:
-            raise CheckpointNotFoundError(f"{source} is there for rank 0, and has no record in {reader.uri!r}")
+        assert record is not None
         files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
         has = frozenset(name for name in files if reader.folder.has(name))
         metadata = reader.read_metadata()
@@ -435,7 +381,17 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
                 file.truncate(files[name].size_bytes)
     everyone = group.gather((has, lacks))
     with group.all_or_none(f"looking for the parts of {source}"):
-        moves = _moves(everyone, files, source)
+        moves: list[dist.Move] = []  # the same on every rank
+        for rank, (_, ranges_of) in enumerate(everyone):
+            for name, ranges in ranges_of.items():
+                holders = [other for other, (names, _) in enumerate(everyone) if name in names]
+                if not holders:
+                    raise IncompatibleCheckpointError(
+                        f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of "
+                        f"its run, and no rank of this one has it. {ON_ALL_NODES}"
+                    )
+                for begin, end in _merged(ranges, files[name]):
+                    moves.append(dist.Move(holders[len(moves) % len(holders)], rank, name, begin, end - begin))
         for name in {move.name for move in moves if move.source == group.rank}:
             validate(here / name)
     with group.all_or_none(f"bringing parts of {source} to the nodes that need them"):
@@ -445,28 +401,6 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
             lambda name, offset, size: read_part(here / name, offset, size),
             lambda name, offset, data: write_part(target / name, offset, data),
         )
-    if size := sum(move.size_bytes for move in moves if move.target == group.rank):
-        log.info("fetched %d bytes of %s from the disks of other nodes", size, source)
-
-
-def _moves(
-    everyone: Sequence[tuple[Container[str], Mapping[str, list[tuple[int, int]]]]],
-    files: Mapping[str, FileRecord],
-    source: str,
-) -> list[dist.Move]:
-    """List the moves, the same on every rank, from the files and the missing ranges of each rank."""
-    moves: list[dist.Move] = []
-    for target, (_, lacks) in enumerate(everyone):
-        for name, ranges in lacks.items():
-            holders = [rank for rank, (has, _) in enumerate(everyone) if name in has]
-            if not holders:
-                raise IncompatibleCheckpointError(
-                    f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of its "
-                    f"run, and no rank of this one has it. {ON_ALL_NODES}"
-                )
-            for begin, end in _merged(ranges, files[name]):
-                moves.append(dist.Move(holders[len(moves) % len(holders)], target, name, begin, end - begin))
-    return moves
 
 
 def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:

@@ -35,15 +35,15 @@ from composerlite.checkpoint.format.folder_index import index_of, is_folder_inde
 from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
 from composerlite.checkpoint.format.torch_reader import in_slots, item_contents, untrusted
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.place.directory import INDEX, ON_ALL_NODES, PathOrUri, ShardedDirectory
+from composerlite.checkpoint.place.directory import INDEX, MODEL, ON_ALL_NODES, PathOrUri, ShardedDirectory
 from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
 from composerlite.dist import local_shard
-from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
+from composerlite.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, naming
 from composerlite.storage import ObjectStore, ParallelReader, WorkerPool, make_folder, number_of, parse_uri
-from composerlite.types import Piece, batches
+from composerlite.types import Closing, Piece, batches
 
 log = logging.getLogger(__name__)
 _FETCH_SECONDS = 7200
@@ -126,7 +126,7 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class RemoteFileSystemReader(StorageReader):
+class RemoteFileSystemReader(StorageReader, Closing):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
     A checkpoint with a record is verified during the read. A checkpoint without a record is read unverified, with a
@@ -147,6 +147,7 @@ class RemoteFileSystemReader(StorageReader):
         ring: memory for data on the way to devices.
         folder: directory of the checkpoint.
         manifest: the record, once the index is read; ``None``: there is no record.
+        index_digest: digest of the index; empty before the index is read.
         brought: a folder with parts of files, fetched from the disks of other nodes.
     """
 
@@ -187,7 +188,7 @@ class RemoteFileSystemReader(StorageReader):
     def place(self) -> str:
         """Text that is equal on ranks with the same files, and differs between nodes with a directory each."""
         node = None if self.manifest is None else self.manifest.node
-        return f"{self._index_digest} on {node}: {self.folder.identity()}"
+        return f"{self.index_digest} on {node}: {self.folder.identity()}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the index. The next read gets the index again, from ``checkpoint_id`` if given, a path or a URI."""
@@ -198,7 +199,7 @@ class RemoteFileSystemReader(StorageReader):
         self._metadata: Metadata | None = None
         self.manifest: Manifest | None = None
         self._records: Mapping[str, FileRecord] = {}
-        self._index_digest = ""
+        self.index_digest = ""
         self._is_raw = False
         self.verified: dict[str, set[int]] = {}
 
@@ -223,25 +224,15 @@ class RemoteFileSystemReader(StorageReader):
             try:
                 data, self.manifest = self.folder.described()
             except FileNotFoundError as e:
-                raise self.folder.missing() from e
+                raise CheckpointNotFoundError(
+                    f"there is no sharded checkpoint {self.uri!r}: it has no {INDEX!r}. The model and the optimizer of "
+                    f"a step are in its directory {MODEL!r}."
+                ) from e
             self._records = {file.path: file for file in (() if self.manifest is None else self.manifest.files)}
-            self._index_digest = xxhash.xxh3_128_hexdigest(data)
+            self.index_digest = xxhash.xxh3_128_hexdigest(data)
             self._metadata = index_of(data, self.uri)
             self._is_raw = is_folder_index(data)
         return self._metadata
-
-    def version(self) -> str:
-        """Return a digest of the index. Raises as :meth:`read_metadata`."""
-        self.read_metadata()
-        return self._index_digest
-
-    def was_replaced(self) -> bool:
-        """Return true if the checkpoint was replaced, or deleted, since the index was read."""
-        try:
-            index, _ = self.folder.described()
-        except (FileNotFoundError, CorruptCheckpointError):
-            return bool(self._index_digest)
-        return xxhash.xxh3_128_hexdigest(index) != self._index_digest  # the names of files have the id of the save
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: this reader has its own index.
@@ -277,15 +268,11 @@ class RemoteFileSystemReader(StorageReader):
                 requests.append(Request(item.storage_index))
                 continue
             target, entry = planner.resolve_tensor(item).detach(), stored[item.storage_index.fqn]
-            if tuple(target.shape) != tuple(item.lengths) or not isinstance(entry, TensorStorageMetadata):
-                raise IncompatibleCheckpointError(
-                    f"{item.dest_index.fqn!r}: {tuple(item.lengths)} is to go to {tuple(target.shape)}"
-                )
+            assert isinstance(entry, TensorStorageMetadata)
+            assert tuple(target.shape) == tuple(item.lengths)
             at = tuple(item.storage_index.offset or ())
-            pieces = [piece for piece in chunks_at(entry, (at, (1,) * len(at))) if tuple(piece.offsets) == at]
-            if not pieces:
-                raise CorruptCheckpointError(f"{item.storage_index.fqn!r} has no part at {item.storage_index.offset}")
-            sizes, offsets = tuple(pieces[0].sizes), tuple(item.storage_offsets)
+            piece = next(one for one in chunks_at(entry, (at, (1,) * len(at))) if tuple(one.offsets) == at)
+            sizes, offsets = tuple(piece.sizes), tuple(item.storage_offsets)
             requests.append(Request(item.storage_index, target, sizes, entry.properties.dtype, offsets))
         values = self.read(requests)
         for item, request in zip(plan.items, requests, strict=True):
@@ -317,8 +304,8 @@ class RemoteFileSystemReader(StorageReader):
                 raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {name!r} has no data.")
             if place.transform_descriptors:
                 raise IncompatibleCheckpointError(
-                    f"checkpoint {self.uri!r}: {name!r} is stored with {list(place.transform_descriptors)}: only data "
-                    "that are stored as they are can be read. Read it with torch.distributed.checkpoint."
+                    f"checkpoint {self.uri!r}: {name!r} is stored with {list(place.transform_descriptors)}: read the "
+                    "checkpoint with torch.distributed.checkpoint."
                 )
             files.setdefault(place.relative_path, []).append(_Item(place.offset, place.length, request))
         values: dict[str, bytes] = {}
@@ -340,12 +327,6 @@ class RemoteFileSystemReader(StorageReader):
         self.folder.close()
         self._resources.close()
 
-    def __enter__(self) -> RemoteFileSystemReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
         """Fulfil the requests to a file; return the bytes of the values in the file by key."""
         record = self._records.get(self.folder.at(name))
@@ -359,7 +340,10 @@ class RemoteFileSystemReader(StorageReader):
                         self.verified.setdefault(name, set()).update(source.verified)
             return values
         except FileNotFoundError as e:
-            raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its file {name!r} is gone.") from e
+            raise CorruptCheckpointError(
+                f"checkpoint {self.uri!r}: its file {name!r} is gone. If another process replaced the checkpoint "
+                "meanwhile, load it again."
+            ) from e
         except RefusedError as e:
             raise untrusted(f"checkpoint {self.uri!r}: {name!r}", e) from e
         except CorruptCheckpointError as e:
@@ -405,8 +389,16 @@ class RemoteFileSystemReader(StorageReader):
                         address += size
             if pieces:
                 source.read_into(pieces, self._count)
-            for request, data in whole:
-                values.update(_use_whole(request, data.numpy().tobytes()))
+            for (piece, tensor, sizes, _, offsets), data in whole:
+                if tensor is None:
+                    values[piece.fqn] = data.numpy().tobytes()
+                    continue
+                part: Any = item_contents(data.numpy().tobytes())
+                if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
+                    raise CorruptCheckpointError(f"{piece.fqn!r} is not the tensor that the index says")
+                for dim, (begin, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
+                    part = part.narrow(dim, begin, length)
+                tensor.copy_(part)
             for target in targets:
                 if target.memory is not target.tensor:
                     target.tensor.copy_(target.memory.as_strided(target.tensor.shape, target.strides))
@@ -450,7 +442,7 @@ class RemoteFileSystemReader(StorageReader):
             )
         if here is not None or self._copies is None:
             return self.folder.place.opened(path, digest, threads=threads)
-        key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self._index_digest}".encode())
+        key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self.index_digest}".encode())
         folder = self._copies / f"sharded-{key}"  # has files of this checkpoint, and of no other save or place
         copy = folder / name
         make_folder(copy.parent)
@@ -562,17 +554,3 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-def _use_whole(request: Request, data: bytes) -> dict[str, bytes]:
-    """Copy the part of a tensor to the target, or return the key and the bytes of a value."""
-    key, target = request.piece.fqn, request.target
-    if target is None:
-        return {key: data}
-    part: Any = item_contents(data)
-    if not isinstance(part, Tensor) or tuple(part.shape) != request.sizes:
-        raise CorruptCheckpointError(f"{key!r} is not the tensor that the index says")
-    for dim, (start, length) in enumerate(zip(request.offsets, target.shape, strict=True)):
-        part = part.narrow(dim, start, length)
-    target.copy_(part)
-    return {}

@@ -37,7 +37,6 @@ from composerlite.checkpoint.record.record import FileRecord, Manifest, new_id, 
 from composerlite.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     ObjectStoreError,
@@ -227,17 +226,6 @@ class ShardedDirectory(Directory):
         indexes = INDEXES if self._only is None else ()
         found = (record_in(self.place, self.at(index), chunks=True) for index in indexes)
         return next((record for record in found if record is not None), None)
-
-    def missing(self) -> CheckpointNotFoundError:
-        """Return the error for a directory without an index."""
-        names = self.place.names(self.name)
-        if not names:
-            return CheckpointNotFoundError(f"there is no checkpoint {self.uri!r}: there is no such directory.")
-        hint = f" Did you mean '{self.uri.rstrip('/')}/{MODEL}'?" if MODEL in names else ""
-        return CheckpointNotFoundError(
-            f"{self.uri!r} is no sharded checkpoint, or one whose save did not end: it has no {INDEX!r} and holds "
-            f"{', '.join(sorted(names)[:8])}.{hint}"
-        )
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     def check_free(self, *, overwrite: bool) -> None:
