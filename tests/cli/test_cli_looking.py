@@ -478,11 +478,11 @@ class Attack:
 
 
 def test_inspect_wants_one_checkpoint(demo: Path) -> None:
-    """A folder of several is a wrong command; a name that is not there is told with those that are."""
+    """A folder of several is a wrong command; a name that is not there is told."""
     assert composerlite("checkpoint", "inspect", "demo", cwd=demo.parent).returncode == 2
     done = composerlite("checkpoint", "inspect", "demo/ep9.pt", cwd=demo.parent)
     assert done.returncode == 1
-    assert THREE in done.stderr
+    assert "there is no checkpoint and no folder of checkpoints 'demo/ep9.pt'" in done.stderr
 
 
 # ── weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
