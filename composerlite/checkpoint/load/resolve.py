@@ -103,33 +103,33 @@ def find_checkpoint(
     if _is_address(name, object_store):
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
-    place, last = stack.enter_context(place_of(name, object_store))
-    # Each rank follows links on its own disk.
-    path = _resolved(name) if _is_local(name, object_store) else None
-    if not last:
-        raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
-    key = place.name_of(last) if path is None else ""
-    if place.exists(last):
-        if path is None and not last.endswith(WEIGHTS_SUFFIX):
-            name, path = without_secrets(name), _download(place, last, _temporary_folder(stack), progress_bar)
-        return Located(name, "weights" if path is None or is_read_in_place(path) else "file", path, key)
-    if place.exists(f"{last}/{MODEL}/{INDEX}"):
-        return Located(name, "step", path, key)
-    if place.exists(f"{last}/{INDEX}") or holds_weights(place.names(last)):
-        return Located(name, "sharded", path, key)
-    if (save := deepspeed_save(place, last)) is not None:
-        import torch  # not needed for a listing
+    with place_of(name, object_store) as (place, last):
+        # Each rank follows links on its own disk.
+        path = _resolved(name) if _is_local(name, object_store) else None
+        if not last:
+            raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
+        key = place.name_of(last) if path is None else ""
+        if place.exists(last):
+            if path is None and not last.endswith(WEIGHTS_SUFFIX):
+                name, path = without_secrets(name), _download(place, last, _temporary_folder(stack), progress_bar)
+            return Located(name, "weights" if path is None or is_read_in_place(path) else "file", path, key)
+        if place.exists(f"{last}/{MODEL}/{INDEX}"):
+            return Located(name, "step", path, key)
+        if place.exists(f"{last}/{INDEX}") or holds_weights(place.names(last)):
+            return Located(name, "sharded", path, key)
+        if (save := deepspeed_save(place, last)) is not None:
+            import torch  # not needed for a listing
 
-        from composerlite.checkpoint.load.reader import deepspeed_contents
+            from composerlite.checkpoint.load.reader import deepspeed_contents
 
-        path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
-        torch.save(deepspeed_contents(place, save, trust=trust), path)
-        return Located(name, "file", path)
-    if path is not None:
-        return Located(name, "file", path)  # reading raises the error
-    raise CheckpointNotFoundError(
-        f"there is no checkpoint {place.uri(last)}: it is no object, and no directory of a checkpoint."
-    )
+            path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
+            torch.save(deepspeed_contents(place, save, trust=trust), path)
+            return Located(name, "file", path)
+        if path is not None:
+            return Located(name, "file", path)  # reading raises the error
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint {place.uri(last)}: it is no object, and no directory of a checkpoint."
+        )
 
 
 def _temporary_folder(stack: contextlib.ExitStack) -> Path:
