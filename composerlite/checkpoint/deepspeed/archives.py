@@ -36,6 +36,7 @@ from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.reader import (
     RawFile,
+    check_exists,
     opened,
     read_states,
     readable,
