@@ -46,23 +46,25 @@ Cut = tuple[int, int, int]
 """A part along one dimension of a tensor: start, length, and what the dimension adds to the lowest rank of the part."""
 
 
-@functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
-def _cuts(length: int, splits: tuple[tuple[int, int], ...]) -> list[Cut]:
-    """Return all parts along a dimension of a tensor, in order. Parts may be empty.
+Splits = tuple[tuple[int, int], ...]
+"""Size and stride, the difference between neighboring ranks, of each dimension of a mesh that splits a dimension."""
 
-    Args:
-        length: of the dimension.
-        splits: size and stride of the dimensions of the mesh that split the dimension.
-    """
-    cuts = [(0, length, 0)]
+
+def _cut(length: int, splits: Splits, rank: int) -> Cut:
+    """Return the part of ``rank`` along a dimension of a tensor. The part may be empty."""
+    start = lowest = 0
     for count, stride in splits:
-        cuts = [
-            (start + min(left, piece * at), max(0, min(piece, left - piece * at)), rank + at * stride)
-            for start, left, rank in cuts
-            for piece in [-(-left // count)]
-            for at in range(count)
-        ]
-    return cuts
+        at, piece = rank // stride % count, -(-length // count)
+        start, length = start + min(length, piece * at), max(0, min(piece, length - piece * at))
+        lowest += at * stride
+    return start, length, lowest
+
+
+@functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
+def _cuts(length: int, splits: Splits) -> list[Cut]:
+    """Return all parts along a dimension of a tensor, in order."""
+    ranks = itertools.product(*(range(0, count * stride, stride) for count, stride in splits))
+    return [_cut(length, splits, sum(rank)) for rank in ranks]
 
 
 def _joined(cell: Sequence[Cut]) -> tuple[Box, int]:
@@ -99,14 +101,18 @@ class SplitTensor(NamedTuple):
         """Size of each dimension of the mesh, and the difference between neighboring ranks along the dimension."""
         return [(size, math.prod(self.mesh[dim + 1 :])) for dim, size in enumerate(self.mesh)]
 
+    def splits(self) -> list[tuple[int, Splits]]:
+        """Return the length and the splits of each dimension."""
+        steps = self.steps
+        return [(n, tuple(steps[dim] for dim in of)) for n, of in zip(self.shape, self.dims, strict=True)]
+
     def cuts(self) -> list[list[Cut]]:
         """Return all parts along each dimension."""
-        steps = self.steps
-        return [_cuts(n, tuple(steps[dim] for dim in of)) for n, of in zip(self.shape, self.dims, strict=True)]
+        return [_cuts(length, splits) for length, splits in self.splits()]
 
     def box(self, rank: int) -> tuple[Box, int]:
         """Return the part of ``rank``, and the lowest rank with this part."""
-        return _box(self._replace(path=()), rank)
+        return _joined([_cut(length, splits, rank) for length, splits in self.splits()])
 
     def boxes(self, wanted: Box | None = None) -> Iterator[tuple[Box, int]]:
         """Yield all parts, or the parts with elements in ``wanted``, each with the lowest rank of the part."""
@@ -116,19 +122,6 @@ class SplitTensor(NamedTuple):
             end = bisect.bisect_left(found[dim], first + size, key=lambda cut: cut[0])
             found[dim] = found[dim][max(0, begin) : end]
         yield from map(_joined, itertools.product(*([cut for cut in cuts if cut[1]] for cuts in found)))
-
-
-@functools.lru_cache(4096)
-def _box(tensor: SplitTensor, rank: int) -> tuple[Box, int]:
-    """Return :meth:`SplitTensor.box`. Thousands of tensors without paths are few different tensors."""
-    cell: list[Cut] = []
-    coordinate = [rank // stride % size for size, stride in tensor.steps]
-    for cuts, of in zip(tensor.cuts(), tensor.dims, strict=True):
-        number = 0
-        for dim in of:
-            number = number * tensor.mesh[dim] + coordinate[dim]
-        cell.append(cuts[number])
-    return _joined(cell)
 
 
 def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
@@ -263,16 +256,13 @@ class ShardLayout:
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
-        listed, name, at = self._item_bytes, file_name(rank, 0, suffix), 0
+        listed = {(sizes, dtype): size for sizes, dtype, size in self.items}
+        name, at = file_name(rank, 0, suffix), 0
         for part in self.pieces(rank):
             size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
             found[part.metadata_index] = StorageInfo(name, at, size)
             at += size
         return found
-
-    @functools.cached_property
-    def _item_bytes(self) -> dict[Any, int]:
-        return {(sizes, dtype): size for sizes, dtype, size in self.items}
 
     def pack(self, listed: dcp.Metadata, suffix: str) -> bytes:
         """Return the index as bytes: this rule, and the index ``listed`` of all other pieces."""

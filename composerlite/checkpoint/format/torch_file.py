@@ -34,7 +34,7 @@ from composerlite._torch_compat import (
     untyped_storage,
 )
 from composerlite.checkpoint.format.packing import Sink
-from composerlite.checkpoint.format.zip_file import ZipRecord, archive_bytes, data_records, laid_out, trailer
+from composerlite.checkpoint.format.zip_file import ZipRecord, layout, trailer
 from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, check_shape, is_loadable
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
@@ -84,21 +84,19 @@ class TorchImage:
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
         # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
         # left out: with them, readers compute the places of torch's own writer.
-        data = data_records(tuple(storage.nbytes() for storage in pickled.storages))
-        rest = laid_out(((name, len(value)) for name, value in self._rest), data[-1].end if data else 0)
-        self._records = [*data, *rest]
+        sizes = tuple(storage.nbytes() for storage in pickled.storages)
+        self._records, self.size_bytes = layout(sizes, [(name, len(value)) for name, value in self._rest])
         self.storages = [StorageCopy(s, r.offset) for s, r in zip(pickled.storages, self._records, strict=False)]
         # By storage: name, type of numbers, and place of each watched tensor.
         self._watched: dict[int, list[tuple[str, torch.dtype, tuple[Any, ...]]]] = {}
         for name, tensor in watched:
-            number = pickled.index.get(storage_id(tensor.untyped_storage()))
-            if number is not None and tensor.dtype in _EXPONENTS:
+            found = pickled.index.get(storage_id(tensor.untyped_storage()))
+            if found is not None and tensor.dtype in _EXPONENTS:
                 place = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-                self._watched.setdefault(number, []).append((name, tensor.dtype, place))
+                self._watched.setdefault(int(found[1]), []).append((name, tensor.dtype, place))
         self.not_finite: str | None = None
         self.ring = shared_ring
         self.comment_bytes = 0
-        self.size_bytes = archive_bytes(self._records)
 
     def write(self, sink: Sink | FileInMemory, memory: HostMemory | None = None, start: int = 0) -> None:
         """Write the file to ``sink``, with the bytes of the tensors, or of a copy of the file in ``memory``.
@@ -108,16 +106,14 @@ class TorchImage:
             memory: has each storage of :attr:`storages` at its offset in the file, plus ``start``.
             start: offset of the copy in ``memory``.
         """
-        base: int | None = None
         if memory is not None:
-            base = memory.address + start
             self.storages = []  # frees tensors that training has replaced
         written: list[ZipRecord] = []
         count = len(self._records) - len(self._rest)
         for number, record in enumerate(self._records):
             sink.write(record.header)
             if number < count:
-                crc = self._copy(number, record, sink, base)
+                crc = self._copy(number, record, sink, memory, start)
             else:
                 data = self._rest[number - count][1]
                 sink.write(data)
@@ -126,29 +122,29 @@ class TorchImage:
             sink.write(written[-1].descriptor)
         sink.write(trailer(written, self.comment_bytes))
 
-    def _copy(self, number: int, record: ZipRecord, sink: Sink | FileInMemory, base: int | None) -> int:
+    def _copy(
+        self, number: int, record: ZipRecord, sink: Sink | FileInMemory, memory: HostMemory | None, first: int
+    ) -> int:
         """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
 
         The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
         piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
         """
-        storage, copier = None, None
-        if base is not None:  # address of the copy
-            address = base + record.offset
-        else:
+        if not record.size:
+            return 0
+        if memory is None:
             storage = self.storages[number].storage
-            copier, address = self.ring.copier_of(storage), storage.data_ptr()
-        if storage is not None and copier is not None:
+        else:
+            copy = memory.view(first + record.offset, record.size)
+            storage = torch.frombuffer(copy, dtype=torch.uint8).untyped_storage()
+        if (copier := self.ring.copier_of(storage)) is not None:
             pieces = self.ring.read(copier, storage)
         else:
-            starts = range(0, record.size, sink.piece_bytes)
+            address, starts = storage.data_ptr(), range(0, record.size, sink.piece_bytes)
             pieces = ((address + start, min(sink.piece_bytes, record.size - start)) for start in starts)
         watched, crc = self._watched.get(number), 0
         for start, size in pieces:
             if watched and self.not_finite is None and not _are_finite(start, size, watched[0][1]):
-                if storage is None:
-                    memory = (ctypes.c_char * record.size).from_address(address)
-                    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
                 found = (name for name, dtype, place in watched if not _is_finite(storage, dtype, place))
                 self.not_finite = next(found, None)
                 watched = None  # the value may be beside the tensors: check the tensors once
@@ -236,7 +232,7 @@ class Pickled(pickle.Pickler):
     Attributes:
         data: the pickle.
         storages: the storages in the contents, in order, each once.
-        index: position of each storage in ``storages``, by :func:`storage_id`.
+        index: by :func:`storage_id`, the type of the numbers in each storage, and the position in ``storages`` as text.
 
     Raises:
         SaveError: ``must_load``, and the contents need ``trust_checkpoint``.
@@ -248,9 +244,8 @@ class Pickled(pickle.Pickler):
         super().__init__(buffer, _PROTOCOL)
         self._must_load = must_load
         self._has_objects = False  # besides tensors, plain values and containers; set only if ``must_load``
-        self._seen: dict[int, tuple[torch.dtype, str]] = {}
         self.storages: list[torch.UntypedStorage] = []
-        self.index: dict[int, int] = {}
+        self.index: dict[int, tuple[torch.dtype, str]] = {}
         self.dump(contents)
         self.data = buffer.getvalue()
         if not must_load:
@@ -322,11 +317,10 @@ class Pickled(pickle.Pickler):
 
     def _refer(self, storage: torch.UntypedStorage, storage_type: Any, dtype: torch.dtype) -> _Reference:
         identity = storage_id(storage)
-        seen = self._seen.get(identity)
+        seen = self.index.get(identity)
         if seen is None:
-            number = self.index[identity] = len(self.storages)
+            seen = self.index[identity] = (dtype, str(len(self.storages)))
             self.storages.append(storage)
-            seen = self._seen[identity] = (dtype, str(number))
         elif seen[0] is not dtype:
             raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
         return _Reference(("storage", storage_type, seen[1], "cpu", storage.nbytes() // dtype.itemsize))
@@ -337,10 +331,9 @@ def _warn_if_not_loadable(thing: Any) -> None:
     """Warn at the save, once per class, that a load will refuse the class."""
     if not is_loadable(thing) and not str(thing.__module__).startswith("deepspeed."):  # the reader has placeholders
         log.warning(
-            "the checkpoint holds %s.%s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
+            "the checkpoint holds %s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
             "trust_checkpoint=True",
-            thing.__module__,
-            thing.__qualname__,
+            _name(thing),
             thing.__qualname__,
         )
 
@@ -356,17 +349,11 @@ def check_savable(tensor: Tensor) -> None:
         SaveError: the tensor cannot be saved. The message names the kind and the fix.
     """
     kind = type(tensor)
-    if is_distributed_tensor(tensor) and is_dense(tensor):
-        raise SaveError(
-            f"a tensor of the shape {tuple(tensor.shape)} that is distributed over ranks is inside an object, a "
-            "tuple, a set or another container. Keep it in a dict with text as keys, or in a list, of the state, where "
-            "each rank writes its own part."
-        )
     if is_distributed_tensor(tensor):
-        local = type(local_part(tensor))
         raise SaveError(
-            f"a distributed tensor of the shape {tuple(tensor.shape)} whose parts are of the class {_name(local)} "
-            "cannot be saved: its parts are no plain numbers. Keep it on each rank by itself, or as plain tensors."
+            f"a distributed tensor of the shape {tuple(tensor.shape)} with parts of {_name(type(local_part(tensor)))} "
+            "cannot be saved here. Keep a tensor that is distributed over ranks in a dict with text as keys, or in a "
+            "list, of the state, where each rank writes its own part, and parts of another class as plain tensors."
         )
     if is_lazy(tensor):
         return
@@ -387,5 +374,5 @@ def check_savable(tensor: Tensor) -> None:
         raise SaveError(f"a tensor of the layout {tensor.layout} cannot be saved. Keep tensor.to_dense().")
 
 
-def _name(kind: type) -> str:
+def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -44,6 +44,7 @@ class ZipRecord(NamedTuple):  # made for each tensor of each save, so creation m
         size: size of the data, in bytes.
         header: bytes of the local header, before the data.
         start: offset of the header in the archive.
+        offset: offset of the data in the archive.
         crc: CRC-32 of the data, as the directory says; 0 before the data are written.
     """
 
@@ -51,12 +52,8 @@ class ZipRecord(NamedTuple):  # made for each tensor of each save, so creation m
     size: int
     header: bytes
     start: int
+    offset: int
     crc: int = 0
-
-    @property
-    def offset(self) -> int:
-        """Offset of the data."""
-        return self.start + len(self.header)
 
     @property
     def end(self) -> int:
@@ -83,27 +80,35 @@ def laid_out(sizes: Iterable[tuple[str, int]], start: int = 0) -> Iterator[ZipRe
         padding = -(start + before) % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
         extra = _LOCAL_64.pack(1, 16, size, size) + struct.pack("<2H", 0x4246, padding) + bytes(padding)
         fixed = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, _MAX_32, _MAX_32, len(encoded), len(extra))
-        record = ZipRecord(f"{ROOT}/{name}", size, fixed + encoded + extra, start)
+        header = fixed + encoded + extra
+        record = ZipRecord(f"{ROOT}/{name}", size, header, start, start + len(header))
         yield record
         start = record.end
 
 
 @functools.lru_cache(maxsize=1)
-def data_records(sizes: tuple[int, ...]) -> tuple[ZipRecord, ...]:
+def _data_records(sizes: tuple[int, ...]) -> tuple[ZipRecord, ...]:
     """Return the records of tensors' data, ``data/0`` and so on. The last records are cached for the next save."""
     return tuple(laid_out((f"data/{number}", size) for number, size in enumerate(sizes)))
 
 
-def archive_bytes(records: Sequence[ZipRecord]) -> int:
-    """Return the size in bytes of an archive of ours, without the comment."""
+def layout(data: tuple[int, ...], small: Iterable[tuple[str, int]]) -> tuple[list[ZipRecord], int]:
+    """Return the records of an archive of ours, and the size of the archive in bytes, without the comment.
+
+    Args:
+        data: size in bytes of the data of each tensor.
+        small: name and size in bytes of each record behind these data.
+    """
+    first = _data_records(data)
+    records = [*first, *laid_out(small, first[-1].end if first else 0)]
     entry_bytes = sum(_CENTRAL.size + len(record.name.encode()) + _CENTRAL_64.size for record in records)
-    return records[-1].end + entry_bytes + _END_BYTES
+    return records, records[-1].end + entry_bytes + _END_BYTES
 
 
 def trailer(records: Sequence[ZipRecord], comment_bytes: int = 0) -> bytes:
     """Return the bytes behind the records: the directory and the end, before a comment of ``comment_bytes``."""
     entries: list[bytes] = []
-    for name, size, _, start, crc in records:
+    for name, size, _, start, _, crc in records:
         encoded = name.encode()
         numbers = (len(encoded), _CENTRAL_64.size, 0, 0, 0, 0, _MAX_32)
         entries.append(_CENTRAL.pack(b"PK\x01\x02", 45, 45, _FLAGS, 0, 0, 0, crc, _MAX_32, _MAX_32, *numbers))
@@ -173,7 +178,7 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         failed = e.__context__  # zipfile says of a failed read that the file is no archive
         if isinstance(failed, OSError) and not isinstance(failed, io.UnsupportedOperation):
             raise failed from None
-        raise CorruptCheckpointError(f"it does not end as a zip archive does: {e}") from e
+        raise CorruptCheckpointError(f"it is no zip archive, the format of torch.save since torch 1.6: {e}") from e
     tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
     comment = tail[tail.rfind(b"PK\x05\x06") + _END.size :]
     claimed = int.from_bytes(tail[: len(tail) - len(comment)][-2:], "little")
@@ -203,7 +208,7 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         header_bytes = read(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
-        found[name] = ZipRecord(name, entry.file_size, header_bytes, header, entry.CRC)
+        found[name] = ZipRecord(name, entry.file_size, header_bytes, header, offset, entry.CRC)
     return found
 
 
@@ -218,11 +223,9 @@ def _own_entries(
     if not all(entry.orig_filename.startswith(f"{ROOT}/") for entry in ordered):
         return None
     sizes = ((entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size) for entry in ordered)
-    own: dict[str, ZipRecord] = {}
-    end = 0
-    for entry, record in zip(ordered, laid_out(sizes), strict=True):
-        if entry.header_offset != record.start or record.name in own:
-            return None
-        own[record.name], end = record._replace(crc=entry.CRC), record.end
-    directory = trailer(list(own.values()))[:-_END_BYTES] if own and end == start else b""
-    return own if directory and read(start, len(directory)) == directory else None
+    records = [record._replace(crc=entry.CRC) for entry, record in zip(ordered, laid_out(sizes), strict=True)]
+    own = {record.name: record for record in records}
+    if not records or len(own) < len(records) or records[-1].end != start:
+        return None
+    directory = trailer(records)[:-_END_BYTES]
+    return own if read(start, len(directory)) == directory else None
