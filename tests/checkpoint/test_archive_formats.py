@@ -28,7 +28,6 @@ from packing import ARCHIVES, MEMBER, SUFFIXES, TOOLS, children, fill, independe
 from packing import torch_bytes as make_torch_bytes
 from storage.local_store import LocalObjectStore
 
-from composerlite.checkpoint import read_checkpoint
 from composerlite.checkpoint.format.packing import format_of, is_packed, unpacked
 from composerlite.checkpoint.record.naming import check_template
 from composerlite.errors import (
@@ -36,7 +35,6 @@ from composerlite.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
-    IncompatibleCheckpointError,
 )
 from composerlite.storage import StagedFile
 from composerlite.utils import (
@@ -245,19 +243,6 @@ def test_every_documented_ending_is_taken(suffix: str) -> None:
     for name in (f"ep{{epoch}}{suffix}", f"EP{{epoch}}{suffix.upper()}"):
         assert check_template(name, argument="save_filename") == name
         assert format_of(name).suffix == suffix
-
-
-@pytest.mark.parametrize(("ending", "program"), [("lzo", "lzop"), ("lzma", "lzma")])
-def test_what_composer_compressed_with_other_programs_is_not_loaded(
-    tmp_path: Path, small: bytes, ending: str, program: str
-) -> None:
-    """The error says how to decompress it, and which codecs are read."""
-    packed = {"lzo": b"\x89LZO\0\r\n\x1a\n" + small, "lzma": lzma.compress(small, format=lzma.FORMAT_ALONE)}
-    path = tmp_path / f"ep1.pt.{ending}"
-    path.write_bytes(packed[ending])
-    with pytest.raises(IncompatibleCheckpointError, match=rf"ep1\.pt\.{ending}.*'{program} -d'") as e:
-        read_checkpoint(path)
-    assert [known.extension for known in KNOWN_COMPRESSORS if known.extension not in str(e.value)] == []
 
 
 WITHOUT_LIBRARIES = """

@@ -372,10 +372,10 @@ def test_tensors_go_where_they_are_sent(tmp_path: Path, where: Any) -> None:
         assert tensor.device.type == "meta" or torch.equal(loaded[name], tensor)
 
 
-def test_a_file_of_an_old_format_says_how_to_convert_it(tmp_path: Path) -> None:
+def test_a_file_of_an_old_format_is_refused(tmp_path: Path) -> None:
     """That of torch before 1.6, which cannot be read piece by piece."""
     torch.save({"state": {}}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CorruptCheckpointError, match=r"before 1\.6.*torch\.save\(torch\.load"):
+    with pytest.raises(CorruptCheckpointError, match=r"format of torch\.save since torch 1\.6"):
         read_checkpoint(tmp_path / "old.pt")
 
 

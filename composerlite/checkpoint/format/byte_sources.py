@@ -7,6 +7,7 @@ from typing import IO, NamedTuple, Protocol, final
 
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.memory import memory_at
+from composerlite.storage.disk.reader import read_bytes
 from composerlite.types import Piece
 
 _STEP_BYTES = 1 << 20
@@ -38,11 +39,7 @@ class UnverifiedFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes. Raises :class:`CorruptCheckpointError` if the file ends before."""
-        self._file.seek(offset)
-        data = self._file.read(size)
-        if len(data) != size:
-            raise CorruptCheckpointError(f"it ends at {offset + len(data)} and not at {offset + size}")
-        return data
+        return read_bytes(self.read_into, offset, size)
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory piece by piece."""

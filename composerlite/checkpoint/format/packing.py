@@ -29,8 +29,6 @@ Sink = StreamWriter | PackedSink
 _OTHER_KINDS = re.compile(
     r"(?:\.(?:pt|tar)\.[^./]+|\.(?:zip|7z|rar|gz|bz2?|xz|lzma|lz4?|zst|lzo|br|z|tbz2?|txz|tlz|tzst|safetensors))$"
 )
-_UNREADABLE = {b"\x89LZO": "lzop", b"]\0\0": "lzma"}
-"""Programs of Composer for formats without a reader here, by the first bytes of the files."""
 
 
 @final
@@ -97,11 +95,9 @@ def format_of(name: str | Path) -> Format:
                 known.compressor.imported()
             return known
     if (other := _OTHER_KINDS.search(file_name)) is not None:
-        compressed = [known.suffix for known in _FORMATS if known.compressor is not None and not known.archive]
         raise ConfigError(
-            f"{str(name)!r}: there is no format {other[0]!r} of checkpoints. Names end in .pt (or in nothing in "
-            f"particular), in {', '.join(_ARCHIVES)} for an archive, or in {', '.join(compressed)} for a compressed "
-            "file."
+            f"{str(name)!r}: there is no format {other[0]!r} of checkpoints. Names end in "
+            f"{', '.join(known.suffix for known in _FORMATS)}, or in nothing in particular."
         )
     return Format("")
 
@@ -117,18 +113,10 @@ def is_packed(path: Path) -> bool:
     """Check whether the file ``path`` is compressed or an archive, by its first bytes. The name does not matter.
 
     Raises:
-        IncompatibleCheckpointError: the file is compressed by a program without a reader here.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        beginning = file.read(_HEADER_BYTES)
-    for magic, program in _UNREADABLE.items():
-        if beginning.startswith(magic):
-            raise IncompatibleCheckpointError(
-                f"checkpoint {str(path)!r} was compressed with {program}: decompress it with '{program} -d'. Codecs "
-                f"that are read: {', '.join(known.extension for known in KNOWN_COMPRESSORS)}."
-            )
-    return is_packed_beginning(beginning)
+        return is_packed_beginning(file.read(_HEADER_BYTES))
 
 
 def is_packed_beginning(beginning: bytes) -> bool:
@@ -149,7 +137,7 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
         size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
             ``path`` if that is more.
         keep_archive: only decompress. An archive stays an archive, with the record after the archive. The archive may
-            be smaller than ``size_bytes``, which raises the limit.
+            be smaller than ``size_bytes``.
 
     Raises:
         CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
@@ -159,28 +147,27 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
     """
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(path.open("rb", buffering=0))
-        found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
-        if is_packed(path):
-            try:
-                if (codec := codec_of(found.read(0, min(_HEADER_BYTES, found.size_bytes)))) is not None:
-                    most = max(_ALWAYS_BYTES, _RATIO * found.size_bytes, size_bytes or 0)
-                    if size_bytes is not None and not keep_archive:
-                        most = size_bytes + _ARCHIVE_BYTES
-                    file = stack.enter_context(codec.decompress(path, most_bytes=most))
-                    found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
-                if not keep_archive and is_tar_header(found.read(0, min(_HEADER_BYTES, found.size_bytes))):
-                    members = members_of(found, found.size_bytes)
-                    if any(name.startswith(f"{DEEPSPEED}/") for name in members):
-                        raise IncompatibleCheckpointError(
-                            "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file "
-                            "of its weights with composerlite.checkpoint.unshard_zero"
-                        )
-                    if list(members) != [STATES]:
-                        names = ", ".join(map(repr, list(members)[:8])) or "nothing"
-                        raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
-                    found = members[STATES]
-                if not keep_archive and size_bytes not in (None, found.size_bytes):
-                    raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
-            except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
-                raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
+        beginning = file.read(_HEADER_BYTES)
+        try:
+            if (codec := codec_of(beginning)) is not None:
+                most = max(_ALWAYS_BYTES, _RATIO * path.stat().st_size)
+                most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
+                file = stack.enter_context(codec.decompress(path, most_bytes=most))
+                beginning = file.read(_HEADER_BYTES)
+            found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
+            if not keep_archive and is_tar_header(beginning):
+                members = members_of(found, found.size_bytes)
+                if any(name.startswith(f"{DEEPSPEED}/") for name in members):
+                    raise IncompatibleCheckpointError(
+                        "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of "
+                        "its weights with composerlite.checkpoint.unshard_zero"
+                    )
+                if list(members) != [STATES]:
+                    names = ", ".join(map(repr, list(members)[:8])) or "nothing"
+                    raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
+                found = members[STATES]
+            if not keep_archive and size_bytes not in (None, found.size_bytes):
+                raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
+        except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
+            raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
         yield found

@@ -32,7 +32,6 @@ _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
 """Bytes to read at a time of records for sieves."""
 _SLOTS = 3  # one slot is filled from the file while the others are copied to a device
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the first bytes of files of torch before 1.6
 
 
 class Sieve(Protocol):
@@ -95,22 +94,15 @@ class TorchFile:
         self.ring = shared_ring
         self.progress: Callable[[int], object] = int
         self.verified: Collection[int] = ()
-        try:
-            listed = entries(size_bytes, source.read, is_whole=check_sums)
-        except CorruptCheckpointError as e:
-            if size_bytes < len(_LEGACY) or source.read(0, len(_LEGACY)) != _LEGACY:
-                raise
-            raise CorruptCheckpointError(
-                "it has the format of torch before 1.6. Convert it, only if the file is yours, since whatever code the "
-                "file holds is run: torch.save(torch.load(path, weights_only=False), path)"
-            ) from e
+        listed = entries(size_bytes, source.read, is_whole=check_sums)
         roots = [name[: -len("data.pkl")] for name in listed if name.partition("/")[2] == "data.pkl"]
         if len(roots) != 1:
             raise CorruptCheckpointError(f"it is a zip archive with {len(roots)} records '…/data.pkl' and not one")
         self.records = {name[len(roots[0]) :]: entry for name, entry in listed.items() if name.startswith(roots[0])}
         # torch.serialization.set_crc32_options(False) writes zeros.
         self._check_sums = check_sums and any(entry.crc for entry in self.records.values())
-        if (order := self._small("byteorder", sys.byteorder.encode())) != sys.byteorder.encode():
+        order = self._small("byteorder") if "byteorder" in self.records else sys.byteorder.encode()
+        if order != sys.byteorder.encode():
             raise CorruptCheckpointError(
                 f"its numbers have the byte order {order[:20]!r}, and this machine has {sys.byteorder!r}. Convert it "
                 "with torch alone: torch.save(torch.load(path, weights_only=True), path)"
@@ -124,8 +116,8 @@ class TorchFile:
         try:
             reader = RestrictedUnpickler(data, self.storage, types, read_now=self.read_now)
             self.contents = _trusted(data, self) if trust else reader.load()
-        except (ValueError, pickle.UnpicklingError) as e:
-            raise CorruptCheckpointError(str(e)) from e
+        except (ValueError, LookupError, EOFError, pickle.UnpicklingError) as e:
+            raise CorruptCheckpointError(f"its contents cannot be read: {e}") from e
         self._known = {}  # from here on only the contents keep storages alive
 
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
@@ -168,36 +160,35 @@ class TorchFile:
 
         Args:
             places: addresses of further memory to fill with a record, by record name.
-            sieves: take records as well, by record name.
+            sieves: take records in parts, by record name. Small records are read together.
 
         Raises:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
         """
-        wanted = [(self.records[name], address) for name, address in (places or {}).items()]
+        records = self.records
+        wanted = [(records[name], address) for name, address in (places or {}).items()]
         for name, storage in self.unread.items():
             if storage.device.type != "meta":
-                wanted.append((self.records[name], storage.data_ptr()))
+                wanted.append((records[name], storage.data_ptr()))
         self.unread.clear()
         wanted.sort(key=lambda one: one[0].offset)
         self._read_parts([(record, 0, address, record.size) for record, address in wanted])
-        if sieves:
-            self._sift({self.records[name]: sieve for name, sieve in sieves.items()})
-
-    def _sift(self, sieves: Mapping[ZipRecord, Sieve]) -> None:
-        """Read records in parts. Small records are read together."""
-        slot_bytes = min(_SIEVED_BYTES, sum(record.size for record in sieves))
+        if not sieves:
+            return
+        slot_bytes = min(_SIEVED_BYTES, sum(records[name].size for name in sieves))
         slot_bytes = max(slot_bytes, *(sieve.step_bytes for sieve in sieves.values()), 1)
         on_devices = [sieve.device for sieve in sieves.values() if sieve.device is not None]
         device, count = (on_devices[0], _SLOTS) if on_devices else (torch.device("cpu"), 1)
-        parts: list[tuple[ZipRecord, int, int]] = []
-        for record, sieve in sorted(sieves.items(), key=lambda one: one[0].offset):
-            part = max(sieve.step_bytes, _SIEVED_BYTES // sieve.step_bytes * sieve.step_bytes)
-            parts += [(record, start, min(part, record.size - start)) for start in range(0, record.size, part)]
+        parts: list[tuple[str, int, int]] = []
+        for name in sorted(sieves, key=lambda name: records[name].offset):
+            size, step = records[name].size, sieves[name].step_bytes
+            part = max(step, _SIEVED_BYTES // step * step)
+            parts += [(name, start, min(part, size - start)) for start in range(0, size, part)]
         with self.ring.slots(slot_bytes, device, count) as slots:
             for batch in in_slots(slots, parts, slot_bytes):
-                self._read_parts([(record, start, one.data_ptr(), one.nbytes) for record, start, one in batch])
-                for record, start, one in batch:
-                    sieves[record].take(start, one, slots)
+                self._read_parts([(records[name], start, one.data_ptr(), one.nbytes) for name, start, one in batch])
+                for name, start, one in batch:
+                    sieves[name].take(start, one, slots)
 
     def _read_parts(self, parts: Sequence[tuple[ZipRecord, int, int, int]]) -> None:
         """Read parts of records, in the order of the file, and compare the CRC-32 of a record after its last part.
@@ -223,13 +214,9 @@ class TorchFile:
             else:
                 _compare_sum(record, crc)
 
-    def _small(self, name: str, default: bytes | None = None) -> bytes:
+    def _small(self, name: str) -> bytes:
         """Return the bytes of a small record."""
-        record = self.records.get(name)
-        if record is None:
-            if default is None:
-                raise CorruptCheckpointError(f"it has no record {name!r}")
-            return default
+        record = self.records[name]
         if record.size > _MOST_PICKLE_BYTES:
             raise CorruptCheckpointError(f"its record {name!r} has {record.size} bytes")
         if self._source.read(record.start, len(record.header)) != record.header:
@@ -265,10 +252,7 @@ def _trusted(data: bytes, storages: TorchFile) -> Any:
         def persistent_load(self, pid: Any) -> Any:
             return storages.storage(pid)
 
-    try:
-        return Unpickler(io.BytesIO(data), encoding="utf-8").load()
-    except (EOFError, IndexError, KeyError, UnicodeDecodeError) as e:
-        raise pickle.UnpicklingError(f"its pickle is malformed: {e!r}") from e
+    return Unpickler(io.BytesIO(data), encoding="utf-8").load()
 
 
 def untrusted(what: str, refused: RefusedError, *, may_trust: bool = False) -> UntrustedCheckpointError:
