@@ -70,23 +70,20 @@ def _check_index(found: Any) -> None:
         if isinstance(stored, dcp.BytesStorageMetadata):
             continue
         properties, shape = stored.properties, stored.size
-        if type(properties) is not dcp.TensorProperties or not isinstance(cast("Any", properties).dtype, torch.dtype):
-            raise ValueError(f"{key!r} has no type of numbers")
-        if type(shape) is not torch.Size or min(shape, default=0) < 0 or type(stored.chunks) is not list:
-            raise ValueError(f"{key!r} has no shape")
+        is_typed = type(properties) is dcp.TensorProperties and isinstance(properties.dtype, torch.dtype)
+        has_shape = type(shape) is torch.Size and min(shape, default=0) >= 0
+        if not is_typed or not has_shape or type(stored.chunks) is not list:
+            raise ValueError(f"{key!r} has no shape, or no type of numbers")
         for chunk in stored.chunks:
-            if type(chunk) is not dcp.ChunkStorageMetadata or not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-                raise ValueError(f"{key!r} has a part that is none")
-            parts = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-            if any(start < 0 or length < 0 or start + length > size for start, length, size in parts):
+            spans = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            if any(start < 0 or length < 0 or start + length > size for start, length, size in spans):
                 raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
     if type(found.storage_data) is not dict:
         raise ValueError("it does not say where its data are")
     for index, place in found.storage_data.items():
-        if type(index) is not dcp.MetadataIndex or type(place) is not StorageInfo:
-            raise ValueError(f"a place that is {type(place).__name__}")
-        if type(index.fqn) is not str or not (index.offset is None or type(index.offset) is torch.Size):
-            raise ValueError(f"a place of the key {index.fqn!r} at {index.offset!r}")
+        has_types = type(index) is dcp.MetadataIndex and type(place) is StorageInfo and type(index.fqn) is str
+        if not has_types or not (index.offset is None or type(index.offset) is torch.Size):
+            raise ValueError(f"a place that is {type(place).__name__} of {type(index).__name__}")
         name, numbers = place.relative_path, (place.offset, place.length)
         parts = name.split("/") if type(name) is str else [".."]
         if name[:1] == "/" or ".." in parts or set(parts) <= {"", "."} or "\0" in name:
@@ -115,12 +112,12 @@ class Leaves(NamedTuple):
     Attributes:
         values: tensors and values, by key.
         paths: of the keys in the nested state, in the form of the index: with text for all keys of dicts.
-        places: keys and numbers of the way to each value in the nested state.
+        holders: the dict or list with each value, and the key or number of the value there.
     """
 
     values: dict[str, Any]
     paths: dict[str, Path]
-    places: dict[str, tuple[Any, ...]]
+    holders: dict[str, tuple[Any, Any]]
 
 
 def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
@@ -145,33 +142,31 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     if "algorithms" in run:
         state = {**state, "state": {**run, "algorithms": list(map(list, run["algorithms"]))}}
 
-    def visit(value: Any, path: Path, place: tuple[Any, ...]) -> None:
+    def visit(value: Any, path: Path, holder: tuple[Any, Any]) -> None:
         if isinstance(value, Mapping):
             items = cast("Mapping[Any, Any]", value)
             if as_dcp or not path or (_is_split(items, as_dcp=False) and all(type(key) is str for key in items)):
                 other = [key for key in items if type(key) is not str]
                 if other and len(set(map(str, items))) < len(items):
                     twice = Counter(map(str, items)).most_common(1)[0][0]
-                    raise SaveError(
-                        f"the state has two keys at {'/'.join(map(str, path))!r} that are both written as {twice!r}, "
-                        "and a sharded checkpoint cannot tell them apart. Rename one."
-                    )
+                    where = "/".join(map(str, path))
+                    raise SaveError(f"the state has two keys at {where!r} that are both written as {twice!r}.")
                 if plain := tuple(filter(_is_plain_key, other)):
                     found.paths[KEYS + ".".join(map(str, path))] = plain
                 for key, inner in items.items():
-                    visit(inner, (*path, str(key)), (*place, key))
+                    visit(inner, (*path, str(key)), (items, key))
                 return
         if type(value) is list and _is_split(value, as_dcp=as_dcp):
             for number, inner in enumerate(cast("list[Any]", value)):
-                visit(inner, (*path, number), (*place, number))
+                visit(inner, (*path, number), (value, number))
             return
         name = ".".join(map(str, path))
         if name in found.values:
             raise SaveError(f"two parts of the state have the key {name!r} in a sharded checkpoint: rename one.")
-        found.values[name], found.paths[name], found.places[name] = value, path, place
+        found.values[name], found.paths[name], found.holders[name] = value, path, holder
 
     try:
-        visit(state, (), ())
+        visit(state, (), (None, None))
     except RecursionError as e:
         raise SaveError("the state holds itself, or is nested too deeply to be saved.") from e
     return found

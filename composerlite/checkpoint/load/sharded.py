@@ -173,10 +173,8 @@ def load(
                 text = f"checkpoint {reader.uri!r} has {has} for {key!r}, and here is {needed}."
                 raise IncompatibleCheckpointError(text)
             dist.shards.make_fillable(own, value)
-        node: Any = state
-        for step in found.places[key][:-1]:
-            node = node[step]
-        node[found.places[key][-1]] = value
+        holder, step = found.holders[key]
+        holder[step] = value
 
 
 def _form_of(value: Any) -> Any:
