@@ -256,7 +256,7 @@ class ShardLayout:
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
         found: dict[dcp.MetadataIndex, Any] = {}
-        listed = {(sizes, dtype): size for sizes, dtype, size in self.items}
+        listed: dict[Any, int] = {(sizes, dtype): size for sizes, dtype, size in self.items}
         name, at = file_name(rank, 0, suffix), 0
         for part in self.pieces(rank):
             size = listed[part.sizes, part.dtype] if listed else item_place(part.sizes, part.dtype)[1]
