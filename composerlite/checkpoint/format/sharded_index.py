@@ -69,8 +69,8 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"{key!r} is {type(stored).__name__}")
         if isinstance(stored, dcp.BytesStorageMetadata):
             continue
-        properties, shape = cast("Any", stored.properties), stored.size
-        is_typed = type(properties) is dcp.TensorProperties and isinstance(properties.dtype, torch.dtype)
+        properties, shape = stored.properties, stored.size
+        is_typed = type(properties) is dcp.TensorProperties and isinstance(cast("Any", properties).dtype, torch.dtype)
         has_shape = type(shape) is torch.Size and min(shape, default=0) >= 0
         if not is_typed or not has_shape or type(stored.chunks) is not list:
             raise ValueError(f"{key!r} has no shape, or no type of numbers")

@@ -121,7 +121,7 @@ class TorchFile:
         self._known = {}  # from here on only the contents keep storages alive
 
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
-        """Return the storage with the persistent id ``identity``."""
+        """Return the storage with the persistent id ``identity``. Memory on the CPU is filled later."""
         mark, dtype, key, location, count = identity
         has_types = isinstance(dtype, torch.dtype) and type(key) is type(location) is str and type(count) is int
         if mark != "storage" or not has_types:
@@ -131,24 +131,21 @@ class TorchFile:
             record = self.records.get(name)
             if record is None or count * dtype.itemsize != record.size:
                 raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
-            self._known[key] = self._new_storage(name, location)
+            wanted = self._map_location
+            if isinstance(wanted, Mapping):
+                wanted = wanted.get(location)
+            target = location if wanted is None or callable(wanted) else str(wanted)
+            kind = None if callable(wanted) else torch.device(target).type
+            storage: Any = torch.UntypedStorage(record.size, device="meta" if kind == "meta" else "cpu")
+            if kind == "meta" or (kind == "cpu" and not self._eager):
+                self.unread[name] = storage
+            else:
+                self._read_parts([(record, 0, storage.data_ptr(), record.size)])
+                moved: Any = wanted(storage, location) if callable(wanted) else None
+                restore: Any = torch.serialization.default_restore_location
+                storage = restore(storage, target) if moved is None else moved
+            self._known[key] = storage
         return torch.storage.TypedStorage(wrap_storage=self._known[key], dtype=dtype, _internal=True)
-
-    def _new_storage(self, name: str, location: str) -> torch.UntypedStorage:
-        """Return memory for the record ``name`` from the device ``location``. Memory on the CPU is filled later."""
-        record, wanted = self.records[name], self._map_location
-        if isinstance(wanted, Mapping):
-            wanted = wanted.get(location)
-        kind = None if callable(wanted) else torch.device(location if wanted is None else wanted).type
-        storage = torch.UntypedStorage(record.size, device="meta" if kind == "meta" else "cpu")
-        if kind == "meta" or (kind == "cpu" and not self._eager):
-            self.unread[name] = storage
-            return storage
-        self._read_parts([(record, 0, storage.data_ptr(), record.size)])
-        moved: Any = wanted(storage, location) if callable(wanted) else None
-        restore: Any = torch.serialization.default_restore_location
-        target = location if wanted is None or callable(wanted) else str(wanted)
-        return restore(storage, target) if moved is None else moved
 
     def read_now(self) -> None:
         """Read the bytes of all storages so far. Later storages are read at once."""

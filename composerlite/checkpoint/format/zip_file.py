@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast, final
 
 from composerlite.errors import CorruptCheckpointError
 
-ROOT = "archive"
+_FOLDER = "archive/"
 _LARGE_BYTES = 64 << 10
 _LARGE_ALIGNMENT, _ALIGNMENT = 4096, 64
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
@@ -74,14 +74,14 @@ def laid_out(sizes: Iterable[tuple[str, int]], start: int = 0) -> Iterator[ZipRe
         start: offset of the first record.
     """
     for name, size in sizes:
-        encoded = f"{ROOT}/{name}".encode()
+        encoded = f"{_FOLDER}{name}".encode()
         # An extra field of an unknown kind fills up to the boundary. Readers skip the field. Its header has four bytes.
         before = _LOCAL.size + len(encoded) + _LOCAL_64.size + 4
         padding = -(start + before) % (_LARGE_ALIGNMENT if size >= _LARGE_BYTES else _ALIGNMENT)
         extra = _LOCAL_64.pack(1, 16, size, size) + struct.pack("<2H", 0x4246, padding) + bytes(padding)
         fixed = _LOCAL.pack(b"PK\x03\x04", 45, _FLAGS, 0, 0, 0, 0, _MAX_32, _MAX_32, len(encoded), len(extra))
         header = fixed + encoded + extra
-        record = ZipRecord(f"{ROOT}/{name}", size, header, start, start + len(header))
+        record = ZipRecord(f"{_FOLDER}{name}", size, header, start, start + len(header))
         yield record
         start = record.end
 
@@ -186,8 +186,15 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         raise CorruptCheckpointError("it is cut off, or has something behind its end")
     start = archive.start_dir
     ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-    if (own := _own_entries(ordered, start, read)) is not None:
-        return own
+    if ordered and all(entry.orig_filename.startswith(_FOLDER) for entry in ordered):
+        # The headers of our own layout follow from the directory. Reading the headers would touch the whole file, so
+        # the headers are compared when the data are read.
+        sizes = ((entry.orig_filename.removeprefix(_FOLDER), entry.file_size) for entry in ordered)
+        own = [record._replace(crc=entry.CRC) for entry, record in zip(ordered, laid_out(sizes), strict=True)]
+        directory = trailer(own)[:-_END_BYTES] if own[-1].end == start else b""
+        by_name = {record.name: record for record in own}
+        if directory and len(by_name) == len(own) and read(start, len(directory)) == directory:
+            return by_name
     found: dict[str, ZipRecord] = {}
     end = 0
     for entry in ordered:
@@ -210,22 +217,3 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
             raise CorruptCheckpointError(f"its record {name!r} at {header} has another name there")
         found[name] = ZipRecord(name, entry.file_size, header_bytes, header, offset, entry.CRC)
     return found
-
-
-def _own_entries(
-    ordered: Sequence[zipfile.ZipInfo], start: int, read: Callable[[int, int], bytes]
-) -> dict[str, ZipRecord] | None:
-    """Return the records if the directory equals the directory of our own layout; ``None`` for other archives.
-
-    The headers then follow from the directory. Reading the headers would touch the whole file, so the headers are
-    compared when the data are read.
-    """
-    if not all(entry.orig_filename.startswith(f"{ROOT}/") for entry in ordered):
-        return None
-    sizes = ((entry.orig_filename.removeprefix(f"{ROOT}/"), entry.file_size) for entry in ordered)
-    records = [record._replace(crc=entry.CRC) for entry, record in zip(ordered, laid_out(sizes), strict=True)]
-    own = {record.name: record for record in records}
-    if not records or len(own) < len(records) or records[-1].end != start:
-        return None
-    directory = trailer(records)[:-_END_BYTES]
-    return own if read(start, len(directory)) == directory else None
