@@ -149,16 +149,11 @@ class Replication:
             else:
                 self.held.discard(self._name)
         if not self._is_running and newest is not None and newest not in (self._name, *self.held):
-            self._name, self._is_running, self._failed = newest, True, False
+            self._name, self._is_running = newest, True
             self._begun += 1
             self.held.add(newest)
-            own: Manifest | None = None
-            try:
-                own = self._own.manifest_of(newest) if self.is_leader else None
-                self._failed = self.is_leader and own is None  # deleted meanwhile
-            except (OSError, CorruptCheckpointError) as e:  # this node sends nothing, and the other nodes do not wait
-                log.warning("checkpoint %s in memory of this node cannot be replicated: %s", newest, e)
-                self._failed = True
+            own = next(iter(self._own.manifests([newest])), None) if self.is_leader else None
+            self._failed = self.is_leader and own is None  # deleted or damaged: send nothing
             run = functools.partial(self._replicate, newest, dist.get_group().gather(own))
             self._threads = start_threads(run, 1, name="memory-replication") if self.is_leader else []
             if not self._threads:
