@@ -305,13 +305,6 @@ def test_what_any_rule_keeps_stays() -> None:
     assert batches(stay(history, policy)) == [3, 10, 20, 28, 29]
 
 
-@pytest.mark.parametrize("count", [0, -2, 1.5, "3", None, True])
-def test_a_number_that_keeps_nothing_is_refused(count: Any) -> None:
-    """Zero, and what is no number of checkpoints; the message says what can be asked for."""
-    with pytest.raises(ConfigError, match=rf"num_checkpoints_to_keep={count!r}: expected -1 to keep all or a positive"):
-        retention_policy(count)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

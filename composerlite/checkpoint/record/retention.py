@@ -85,8 +85,8 @@ def retention_policy(
     """Return the policy of a user's options, checked.
 
     Args:
-        num_checkpoints_to_keep: number of newest checkpoints to keep; -1: no such rule. ``best_k=3`` alone keeps the
-            best three and the newest, which :func:`deletions` never deletes.
+        num_checkpoints_to_keep: number of newest checkpoints to keep, 1 or more; -1: no such rule. ``best_k=3`` alone
+            keeps the best three and the newest, which :func:`deletions` never deletes.
         keep_every: as ``RetentionPolicy.every``. The interval counts training, not checkpoints, so the choice does not
             change after other checkpoints are deleted.
         best_k: number of best checkpoints by ``best_metric``.
@@ -94,14 +94,9 @@ def retention_policy(
         best_mode: as ``RetentionPolicy.mode``.
 
     Raises:
-        ConfigError: a number keeps no checkpoint, ``keep_every`` has no unit of :class:`Interval` or is not positive,
+        ConfigError: ``best_k`` keeps no checkpoint, ``keep_every`` has no unit of :class:`Interval` or is not positive,
             ``best_k`` is given without ``best_metric`` or the other way round, or the mode is unknown.
     """
-    if type(num_checkpoints_to_keep) is not int or (num_checkpoints_to_keep != -1 and num_checkpoints_to_keep < 1):
-        raise ConfigError(
-            f"num_checkpoints_to_keep={num_checkpoints_to_keep!r}: expected -1 to keep all or a positive number; a "
-            "local folder that keeps none could not be resumed from."
-        )
     if keep_every is not None and keep_every.unit not in _FIELDS:
         raise ConfigError(
             f"keep_every={str(keep_every)!r}: a checkpoint does not know how long training will be. Give an amount "
