@@ -60,7 +60,6 @@ class DeepSpeedEngine(Protocol):
         Raises:
             IncompatibleCheckpointError: names or shapes of trained parameters differ; lists all of them.
         """
-        ...
 
     def load(self, files: Mapping[str, StateDict], *, source: str) -> None:
         """Restore the model and the optimizer from this rank's ``files``, by name, with classes of ``types``.
@@ -68,7 +67,6 @@ class DeepSpeedEngine(Protocol):
         Raises:
             IncompatibleCheckpointError: as :meth:`check_fits`.
         """
-        ...
 
     def convert(self, folder: Path, *, source: str) -> None:
         """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
@@ -76,11 +74,9 @@ class DeepSpeedEngine(Protocol):
         Raises:
             IncompatibleCheckpointError: DeepSpeed cannot convert them.
         """
-        ...
 
     def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
         """Restore trained weights and the optimizer from the result of :meth:`convert`; ``files`` are model states."""
-        ...
 
     def load_weights(self, weights: Mapping[str, Tensor] | None, *, strict: bool, source: str) -> None:
         """Set the tensors of the model from the ``weights`` of rank 0, by name; other ranks pass ``None``.
@@ -88,7 +84,6 @@ class DeepSpeedEngine(Protocol):
         Raises:
             IncompatibleCheckpointError: names differ and ``strict`` is true, or shapes differ; lists all of them.
         """
-        ...
 
     @property
     def types(self) -> dict[str, type]:
@@ -147,10 +142,6 @@ class TrainingState(Protocol):
         """Batches of an epoch, if known."""
         ...
 
-    def get_model_state_dict(self) -> StateDict:
-        """Return the weights by name."""
-        ...
-
     def get_optim_state_dict(self) -> StateDict:
         """Return the state of each optimizer, with names of parameters, by the name of its class."""
         ...
@@ -201,7 +192,6 @@ class TrainingState(Protocol):
             exclude_algorithms: names of algorithms whose state is ignored.
             source: path or URI of the checkpoint, for errors.
         """
-        ...
 
 
 def check_kinds(state_dict: StateDict, ignore_keys: IgnoreKeys) -> None:
@@ -368,7 +358,7 @@ class RestorePlan:
             globs = () if self.ignore_keys is None or callable(self.ignore_keys) else self.ignore_keys
             left_out = self.weights_only or any(fnmatch.fnmatchcase("state/optimizers", glob) for glob in globs)
             run = Run(
-                self.state.get_model_state_dict(),
+                self.state.weights_state_dict()["model"],
                 {} if left_out else self.state.get_optim_state_dict(),
                 {type(one).__qualname__: one.state_dict() for one in self.state.schedulers},
                 self.strict,

@@ -107,21 +107,17 @@ class LoopState:
         """Return the states of the modules."""
         return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, nn.Module)}
 
-    get_model_state_dict = weights_state_dict
-
     def get_optim_state_dict(self) -> StateDict:
         """Return the states of the optimizers."""
         return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, Optimizer)}
 
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def places_for(self, state_dict: StateDict, *, source: str, weights_only: bool, **_: Any) -> StateDict:
+    def places_for(self, state_dict: StateDict, *, source: str, **_: Any) -> StateDict:
         """Return the live tensors to load ``state_dict`` into.
 
         Raises:
             IncompatibleCheckpointError: parts, names or shapes of tensors differ; lists all differences.
         """
-        if weights_only:
-            raise IncompatibleCheckpointError(f"{source}: weights alone are wanted, but a loop restores all its parts.")
         ranks = cast("list[StateDict]", state_dict.get("ranks")) or [{}]
         saved = {*state_dict, *ranks[0]} - {*_OWN}
         parts = {**self._shared, **self._of_rank}
