@@ -10,7 +10,7 @@ from typing import Any, final
 
 from composerlite import dist
 from composerlite.callbacks.load_checkpoint import LoadCheckpoint
-from composerlite.checkpoint import CheckpointManager, IgnoreKeys, SaveTask
+from composerlite.checkpoint import CheckpointManager, IgnoreKeys
 from composerlite.checkpoint.record.naming import PartialFilePath
 from composerlite.checkpoint.save.options import DEFAULTS, OWN_REMOTE_LATEST, OWN_REMOTE_NAME
 from composerlite.core import (
@@ -31,7 +31,7 @@ from composerlite.core import (
     note_unread_losses,
     time_of,
 )
-from composerlite.errors import checked_arguments
+from composerlite.errors import CheckpointError, checked_arguments
 from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,8 @@ class CheckpointSaver(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Refuse to start where another process writes, files would be overwritten, or none could hold the model."""
         several = not is_never(self.save_interval) and not is_once(self.save_interval, state)
-        self.manager.begin(several=several)
+        with self._logged():
+            is_saved = self.manager.begin(several=several)
         if is_never(self.save_interval) and is_never(self.ephemeral_interval) and dist.get_global_rank() == 0:
             log.warning(
                 "save_interval=%s never comes: no checkpoint is saved in %r, not even at the end of training, unless "
@@ -177,8 +178,6 @@ class CheckpointSaver(Callback):
             check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
             state.needs_train_metrics = state.needs_train_metrics or self.options.best_metric.startswith("train/")
         self._last_says = self._last_says or _says(state)  # what was loaded
-        with self._logged():
-            is_saved = self.manager.recover()
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now
         self._only_ends = state.training_is_over
@@ -186,8 +185,7 @@ class CheckpointSaver(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Wait for the save in flight before the step that makes the next one due, if ``in_memory``."""
         if self.in_memory and ends_with_this_batch(self.save_interval, state):
-            with self._logged():
-                self.manager.collect()
+            self._collect()
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Collect the save in flight if it has ended; save if an interval is due."""
@@ -253,27 +251,26 @@ class CheckpointSaver(Callback):
     # ── what ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def save(self, state: State) -> str:
         """Save a checkpoint now, move ``latest``, delete what is not to be kept; its path, when it is committed."""
-        pending = self._start(state, ephemeral=False)
-        with self._logged():
-            return self.manager.path_of(pending)
+        self._start(state, ephemeral=False)
+        self._collect()
+        if self.manager.outcomes.last_is_unconfirmed:  # a tolerated failure: there is no path to return
+            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
+        return self.saved_checkpoints[-1]
 
     def has_saved(self, state: State) -> bool:
         """Return true if a checkpoint has the current batch and its evaluation. Waits for the last save."""
-        with self._logged():
-            self.manager.collect()
+        self._collect()
         is_of_now = self.last_checkpoint_batch == int(state.timestamp.batch) and self._last_says == _says(state)
         return is_of_now and not self.manager.outcomes.last_is_unconfirmed
 
     def save_last(self, state: State) -> None:
         """Save where the run stands, which has to end here. The next regular checkpoint takes its place."""
         self._start(state, ephemeral=True)
-        with self._logged():
-            self.manager.collect()
+        self._collect()
 
-    def _start(self, state: State, *, ephemeral: bool) -> SaveTask | None:
+    def _start(self, state: State, *, ephemeral: bool) -> None:
         """Begin a save. Failures so far are raised first, or counted where that is tolerated."""
-        with self._logged():
-            self.manager.collect()
+        self._collect()
         # Set first: the checkpoint that is being written counts as saved in its own state.
         self.last_checkpoint_batch, self._last_was_ephemeral = int(state.timestamp.batch), ephemeral
         self._last_says = _says(state)
@@ -282,7 +279,12 @@ class CheckpointSaver(Callback):
         note_unread_losses(state)
         metrics, lazy = self._measured.now(state), self._may_copy_late(state)
         with self._logged():
-            return self.manager.save(ephemeral=ephemeral, metrics=metrics, lazy=lazy)
+            self.manager.save(ephemeral=ephemeral, metrics=metrics, lazy=lazy)
+
+    def _collect(self) -> None:
+        """Wait for the save in flight."""
+        with self._logged():
+            self.manager.collect()
 
     @contextlib.contextmanager
     def _logged(self) -> Generator[list[CheckpointNews]]:
@@ -295,7 +297,9 @@ class CheckpointSaver(Callback):
         try:
             yield events
         finally:
-            for news in events + self.manager.outcomes.take_events():
+            outcomes = self.manager.outcomes
+            taken, outcomes.events = events + outcomes.events, []
+            for news in taken:
                 if isinstance(self.save_interval, AutoInterval) and news.what == "failed":
                     self.save_interval.record_failure()
                 elif isinstance(self.save_interval, AutoInterval) and news.what == "committed":
@@ -328,12 +332,12 @@ class CheckpointSaver(Callback):
     @property
     def blocked_seconds(self) -> float:
         """Seconds for which saves have blocked training."""
-        return self.manager.blocked_seconds
+        return self.manager.outcomes.blocked_seconds + self.manager.outcomes.waited_seconds
 
     @property
     def saved_checkpoints(self) -> list[str]:
         """Paths of the checkpoints of this run, oldest first."""
-        return self.manager.saved_checkpoints
+        return [f"{self.folder.rstrip('/')}/{name}" for name in self.manager.saved]
 
     # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class PreemptionHandler(Callback):
             if is_first and kept:
                 log.warning("%s: a save failed; %s", reason, "; ".join(kept))
             raise_all(failures, f"{len(failures)} savers failed as the run was to end")
-        newest = savers[0].manager.newest if savers else None
+        newest = next((path for saver in savers[:1] for path in saver.saved_checkpoints[-1:]), None)
         if is_first:
             what = "; ".join(kept) or "nothing was saved: there is no CheckpointSaver that saves more than weights"
             log.warning(
@@ -223,17 +223,17 @@ class PreemptionHandler(Callback):
         """Save where the run stands if there is time; what was kept, for the log."""
         group = dist.get_group()
         if not saver.has_saved(state) and int(state.timestamp.batch) > 0:
-            needed = group.from_first(
-                "deciding what to save", lambda: (saver.manager.expected_seconds or 0.0) * _SAFETY
-            )
+            reports = saver.manager.outcomes.reports
+            expected = reports[-1].seconds["total"] if reports else 0.0
+            needed = group.from_first("deciding what to save", lambda: expected * _SAFETY)
             left = group.from_first("deciding what to save", lambda: self._left)
             if needed > left:
                 return (
                     f"no checkpoint of batch {int(state.timestamp.batch)} was begun: it takes {needed:.1f} s and "
-                    f"{left:.1f} are left; the newest is {saver.manager.newest or 'none'}"
+                    f"{left:.1f} are left; the newest is {(saver.saved_checkpoints or ['none'])[-1]}"
                 )
             saver.save_last(state)
-        name = saver.manager.newest or f"the checkpoint of batch {int(state.timestamp.batch)}"
+        name = (saver.saved_checkpoints or [f"the checkpoint of batch {int(state.timestamp.batch)}"])[-1]
         published = saver.manager.published(self._left)
         if published is None:
             return f"kept {name}"

@@ -27,7 +27,7 @@ from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.record.retention import Retention, own_checkpoints
 from composerlite.checkpoint.save.form import Form, SaveRequest
 from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.checkpoint.save.publish import Publisher, Publishing, deletion
+from composerlite.checkpoint.save.publish import Publishing, deletion
 from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
 from composerlite.checkpoint.save.save import SaveReport, SaveTask, begin_save
 from composerlite.checkpoint.save.snapshot import StagingMemory
@@ -42,18 +42,13 @@ from composerlite.errors import (
     SaveError,
 )
 from composerlite.storage import Uploader, leave_by
-from composerlite.types import CheckpointNews
+from composerlite.types import CheckpointNews, CheckpointStep
 
 log = logging.getLogger(__name__)
 _FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """Errors of disks, networks and stores, tolerated by ``save_failure_limit``."""
-_FAILED = {
-    "saved": "failed",
-    "deleted": "deletion failed",
-    "published": "upload failed",
-    "deleted from a bucket": "deletion failed",
-}
-"""Event of a failure, by the kind of work."""
+_FAILED: Mapping[str, CheckpointStep] = {"saved": "failed", "published": "upload failed"}
+"""Event of a failure, by the kind of work. Other work is a deletion."""
 _REPORTS = 100
 _LEASE_WAIT_SECONDS = 10.0
 """Seconds to wait for the lease of another process, except in an autoresume of the Trainer."""
@@ -104,6 +99,7 @@ class CheckpointManager:
         saved: names of the checkpoints of this run, oldest first.
         outcomes: outcomes of saves and uploads.
         pending: the save in flight, if any.
+        publishers: publishers, one for each bucket, on the ranks that publish, after :meth:`open`.
         replication: replication of checkpoints in memory to another node, if any.
 
     Raises:
@@ -121,15 +117,13 @@ class CheckpointManager:
         **parts: Part,
     ) -> None:
         given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep}
-        if parts and (twice := sorted(given.keys() & (options or {}).keys())):
+        options = options or {}
+        if parts and options.keys() & {*given, "in_memory", "replication", "on_exception"}:
             raise ConfigError(
-                f"options={options}: give {', '.join(twice)} as folder, filename and keep of the manager."
+                f"options={options}: give folder, filename and keep as arguments of the manager. Leave out in_memory, "
+                "replication and on_exception, which need a Trainer."
             )
-        self.options = SaveOptions({**given, **(options or {})})
-        if parts and (self.options.in_memory or self.options.replication is not None or self.options.on_exception):
-            raise ConfigError(
-                f"options={options}: in_memory, replication and on_exception need a Trainer. Leave them out."
-            )
+        self.options = SaveOptions({**given, **options})
         self.where = RunFolder(self.options)
         self.saved: list[str] = []
         self.outcomes = Outcomes(self.options.failure_limit)
@@ -139,8 +133,8 @@ class CheckpointManager:
         self._staging = StagingMemory(self.options.staging_bytes)
         self.pending: SaveTask | None = None
         self._leases: dict[Lease, tuple[int, int] | None] = {}  # on rank 0; in a folder with the lock file
-        self._waited = 0.0
-        self._publishing = Publishing(self.options, self.where, self._confirm_leases)
+        self._publishing = Publishing(self.options, self.where, lambda: self._check_leases(confirm=True))
+        self.publishers = self._publishing.publishers
         self._saves_done = dist.PiggybackCounter(lambda: int(self.pending is not None and self.pending.done))
         self._deletes = self.options.keep.deletes
 
@@ -152,17 +146,15 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Wait for saves and uploads. Raise their errors, or add a note to the error that ended the loop."""
-        try:
-            if error is None:
+        if error is None:
+            with contextlib.closing(self):
                 self.finish()
-        finally:
-            try:
-                self.close()
-            except Exception as e:
-                if error is None:
-                    raise
-                log.error("a checkpoint could not be saved: %s", e)
-                error.add_note(f"A checkpoint could not be saved, too: {type(e).__name__}: {e}")
+            return
+        try:
+            self.close()
+        except Exception as e:  # noqa: BLE001 - added as a note to the error of the loop
+            log.error("a checkpoint could not be saved: %s", e)
+            error.add_note(f"A checkpoint could not be saved, too: {type(e).__name__}: {e}")
 
     def restore(self) -> int:
         """Restore all parts and the random generators from the newest good checkpoint. Call before the first save.
@@ -305,27 +297,36 @@ class CheckpointManager:
         self.saved, self._deletes, behind = group.from_first("finding the checkpoints of this run", existing)
         if self.replication is not None:
             self.replication.held = {*self.saved}
-        again = [self._publishing.of(name, overwrite=self._may_overwrite(name)) for name in behind]
+        again = [self._publishing.of(name, overwrite=True) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader and self.saved:
                 self.where.catch_up(self.saved[-1], state)
             for publish in again:
                 publish()
 
-    def begin(self, *, several: bool) -> None:
+    def begin(self, *, several: bool) -> bool:
         """Take the leases of the run, and check that saves are possible and overwrite no other files.
 
-        Call before training, after :meth:`open`.
+        Call before training, after :meth:`load_existing`. If earlier training raised, collect its last save first.
 
         Args:
             several: the run saves more than one checkpoint.
 
+        Returns:
+            False if the last save failed or was interrupted, so that its checkpoint may or may not exist.
+
         Raises:
+            Exception: error of the last save, unless the error was raised before or is tolerated.
             ConfigError: names vary in the folder, and the name in the bucket is constant; or a value cannot be saved.
             RunInUseError: another process writes files of the same names.
             CheckpointExistsError: this run would overwrite other files.
         """
         group, state = dist.get_group(), self.state
+        self.collect(alone=True)  # the ranks may have raised at different moments
+        (last_is_unconfirmed,) = group.max([int(self.outcomes.last_is_unconfirmed)])
+        if last_is_unconfirmed:
+            # The checkpoint of an interrupted save may exist.
+            self.saved = [one.name for one in group.from_first("finding the checkpoints of this run", self._known)]
         if self._publishing.buckets:
             leave_by()  # no deadline: an earlier shutdown may have been cancelled
             if several:
@@ -344,6 +345,7 @@ class CheckpointManager:
                 "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
                 self.where.filename,
             )
+        return not last_is_unconfirmed
 
     def take_leases(self, timeout: float = _LEASE_WAIT_SECONDS) -> None:
         """Take the leases of this manager's names in the folder and in buckets, on rank 0. Collective.
@@ -365,9 +367,8 @@ class CheckpointManager:
             return
         run_name, leases = self.state.run_name, self._new_leases()
         take_leases(leases, f"run {run_name!r}", timeout)
-        self._leases = dict.fromkeys(leases.values())
-        self._leases = {lease: _identity(lease.uri) for lease in self._leases}
-        if any(isinstance(lease, HeartbeatLease) and lease.taken_over for lease in leases.values()):
+        self._leases = {lease: _identity(lease.uri) for lease in leases.values()}
+        if any(isinstance(lease, HeartbeatLease) and lease.taken_over for lease in self._leases):
             for publisher in self.publishers:
                 publisher.remove_uploads(run_name)
 
@@ -382,9 +383,16 @@ class CheckpointManager:
             leases.update(publisher.leases(where.run_name))
         return leases
 
-    def _check_leases(self) -> None:
-        """Raise RunInUseError if a lease is known to be lost. Makes no request to a store."""
+    def _check_leases(self, *, confirm: bool = False) -> None:
+        """Raise RunInUseError if a lease is lost.
+
+        Args:
+            confirm: ask the store if the last answer is old, since this process may have been suspended. Publishing
+                does so right before a write that makes a checkpoint visible. Otherwise make no request.
+        """
         for lease in self._leases:
+            if confirm and isinstance(lease, HeartbeatLease):
+                lease.confirm()
             if lease.lost_to is not None:
                 raise RunInUseError(
                     f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
@@ -406,35 +414,6 @@ class CheckpointManager:
                     f"{lease.uri!r} is gone. Checkpoints that were in it are gone, too, and another process may have "
                     "the folder by now. Put it back, or start the run again."
                 )
-
-    def _confirm_leases(self) -> None:
-        """Check the leases, and ask the store first if the last answer is old: this process may have been suspended.
-
-        Publishing calls this right before a write that makes a checkpoint visible.
-        """
-        for lease in self._leases:
-            if isinstance(lease, HeartbeatLease):
-                lease.confirm()
-        self._check_leases()
-
-    def recover(self) -> bool:
-        """Collect the last save after ``fit`` raised.
-
-        Returns:
-            True if the outcome of the last save is known. False if a checkpoint may or may not exist; then
-            :attr:`saved` is listed again.
-
-        Raises:
-            Exception: error of the save, unless the error was raised before or is tolerated.
-        """
-        self.collect(alone=True)  # the ranks may have raised at different moments
-        group = dist.get_group()
-        (last_is_unconfirmed,) = group.max([int(self.outcomes.last_is_unconfirmed)])
-        if not last_is_unconfirmed:
-            return True
-        known = group.from_first("finding the checkpoints of this run", self._known)
-        self.saved = [manifest.name for manifest in known]  # an interrupted save may exist
-        return False
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def poll(self) -> list[CheckpointNews]:
@@ -459,7 +438,8 @@ class CheckpointManager:
                 self.outcomes.replicated(arrived)
         if self._publishing.ranks_with_news.total:
             self._note_publishing()
-        return self.outcomes.take_events()
+        events, self.outcomes.events = self.outcomes.events, []
+        return events
 
     def prepare(self) -> None:
         """Check that a checkpoint can hold the state of the run. Prepare memory for saves in the background.
@@ -513,13 +493,15 @@ class CheckpointManager:
         self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
         if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
             self.outcomes.warn_of_missing_metric(name, options.best_metric)
-        overwrite = self._may_overwrite(name)
+        # A run may save again to a name that the run has used before, such as ``ep{epoch}.pt`` within an epoch. The
+        # earlier save may have failed after the commit, for example because too many uploads were waiting.
+        overwrite = options.overwrite or name in self.saved or name in self.outcomes.maybe_written
         self._deletes = self._deletes or ephemeral
         kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
         uploads = bool(self._publishing.buckets)
         publish = self._publishing.of(name, overwrite=overwrite) if uploads else None
         also = self._publishing.names_in_buckets(name, state) if uploads else {}
-        waited, self._waited = self._waited, 0.0
+        waited, self.outcomes.waited_seconds = self.outcomes.waited_seconds, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 held = state.weights_state_dict() if options.weights_only else state.state_dict()
@@ -582,35 +564,11 @@ class CheckpointManager:
             form=self.where.form,
         )
 
-    @property
-    def expected_seconds(self) -> float | None:
-        """Estimated seconds of a save: the duration of the last save on rank 0; ``None`` before the first save."""
-        return self.outcomes.reports[-1].seconds["total"] if self.outcomes.reports else None
-
     def published(self, seconds: float) -> bool | None:
         """Wait at most ``seconds`` for all uploads. Return whether all ranks are done; ``None`` without a bucket."""
         if not self._publishing.buckets:
             return None
         return dist.get_group().wait_for_all(self._publishing.is_done, timedelta(seconds=max(seconds, 0.001)))
-
-    def _path(self, name: str) -> str:
-        """Return the path of the checkpoint ``name``, below the user's path of the folder."""
-        return f"{self.where.folder.rstrip('/')}/{name}"
-
-    @property
-    def saved_checkpoints(self) -> list[str]:
-        """Paths of the checkpoints of this run, oldest first."""
-        return [self._path(name) for name in self.saved]
-
-    @property
-    def newest(self) -> str | None:
-        """Path of the newest checkpoint in the folder; ``None`` if there is none."""
-        return self._path(self.saved[-1]) if self.saved else None
-
-    @property
-    def blocked_seconds(self) -> float:
-        """Seconds that training waited for saves."""
-        return self.outcomes.blocked_seconds + self._waited
 
     # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────
     def collect(self, *, alone: bool = False) -> None:
@@ -628,41 +586,26 @@ class CheckpointManager:
         started = time.perf_counter()
         pending.join()
         seconds = time.perf_counter() - started
-        self._waited += seconds
+        self.outcomes.waited_seconds += seconds
         level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
         log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.manifest.name)
         self.pending = None  # after the wait: if the wait is interrupted, the next call waits again
-        try:
-            report = pending.wait()
-        except (*_FAILURES, RankError) as e:
-            if not any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ()))):
-                self.outcomes.maybe_written.add(pending.manifest.name)
-            self.outcomes.ended("saved", e)
-            return
-        self.outcomes.committed(report)
-        self._forget(pending.manifest.name, *report.deleted)
-        self.saved.append(pending.manifest.name)
+        name, work = pending.manifest.name, "saved"
         group = dist.Group() if alone or not self._deletes else dist.get_group()
-        error: Exception | None = None
         try:
+            report: SaveReport = pending.future.result()
+            self.outcomes.committed(report)
+            self.saved = [*(one for one in self.saved if one not in {name, *report.deleted}), name]
+            work = "deleted"
             with group.all_or_none("deleting older checkpoints"):
                 if report.deletion_error is not None:
                     raise report.deletion_error
+            self.outcomes.ended(work, None)
         except (*_FAILURES, RankError) as e:
-            error = e
-        self.outcomes.ended("deleted", error)
-
-    def path_of(self, pending: SaveTask | None) -> str:
-        """Collect the save ``pending``, the last result of :meth:`save`, and return the path of the checkpoint.
-
-        Raises:
-            CheckpointError: the save failed. A tolerated failure raises, too, because there is no path to return.
-        """
-        self.collect()
-        if pending is None:
-            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
-        pending.wait()
-        return self._path(pending.manifest.name)
+            exists = any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ())))
+            if work == "saved" and not exists:
+                self.outcomes.maybe_written.add(name)
+            self.outcomes.ended(work, e)
 
     def _note_publishing(self, *, alone: bool = False) -> None:
         """Record the outcomes of finished uploads. Collective unless ``alone``.
@@ -676,21 +619,11 @@ class CheckpointManager:
         outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
         # An upload may delete its checkpoint from the folder. Compare names: paths may differ between ranks.
         uploads = [one for one in outcomes if one.work == "published"]
-        self._forget(*(event.name for one in uploads for event in one.events if event.what == "deleted"))
+        moved = {event.name for one in uploads for event in one.events if event.what == "deleted"}
+        self.saved = [name for name in self.saved if name not in moved]
         for outcome in outcomes:
-            self.outcomes.add(outcome.events)
+            self.outcomes.events += outcome.events
             self.outcomes.ended(outcome.work, outcome.error, outcome.upload)
-
-    def _may_overwrite(self, name: str) -> bool:
-        """Return true if the checkpoint ``name`` may replace an existing checkpoint.
-
-        A run may save again to a name that the run has used before, such as ``ep{epoch}.pt`` within an epoch. The
-        earlier save may have failed after the commit, for example because too many uploads were waiting.
-        """
-        return name in self.saved or name in self.outcomes.maybe_written or self.options.overwrite
-
-    def _forget(self, *names: str) -> None:
-        self.saved = [name for name in self.saved if name not in names]
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
     def finish(self) -> None:
@@ -714,7 +647,11 @@ class CheckpointManager:
         """
         with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
             stack.callback(self._publishing.close_store)
-            stack.callback(self._release_leases)  # after the uploads: the next launch resumes from them
+            stack.callback(self._leases.clear)
+            for lease in self._leases:  # released after the uploads: the next launch resumes from these
+                stack.callback(lease.release)
+            if self._leases:
+                stack.callback(self.where.close)
             stack.callback(self._publishing.close)
             stack.callback(self._note_publishing, alone=True)
             stack.callback(self._publishing.wait, dist.Group())
@@ -724,13 +661,6 @@ class CheckpointManager:
                 stack.callback(self.replication.close)
             stack.callback(self._staging.close)
             self.collect(alone=True)  # other ranks may have failed and not call close()
-
-    def _release_leases(self) -> None:
-        if self._leases:
-            self.where.close()
-        leases, self._leases = self._leases, {}
-        for lease in reversed(leases):
-            lease.release()
 
     def _empty(self) -> None:
         """Delete checkpoints in memory up to the newest full checkpoint of another manager."""
@@ -743,11 +673,6 @@ class CheckpointManager:
             for manifest in catalog.manifests():
                 if manifest.moment <= max(saved):
                     delete_checkpoint(catalog.place, manifest)
-
-    @property
-    def publishers(self) -> list[Publisher]:
-        """Publishers, one for each bucket, on the ranks that publish."""
-        return self._publishing.publishers
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -770,27 +695,24 @@ class Outcomes:
 
     Attributes:
         reports: of the last 100 successful saves, oldest first.
-        blocked_seconds: seconds that training waited for saves.
+        blocked_seconds: seconds that training waited for successful saves, and before them for the previous save.
+        waited_seconds: seconds that training has waited for the last save. The report of the next save includes these.
         maybe_written: names of failed saves: the file may exist.
         last_is_unconfirmed: the last save is in flight, failed or was interrupted: a checkpoint may or may not exist.
+        events: events that :meth:`CheckpointManager.poll` has not returned yet, oldest first.
     """
 
     def __init__(self, failure_limit: int) -> None:
         self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
-        self.blocked_seconds = 0.0
+        self.blocked_seconds = self.waited_seconds = 0.0
         self.maybe_written: set[str] = set()
         self.last_is_unconfirmed = False
         self._limit = failure_limit
         self._failures = Counter[str]()
         self._warned_of_metric = False
-        self._events: list[CheckpointNews] = []
+        self.events: list[CheckpointNews] = []
         # One save is in flight at a time.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
-
-    def take_events(self) -> list[CheckpointNews]:
-        """Return the events since the last call, oldest first."""
-        events, self._events = self._events, []
-        return events
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
         """Record the start of a save of the checkpoint ``name`` in the folder ``where``."""
@@ -798,7 +720,7 @@ class Outcomes:
             what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
         )
         self.last_is_unconfirmed = True
-        self._events.append(self._begun)
+        self.events.append(self._begun)
 
     def committed(self, report: SaveReport) -> None:
         """Record the success of the last save, and the deletion of older checkpoints by retention."""
@@ -811,7 +733,7 @@ class Outcomes:
         numbers |= {"bytes": report.size_bytes, "batch": report.batch}
         if report.slowest_rank is not None:
             numbers["slowest_rank"] = report.slowest_rank
-        self._events.append(
+        self.events.append(
             dataclasses.replace(
                 self._begun,
                 what="committed",
@@ -822,17 +744,13 @@ class Outcomes:
                 metrics=numbers,
             )
         )
-        self._events += [deletion(name, self._begun.where, at) for name in report.deleted]
-
-    def add(self, events: Sequence[CheckpointNews]) -> None:
-        """Record ``events`` of uploads."""
-        self._events += events
+        self.events += [deletion(name, self._begun.where, at) for name in report.deleted]
 
     def replicated(self, name: str) -> None:
         """Record the arrival of replicas of the checkpoint ``name`` in the memory of other nodes."""
         for batch in [report.batch for report in self.reports if report.path.name == PurePath(name).name][-1:]:
             news = CheckpointNews(what="replicated", name=name, where=self._begun.where, batch=batch, at=time.time())
-            self._events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
+            self.events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
 
     def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
         """Count a failure, record an event, and warn. A success ends a row of failures.
@@ -852,12 +770,13 @@ class Outcomes:
         self._failures[what] += 1
         count, text = self._failures[what], f"{type(error).__name__}: {error}"
         at = time.time() if news is None else news.at
-        event = dataclasses.replace(news or self._begun, what=_FAILED[what], at=at, error=text, metrics={})
+        failed = _FAILED.get(what, "deletion failed")
+        event = dataclasses.replace(news or self._begun, what=failed, at=at, error=text, metrics={})
         causes = error.causes if isinstance(error, RankError) else (error,)
         if count > self._limit or not causes or not all(isinstance(cause, _FAILURES) for cause in causes):
-            self._events.append(event)
+            self.events.append(event)
             raise error
-        self._events.append(dataclasses.replace(event, metrics={"failures_in_a_row": count}))
+        self.events.append(dataclasses.replace(event, metrics={"failures_in_a_row": count}))
         if dist.get_global_rank() == 0:
             log.warning(
                 "a checkpoint could not be %s (%d in a row, save_failure_limit=%d): %s", what, count, self._limit, text

@@ -203,9 +203,9 @@ def test_misuse_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, model=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"the part 'timestamp'"):
         CheckpointManager(tmp_path, timestamp=loop.position)
-    with pytest.raises(ConfigError, match=r"give filename as folder, filename and keep"):
+    with pytest.raises(ConfigError, match=r"give folder, filename and keep as arguments"):
         CheckpointManager(tmp_path, options={"filename": "ep{epoch}.pt"}, **loop.parts)
-    with pytest.raises(ConfigError, match=r"in_memory, replication and on_exception need a Trainer"):
+    with pytest.raises(ConfigError, match=r"Leave out in_memory, replication and on_exception, which need a Trainer"):
         CheckpointManager(tmp_path, options={"in_memory": True}, **loop.parts)
     with pytest.raises(ConfigError, match=re.escape("call restore() before the first save")):
         CheckpointManager(tmp_path, **loop.parts).save(1)
