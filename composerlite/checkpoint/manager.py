@@ -272,7 +272,7 @@ class CheckpointManager:
         # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
         # directory may differ between nodes.
         folder = Catalog(where.folder)
-        return RunPlace(folder, where.filename, where.latest, buckets, self.options.in_memory, self.replication)
+        return RunPlace(folder, where.filename, None, buckets, self.options.in_memory, self.replication)
 
     def _known(self) -> list[Manifest]:
         """Return the records of this manager's checkpoints, also from before a resume, oldest first."""

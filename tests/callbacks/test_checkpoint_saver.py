@@ -205,14 +205,18 @@ def test_latest_leads_to_a_committed_checkpoint_while_others_are_written(tmp_pat
     assert watch.seen == sorted(set(watch.seen))
 
 
-def test_a_resume_moves_latest_where_a_kill_had_left_it_behind(tmp_path: Path) -> None:
-    """Between the commit of a checkpoint and its link: also where the run had ended and saves nothing more."""
+@pytest.mark.parametrize("target", ["older", "gone"])
+def test_a_resume_moves_latest_where_a_kill_had_left_it_behind(tmp_path: Path, target: str) -> None:
+    """Between the commit of a checkpoint and its link: also where the run had ended and saves nothing more.
+
+    Also where the link leads to nothing, as after its checkpoint was quarantined.
+    """
     with trainer(save_folder=tmp_path, save_interval="1ba") as run:
         run.fit()
     link = tmp_path / "latest-rank0.pt"
     newest = link.readlink()
     link.unlink()
-    link.symlink_to(Catalog(tmp_path).manifests()[-2].name)
+    link.symlink_to(Catalog(tmp_path).manifests()[-2].name if target == "older" else "gone.pt")
     with trainer(save_folder=tmp_path, save_interval="1ba", autoresume=True) as run:
         run.fit()
     assert link.readlink() == newest

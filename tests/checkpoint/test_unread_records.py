@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 def look(folder: Path) -> dict[str, tuple[int, int]]:
     """What there is, and whether it was written."""
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+    return {str(path): (path.lstat().st_ino, path.lstat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
 
 
 def test_one_that_cannot_be_read_is_skipped_and_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

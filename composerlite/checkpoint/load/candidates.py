@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, final
@@ -13,7 +13,6 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory import Replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import quarantine_checkpoint
-from composerlite.checkpoint.place.place import set_link
 from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.record.record import RESUMABLE, Manifest, NewerManifestError
@@ -32,9 +31,7 @@ class RunPlace:
     Attributes:
         catalog: the folder, also for downloads of files from ``buckets``; or the bucket.
         template: template of the names of checkpoints.
-        link: name of the link to the latest checkpoint, in a folder a template, in a bucket from the top of the bucket;
-            ``None``: there is no link. In a folder, only broken links with these names to a checkpoint of ``template``
-            are repaired.
+        link: in a bucket, full name of the link to the latest checkpoint; ``None``: there is no link.
         buckets: buckets with the uploads of the saver.
         in_memory: the folder is in memory. Of two checkpoints of the same batch, the one in memory is tried first.
         memory: replicas in the memory of all nodes. Missing files are copied to the memory of this node.
@@ -226,26 +223,21 @@ def _fault_without_record(catalog: Catalog, name: str) -> CheckpointError | None
 
 # ── once a good checkpoint is found ──────────────────────────────────────────────────────────────────────────────────
 def quarantine_damaged(
-    damaged: Sequence[Candidate], chosen: Candidate, listing: Listing, places: Sequence[RunPlace], run_name: str
+    damaged: Sequence[Candidate], chosen: Candidate, listing: Listing, places: Sequence[RunPlace]
 ) -> None:
-    """Rename damaged checkpoints in folders, since the run will save these names again, and repair links.
+    """Rename damaged checkpoints in folders, since the run will save these names again.
 
     Every rank calls this. Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other
     node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
     """
-    renamed = set[str]()
     for one in damaged:
         in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
         catalog = places[one.place_number].catalog
         if in_folder and (own := _own_record(one, catalog)) is not None:
             quarantine_checkpoint(catalog.place, own)
-            renamed |= {own.name, *(file.path for file in own.files)}
     for catalog, name, _ in listing.damaged:  # on rank 0
         if catalog.folder / name != chosen.path:
             catalog.place.quarantine(name)
-    place = places[chosen.place_number]
-    if isinstance(chosen.path, Path) and (own := _own_record(chosen, place.catalog)) is not None:
-        repair_links(place, own, run_name, renamed)
 
 
 def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
@@ -260,23 +252,3 @@ def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
         return None
     own = catalog.manifests([record.name])
     return own[0] if own else None
-
-
-def repair_links(place: RunPlace, record: Manifest | None, run_name: str, renamed: Container[str] = ()) -> None:
-    """Point the broken links of the run's saver to the checkpoint of ``record``; ``None``: delete these links.
-
-    Links with other names stay, and links to anything but a checkpoint of the saver or one of the ``renamed`` files.
-    """
-    if place.link is None:
-        return
-    links, names = name_pattern(place.link, run_name), name_pattern(place.template, run_name)
-    for link, target in place.catalog.place.links().items():
-        match = names.fullmatch(target)
-        is_broken = not (place.catalog.folder / link).exists()
-        if is_broken and links.fullmatch(link) is not None and (match is not None or target in renamed):
-            if record is None:
-                (place.catalog.folder / link).unlink(missing_ok=True)
-                continue
-            rank = 0 if match is None else int(match.groupdict().get("rank", 0))
-            is_of_rank = record.form == "archives" and rank < len(record.files)  # each rank has a file and a link
-            set_link(place.catalog.place, link, record.files[rank].path if is_of_rank else record.name)

@@ -21,7 +21,6 @@ from composerlite.checkpoint.load.candidates import (
     list_checkpoints,
     newest_first,
     quarantine_damaged,
-    repair_links,
 )
 from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
@@ -72,7 +71,7 @@ def choose(
     trust: bool = False,
     progress_bar: bool = False,
 ) -> Choice:
-    """Read the newest usable checkpoint of ``run_name``. If there is one, quarantine skipped files and repair links.
+    """Read the newest usable checkpoint of ``run_name``. If there is one, quarantine damaged files.
 
     A run consists of numbered attempts. A resume from the newest checkpoint continues the attempt. A new attempt begins
     if newer checkpoints are skipped or if the run starts over; its ancestors are the attempts that it continues.
@@ -136,7 +135,7 @@ def choose(
         else:
             damaged = [one for one, error in rejected if isinstance(error, CorruptCheckpointError)]
             with group.all_or_none(_STEP):
-                quarantine_damaged(damaged, candidate, listing, places, run_name)
+                quarantine_damaged(damaged, candidate, listing, places)
             lineage = group.from_first(_STEP, functools.partial(_continued_from, candidate, listing))
             return Choice(candidate.path, lineage, loaded)
         if group.is_first:
@@ -305,6 +304,4 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
             "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
             "start over in another save_folder, or with autoresume=False and save_overwrite=True."
         )
-    for place in places:
-        repair_links(place, None, run_name)
     return new_attempt(highest_attempt(one.record for one in listing.known))

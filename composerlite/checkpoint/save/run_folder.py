@@ -241,13 +241,13 @@ class RunFolder:
     def catch_up(self, newest_name: str, state: TrainingState) -> None:
         """Point ``latest`` to the newest checkpoint of the run if a kill came between the commit and the link.
 
-        Also makes a missing link. Every leader of a disk calls this.
+        Also makes a missing link, and replaces a broken link. Every leader of a disk calls this.
         """
         newest = next(iter(self.catalog.manifests([newest_name])), None)
         if self.latest is None or newest is None:
             return
         place, name = self.catalog.place, names_of_ranks(self.latest, state)[0]
-        if (self.root / name).is_symlink():
+        if (self.root / name).exists():
             target = self.catalog.manifests([place.target_of(name)])
             # Keep links of other runs. This run may have had another save_filename.
             if not target or target[0].run_name != newest.run_name or target[0].order >= newest.order:
