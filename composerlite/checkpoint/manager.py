@@ -510,7 +510,7 @@ class CheckpointManager:
                 self._request(),
                 state_dict=held,
                 latest=where.latest,
-                overwrite=overwrite or may_replace(state, where.catalog, name),
+                overwrite=overwrite or (bool(state.lineage.ancestors) and may_replace(state, where.catalog, name)),
                 occasion="ephemeral" if ephemeral else "regular",
                 metrics=metrics or {},
                 publish=publish,

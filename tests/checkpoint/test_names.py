@@ -11,16 +11,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from parts import new_state
 
-from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.record.naming import (
     PartialFilePath,
     check_template,
     check_variables,
-    ensure_no_conflict,
     format_name_with_dist,
     format_name_with_dist_and_time,
     get_save_filename,
+    names_ahead,
 )
+from composerlite.checkpoint.save.options import SaveOptions
+from composerlite.checkpoint.save.run_folder import RunFolder
 from composerlite.core import Timestamp
 from composerlite.errors import CheckpointExistsError, ConfigError
 
@@ -124,11 +125,7 @@ def test_a_folder_may_be_anywhere(folder: str) -> None:
 # ── what a run would overwrite later ─────────────────────────────────────────────────────────────────────────────────
 def conflict(name: str, template: str, now: Timestamp, run_name: str = "my-run") -> bool:
     """Whether a file ``name`` keeps a run that stands at ``now`` from starting."""
-    try:
-        ensure_no_conflict([name], template, run_name=run_name, timestamp=now, folder="folder")
-    except CheckpointExistsError:
-        return True
-    return False
+    return names_ahead([name], template, run_name, now) == [name]
 
 
 def later(**counts: float) -> Timestamp:
@@ -179,22 +176,17 @@ def test_a_run_may_have_any_name(run_name: str) -> None:
     assert not conflict(name, "{run_name}-ep{epoch}.pt", NOW, "ab")
 
 
-def test_the_error_says_what_is_there_and_what_to_do() -> None:
-    """The file, the folder, where the run stands, and every way out."""
-    with pytest.raises(CheckpointExistsError) as e:
-        ensure_no_conflict(["ep4.pt"], "ep{epoch}.pt", run_name="my-run", timestamp=NOW, folder="runs")
-    for part in ("'ep4.pt'", "'runs'", "epoch 3", "batch 42", "load_path", "autoresume", "save_overwrite=True"):
-        assert part in str(e.value)
-
-
-def test_real_files_in_subfolders_are_found(tmp_path: Path) -> None:
-    """What is looked at are the files below the folder, whoever wrote them."""
+def test_the_error_says_what_is_there_and_what_to_do(tmp_path: Path) -> None:
+    """The file, the folder, where the run stands, and every way out. What is looked at are the files below the folder,
+    whoever wrote them."""
     (tmp_path / "ep4").mkdir()
     (tmp_path / "ep4" / "ba50.pt").touch()
-    with pytest.raises(CheckpointExistsError, match=r"'ep4/ba50\.pt'"):
-        ensure_no_conflict(
-            Catalog(tmp_path).files(), "ep{epoch}/ba{batch}.pt", run_name="r", timestamp=NOW, folder=str(tmp_path)
-        )
+    folder = RunFolder(SaveOptions({"folder": tmp_path, "filename": "ep{epoch}/ba{batch}.pt"}))
+    with pytest.raises(CheckpointExistsError) as e:
+        folder.refuse_conflicts(new_state(batch=42), [])
+    for part in ("'ep4/ba50.pt'", f"{str(tmp_path)!r}", "epoch 0", "batch 42", "load_path", "autoresume"):
+        assert part in str(e.value)
+    assert "save_overwrite=True" in str(e.value)
 
 
 STEPS = st.one_of(

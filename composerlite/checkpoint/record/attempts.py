@@ -55,8 +55,8 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
     if origin is None:
         return Lineage(highest + 1, new_id())
     parent = origin.run.lineage
-    earlier = (dataclasses.replace(one, until=min(one.until, origin.moment)) for one in parent.ancestors)
-    left = Ancestor(parent.attempt, parent.id, origin.moment, passed_over)
+    earlier = (dataclasses.replace(one, until=min(one.until, origin.run.moment)) for one in parent.ancestors)
+    left = Ancestor(parent.attempt, parent.id, origin.run.moment, passed_over)
     return Lineage(highest + 1, new_id(), (*earlier, left), origin.name)
 
 
@@ -78,12 +78,3 @@ def continued(
     newer = is_incomplete or any(one.is_in_line(own) and one.order[:3] > chosen.order[:3] for one in resumable)
     highest = highest_attempt(known)
     return new_attempt(highest, chosen, passed_over=newer) if newer or highest > own.attempt else own
-
-
-def may_be_replaced(lineage: Lineage, manifest: Manifest) -> bool:
-    """Return true if an ancestor of ``lineage`` saved ``manifest``, and its last checkpoints were skipped at a resume.
-
-    The run saves under the names of skipped checkpoints again.
-    """
-    ancestor = manifest.ancestor_in(lineage)
-    return ancestor is not None and ancestor.passed_over

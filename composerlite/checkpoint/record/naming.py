@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, SupportsInt, final
 
 from composerlite.checkpoint.format import SUFFIX
 from composerlite.checkpoint.format.packing import format_of
-from composerlite.errors import CheckpointExistsError, ConfigError, did_you_mean
+from composerlite.errors import ConfigError, did_you_mean
 
 DIST_VARIABLES = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
 """Variables that templates of folder names and file names may have."""
@@ -300,45 +300,28 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def ensure_no_conflict(
-    names: Iterable[str],
-    template: str,
-    *,
-    run_name: str,
-    timestamp: TimestampLike,
-    folder: str,
-    may_replace: Callable[[str], bool] = lambda _: False,
-) -> None:
-    """Refuse to start if the run would later write a name that exists already.
+def names_ahead(names: Iterable[str], template: str, run_name: str, timestamp: TimestampLike) -> list[str]:
+    """Return those of ``names``, paths of existing files, that a run at ``timestamp`` would write later.
 
     Args:
-        names: paths of the existing files, below ``folder``.
+        names: the paths.
         template: template of the run's names.
         run_name: name of the run.
         timestamp: current time of the run.
-        folder: the folder, for messages.
-        may_replace: returns true for a checkpoint that the run may replace.
 
-    Raises:
-        CheckpointExistsError: a name has later numbers than a name at ``timestamp``, and may not be replaced.
+    Returns:
+        The names of ``template`` with later numbers than the name at ``timestamp``.
     """
     pattern = name_pattern(template, run_name)
-    now = timestamp.state_dict()
     # Both sides are read from names: a clock in a name is rounded.
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
+    if own is None:
+        return []
     # Counts within an epoch start anew in the next epoch, so they decide only between names that are equal otherwise.
     numbers = [number for number in (*_TOTALS, "total_wct", *_WITHIN) if number in pattern.groupindex]
-    for name in names:
-        match = pattern.fullmatch(name)
-        if own is None or match is None:
-            continue
-        is_ahead = [float(match[number]) for number in numbers] > [float(own[number]) for number in numbers]
-        if is_ahead and not may_replace(name):
-            raise CheckpointExistsError(
-                f"save_folder={folder!r} already holds {name!r}, which this run (now at epoch {now['epoch']}, batch "
-                f"{now['batch']}) would overwrite later. Resume from it with load_path or autoresume=True, choose "
-                "another save_folder, delete it, or pass save_overwrite=True."
-            )
+    now = [float(own[number]) for number in numbers]
+    matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
+    return [match.string for match in matches if [float(match[number]) for number in numbers] > now]
 
 
 def data_file_id(path: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -20,24 +19,23 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
 from composerlite.checkpoint.place.node_disks import Disks
-from composerlite.checkpoint.place.place import set_link
-from composerlite.checkpoint.record.attempts import highest_attempt, may_be_replaced, new_attempt
+from composerlite.checkpoint.place.place import check_name, set_link
+from composerlite.checkpoint.record.attempts import highest_attempt, new_attempt
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     check_template,
     data_file_id,
-    ensure_no_conflict,
     format_name_with_dist,
     name_pattern,
+    names_ahead,
     names_of_ranks,
-    new_name,
     varies,
 )
 from composerlite.checkpoint.record.record import Manifest, new_id
 from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import atomic_write, make_folder
+from composerlite.errors import CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.storage import make_folder
 from composerlite.types import Lineage
 
 _MARK = ".memory-id"
@@ -92,13 +90,7 @@ class RunFolder:
         self.run_name = state.run_name
         folder = self._options.names.local_folder
         self._move_to(format_name_with_dist(folder, state.run_name, **FIRST_RANK))
-        try:
-            new_name(names_of_ranks(self.filename, state)[0])  # the name must be readable from a record
-        except ValueError as e:
-            raise ConfigError(
-                f"save_filename={self.filename!r} in run {state.run_name!r}: {e}. Choose another run_name or "
-                "save_filename."
-            ) from e
+        check_name(self.catalog.place, names_of_ranks(self.filename, state)[0])  # must be readable from a record
         self.form = form = Form(state)
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
         template = form.template(self.filename)
@@ -193,18 +185,17 @@ class RunFolder:
         Raises:
             ConfigError: the folder has checkpoints of ``run_name`` for another bucket.
         """
-        note = self._note(run_name)
-        before = note.read_bytes().decode(errors="replace") if note.is_file() else None
+        place, note = self.catalog.place, self._note(run_name)
+        before = place.read(note).decode(errors="replace") if place.exists(note) else None
         if before == bucket:
             return
         if before is not None and any(one.run_name == run_name for one in self.catalog.manifests()):
             raise ConfigError(
                 f"save_folder={self._options.names.folder!r}: {self.folder!r} on this machine has checkpoints of the "
                 f"run {run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
-                f"save_staging_folder; or remove {str(note)!r} if they are its own."
+                f"save_staging_folder; or remove {place.uri(note)!r} if they are its own."
             )
-        with atomic_write(note) as file:
-            file.write(bucket.encode())
+        place.put(note, bucket.encode())
 
     def find_disks(self, form: Form) -> None:
         """Find the ranks with the same folder, make missing folders, and remove files of killed processes. Collective.
@@ -269,23 +260,23 @@ class RunFolder:
         Raises:
             CheckpointExistsError: the run would overwrite a file.
         """
-        for place, template in [(self.catalog, self.filename), *buckets]:
-            ensure_no_conflict(
-                place.names(),
-                template,
-                run_name=state.run_name,
-                timestamp=state.timestamp,
-                folder=place.place.uri(),
-                may_replace=functools.partial(may_replace, state, place),
-            )
+        now = state.timestamp.state_dict()
+        for catalog, template in [(self.catalog, self.filename), *buckets]:
+            for name in names_ahead(catalog.names(), template, state.run_name, state.timestamp):
+                if not may_replace(state, catalog, name):
+                    raise CheckpointExistsError(
+                        f"save_folder={catalog.place.uri()!r} already holds {name!r}, which this run (now at epoch "
+                        f"{now['epoch']}, batch {now['batch']}) would overwrite later. Resume from it with load_path "
+                        "or autoresume=True, choose another save_folder, delete it, or pass save_overwrite=True."
+                    )
 
-    def _note(self, run_name: str) -> Path:
-        return self.root / f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
+    def _note(self, run_name: str) -> str:
+        return f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
 
     def close(self) -> None:
         """Delete the note if retention keeps no checkpoint here and none is left. Call on rank 0, with the leases."""
         if self._options.keep.none_here and not self.catalog.manifests():
-            self._note(self.run_name).unlink(missing_ok=True)
+            self.catalog.place.delete([self._note(self.run_name)])
 
 
 def begin_attempt(
@@ -329,22 +320,24 @@ def _manifest_at(catalog: Catalog, origin: str) -> Manifest | None:
     return catalog.manifest_of(path.removeprefix(root)) if path.startswith(root) else None
 
 
-def may_replace(state: TrainingState, place: Catalog, name: str) -> bool:
+def may_replace(state: TrainingState, catalog: Catalog, name: str) -> bool:
     """Return true if autoresume skipped the checkpoint ``name``: the run will save this checkpoint again.
 
     Raises:
         OSError: the record in a bucket cannot be read.
     """
-    if not any(ancestor.passed_over for ancestor in state.lineage.ancestors):
+    skipped = [ancestor for ancestor in state.lineage.ancestors if ancestor.passed_over]
+    if not skipped:
         return False
+    in_bucket = catalog.place.path_of(name) is None
     try:
-        manifest = place.manifest_of(name)
+        manifest = catalog.manifest_of(name)
     except CorruptCheckpointError:
         return True
     except OSError:
-        if place.place.path_of(name) is None:
+        if in_bucket:
             raise
         return True  # a folder lets this user replace a file that this user cannot read
     if manifest is None:  # incomplete after a kill; in a folder such a file was renamed
-        return place.place.path_of(name) is None
-    return may_be_replaced(state.lineage, manifest)
+        return in_bucket
+    return manifest.ancestor_in(state.lineage) in skipped
