@@ -175,7 +175,7 @@ class CheckpointNews:
     what: CheckpointStep
     name: str
     where: str
-    batch: int | None
+    batch: int | None = None
     at: float
     size_bytes: int | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])

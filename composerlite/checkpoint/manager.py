@@ -24,10 +24,10 @@ from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
 from composerlite.checkpoint.record.naming import names_of_ranks, varies
 from composerlite.checkpoint.record.record import Manifest, SavedRun
-from composerlite.checkpoint.record.retention import Retention, own_checkpoints
+from composerlite.checkpoint.record.retention import own_checkpoints
 from composerlite.checkpoint.save.form import Form, SaveRequest
 from composerlite.checkpoint.save.options import SaveOptions
-from composerlite.checkpoint.save.publish import Publishing, deletion
+from composerlite.checkpoint.save.publish import Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
 from composerlite.checkpoint.save.save import SaveReport, SaveTask, begin_save
 from composerlite.checkpoint.save.snapshot import StagingMemory
@@ -515,7 +515,7 @@ class CheckpointManager:
                 metrics=metrics or {},
                 publish=publish,
                 also=also,
-                retention=Retention(options.keep.policy, kept) if self._deletes else None,
+                retention=dataclasses.replace(options.keep.policy, held=kept) if self._deletes else None,
                 is_routine=options.in_memory,
                 how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                 started=started,
@@ -744,7 +744,9 @@ class Outcomes:
                 metrics=numbers,
             )
         )
-        self.events += [deletion(name, self._begun.where, at) for name in report.deleted]
+        self.events += [
+            CheckpointNews(what="deleted", name=name, where=self._begun.where, at=at) for name in report.deleted
+        ]
 
     def replicated(self, name: str) -> None:
         """Record the arrival of replicas of the checkpoint ``name`` in the memory of other nodes."""

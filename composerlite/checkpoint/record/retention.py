@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, final
+from typing import Protocol, final
 
 from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.errors import ConfigError, did_you_mean
@@ -40,6 +40,7 @@ class RetentionPolicy:
             Checkpoints without the metric, with NaN, or marked as ``not_finite`` do not count.
         metric: name of a value in :attr:`SavedRun.metrics`.
         mode: ``'max'`` or ``'min'``: the better values.
+        held: names of checkpoints that :meth:`given_up` leaves out, such as those with replicas in memory.
     """
 
     last: int | None = None
@@ -47,6 +48,12 @@ class RetentionPolicy:
     best: int | None = None
     metric: str = ""
     mode: str = "max"
+    held: frozenset[str] = frozenset()
+
+    def given_up(self, manifests: Iterable[Manifest], newest: Manifest) -> list[Manifest]:
+        """List the checkpoints in ``manifests`` to delete: of the run and the template of ``newest``."""
+        own = own_checkpoints(manifests, newest.run, newest.template)
+        return [manifest for manifest in deletions(own, self) if manifest.name not in self.held]
 
     def keep(self, manifests: Sequence[Manifest]) -> list[bool]:
         """Return for each of ``manifests`` if its checkpoint stays. Give manifests oldest first, none ephemeral."""
@@ -141,27 +148,9 @@ def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str)
     own = [
         manifest
         for manifest in manifests
-        if manifest.run_name == run.name
+        if manifest.run.name == run.name
         and manifest.template == template
         and manifest.is_in_line(run.lineage)
-        and manifest.moment <= run.moment
+        and manifest.run.moment <= run.moment
     ]
     return sorted(own, key=lambda manifest: manifest.order)
-
-
-@final
-class Retention(NamedTuple):
-    """Retention of a run's checkpoints after a save.
-
-    Attributes:
-        policy: the rules.
-        held: names of checkpoints that stay in any case, such as those with replicas in memory.
-    """
-
-    policy: RetentionPolicy
-    held: frozenset[str] = frozenset()
-
-    def given_up(self, manifests: Iterable[Manifest], newest: Manifest) -> list[Manifest]:
-        """List the checkpoints in ``manifests`` to delete: of the run and the template of ``newest``."""
-        own = own_checkpoints(manifests, newest.run, newest.template)
-        return [manifest for manifest in deletions(own, self.policy) if manifest.name not in self.held]

@@ -34,7 +34,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, disks_of
 from composerlite.checkpoint.record.naming import archive_template, directory_template
 from composerlite.checkpoint.record.record import FileRecord, Manifest, seal, tail_room
-from composerlite.checkpoint.record.retention import Retention
+from composerlite.checkpoint.record.retention import RetentionPolicy
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, StagedFile, make_folder
@@ -259,7 +259,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     publish: Callable[[], object] | None = None
     also: Mapping[str, str] = field(default_factory=dict[str, str])
-    retention: Retention | None = None
+    retention: RetentionPolicy | None = None
     is_routine: bool = False
     how: str = "async"
     started: float | None = None

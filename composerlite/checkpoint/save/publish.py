@@ -33,7 +33,7 @@ from composerlite.checkpoint.record.naming import (
     root_and_template,
 )
 from composerlite.checkpoint.record.record import Manifest, seal_index
-from composerlite.checkpoint.record.retention import Retention, retention_policy
+from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
@@ -189,7 +189,8 @@ class Publisher:
                     vote.run(send, commit)
                 if moves:
                     delete_checkpoint(catalog.place, manifest)
-                    moved.append(deletion(manifest.name, str(catalog.folder), time.time()))
+                    where = str(catalog.folder)
+                    moved.append(CheckpointNews(what="deleted", name=manifest.name, where=where, at=time.time()))
             except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
                 log.error("checkpoint %s could not be published: %s", self.bucket.uri(there.name), e)
                 error = e
@@ -228,7 +229,8 @@ class Publisher:
         log.info("uploaded checkpoint %s (%s in %.2f s)", self.bucket.uri(there.name), size, seconds)
         deleted: list[CheckpointNews] = []
         try:
-            deleted.extend(deletion(name, self.bucket.uri(), ended) for name in self._delete_old(there))
+            for name in self._delete_old(there):
+                deleted.append(CheckpointNews(what="deleted", name=name, where=self.bucket.uri(), at=ended))
         except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
             log.error("a checkpoint before %s could not be deleted: %s", self.bucket.uri(there.name), e)
             error = e
@@ -243,7 +245,7 @@ class Publisher:
         if self._known is None:  # listed once: later uploads and deletions update the list
             self._known = [m for m in self.remote.manifests() if m.run_name == newest.run_name]
         self._known = [m for m in self._known if m.name != newest.name] + [newest]
-        for old in Retention(retention_policy(keep)).given_up(self._known, newest):
+        for old in retention_policy(keep).given_up(self._known, newest):
             delete_checkpoint(self.bucket, old)
             self._known.remove(old)
             yield old.name
@@ -259,11 +261,6 @@ class Publisher:
                 f"{', '.join(self.uploader.pending)}: not uploaded within {self.options.upload_timeout:.0f} s "
                 "(upload_timeout_in_seconds). Save less often, or give it longer."
             )
-
-
-def deletion(name: str, where: str, at: float) -> CheckpointNews:
-    """Return the event of the deletion of the checkpoint ``name`` from ``where``, at ``at`` seconds since 1970."""
-    return CheckpointNews(what="deleted", name=name, where=where, batch=None, at=at)
 
 
 def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
@@ -317,19 +314,6 @@ class Publishing:
             FileNotFoundError: a bucket does not exist.
             ObjectStoreError: a store does not answer, or fails.
         """
-        group = dist.get_group()
-        self._name(form)
-        self.buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
-        with group.all_or_none("finding buckets"):
-            others = self._where.is_leader and not group.is_first
-            if others and (own := self._open(state, uploaders)) != self.buckets:
-                raise ConfigError(
-                    f"loggers upload checkpoints to {own} here and to {self.buckets} on rank 0: give every rank the "
-                    "same loggers, for each node uploads what is on its disk."
-                )
-
-    def _name(self, form: Form) -> None:
-        """Find the templates of the names in buckets."""
         names, local = self._options.names, self._where.filename
         self._root, template = root_and_template(names.remote_filename, names.filename)
         same = template == names.filename
@@ -342,6 +326,15 @@ class Publishing:
         if names.remote_latest is not None:
             link = form.template(names.remote_latest, "save_latest_remote_file_name")
             self._links = [link] * (dist.get_world_size() if form.kind == "deepspeed" else 1)
+        group = dist.get_group()
+        self.buckets = group.from_first("finding buckets", functools.partial(self._open, state, uploaders))
+        with group.all_or_none("finding buckets"):
+            others = self._where.is_leader and not group.is_first
+            if others and (own := self._open(state, uploaders)) != self.buckets:
+                raise ConfigError(
+                    f"loggers upload checkpoints to {own} here and to {self.buckets} on rank 0: give every rank the "
+                    "same loggers, for each node uploads what is on its disk."
+                )
 
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
         """Create the publishers of this rank, and check the buckets. Return the URIs of the buckets."""
