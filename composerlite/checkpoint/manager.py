@@ -671,7 +671,7 @@ class CheckpointManager:
             catalogs.append(self.replication.replicas)
         for catalog in catalogs if saved else ():
             for manifest in catalog.manifests():
-                if manifest.moment <= max(saved):
+                if manifest.run.moment <= max(saved):
                     delete_checkpoint(catalog.place, manifest)
 
 

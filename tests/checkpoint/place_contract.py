@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.checkpoint.place.catalog import Catalog
+from composerlite.checkpoint.place.catalog import Catalog, map_reads
 from composerlite.checkpoint.place.commit import delete_checkpoint, fetch_checkpoint, garbage
 from composerlite.checkpoint.place.directory import SaveHandle, ShardedDirectory
-from composerlite.checkpoint.place.place import NewFile, Place, local_copy, map_reads, set_link
+from composerlite.checkpoint.place.place import NewFile, Place, local_copy, set_link
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError

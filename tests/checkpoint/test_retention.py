@@ -252,7 +252,7 @@ def test_another_call_of_fit_goes_on_counting() -> None:
 def test_multiples_count_anew_where_time_was_reset() -> None:
     """The tenth batch after ``reset_time`` is another one than that before."""
     history = [manifest(batch, fit_calls=call) for call in (1, 2) for batch in (5, 10, 15)]
-    assert [m.moment for m in stay(history, retention_policy(keep_every=Time.from_timestring("10ba")))] == [
+    assert [m.run.moment for m in stay(history, retention_policy(keep_every=Time.from_timestring("10ba")))] == [
         (1, 10),
         (2, 10),
         (2, 15),

@@ -35,8 +35,9 @@ from composerlite.checkpoint.api.step_files import StepWriter, find_step, metada
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import TorchImage
+from composerlite.checkpoint.place.catalog import map_reads
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
-from composerlite.checkpoint.place.place import check_name, map_reads
+from composerlite.checkpoint.place.place import check_name
 from composerlite.checkpoint.save.save import SaveTask
 from composerlite.checkpoint.save.sharded_writer import ShardWriter, record_of_directory
 from composerlite.checkpoint.save.snapshot import shared_staging

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, final
 
 import xxhash
 
+from composerlite.checkpoint.place.catalog import map_reads
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, NewFile, OnBytes, Place, StoredFile, map_reads
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, NewFile, OnBytes, Place, StoredFile
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Transfer, check_name, make_folder, verify_file
@@ -26,7 +27,6 @@ from composerlite.storage.transfer import VerifiedObject
 if TYPE_CHECKING:
     from composerlite.checkpoint.format.torch_reader import ByteSource
 
-_MOST_LINK_BYTES = 4096
 _STEP_BYTES = 64 << 20
 """Bytes of a single request, all in memory, while an object is verified."""
 
@@ -92,9 +92,6 @@ class Bucket(Place):
         objects, folders = self.transfer.list_level(prefix)
         found = {*(info.name for info in objects if is_name(info.name)), *folders}
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
-
-    def read(self, path: str) -> bytes:
-        return self.transfer.read_all(self.name_of(path), most_bytes=self.most_small_bytes)
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         name = self.name_of(path)
@@ -164,22 +161,11 @@ class Bucket(Place):
             self.put(link + LINK_SUFFIX, self.name_of(name).encode())
 
     def target_of(self, link: str) -> str:
-        path = link + LINK_SUFFIX
-        try:
-            text = self.transfer.read_all(self.name_of(path), most_bytes=_MOST_LINK_BYTES).decode().strip()
-        except UnicodeDecodeError as e:
-            raise CorruptCheckpointError(f"{self.uri(path)!r} holds no name: {e}") from e
-        return text.removeprefix(self._prefix)
+        return self.read(link + LINK_SUFFIX).decode(errors="replace").strip().removeprefix(self._prefix)
 
     def links(self) -> Mapping[str, str]:
         links = [path.removesuffix(LINK_SUFFIX) for path in self.files() if path.endswith(LINK_SUFFIX)]
-
-        def read(link: str) -> str:
-            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):  # a broken link
-                return self.target_of(link)
-            return ""
-
-        return dict(zip(links, map_reads(self, read, links), strict=True))
+        return dict(zip(links, map_reads(self, self.target_of, links), strict=True))
 
     def lock(self, name: str) -> HeartbeatLease:
         return HeartbeatLease(self.transfer, self.name_of(lease_name(name)))

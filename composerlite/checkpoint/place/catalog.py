@@ -7,15 +7,16 @@ checkpoint in one file is that file, the deciding file of a directory is its ind
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias, final
+from typing import TypeAlias, TypeVar, cast, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, MOST_TAIL_BYTES, SUFFIX, WEIGHTS_INDEX
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, OnBytes, Place, map_reads
+from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, OnBytes, Place
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.record import (
     FileRecord,
@@ -27,10 +28,15 @@ from composerlite.checkpoint.record.record import (
     unseal_weights_index,
 )
 from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.storage import WorkerPool
 
 log = logging.getLogger(__name__)
 Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason for an unreadable record."""
+T = TypeVar("T")
+R = TypeVar("R")
+_REQUESTS = 16
+"""Number of small objects that are read from a bucket at the same time."""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 """Suffixes of files without a record, other than the index of weights."""
@@ -111,7 +117,7 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
             record = record_in(place, path)
         except CheckpointError:  # raised again when the checkpoint is opened
             break
-        for saved in () if record is None else (record.name, *record.also):
+        for saved in () if record is None else (record.saved_as, *record.also):
             if saved != name and full.endswith(f"/{saved}"):
                 return place.inside(full.removesuffix(saved)), saved
     return place, name
@@ -123,17 +129,15 @@ class Catalog:
 
     A file without a record is no checkpoint, and is never listed. The same holds for a copy made by hand, with another
     name in the record. Every method raises the errors of the place; only FileNotFoundError counts as absence.
+
+    Attributes:
+        place: the place.
+        folder: path of the place, which must be a folder of this machine; ``None`` in a bucket.
     """
 
     def __init__(self, place: str | Path | Place) -> None:
         self.place = Folder(place) if isinstance(place, str | Path) else place
-
-    @property
-    def folder(self) -> Path:
-        """Path of the place, which must be a folder of this machine."""
-        path = self.place.path_of("")
-        assert path is not None, f"{self.place.uri()} is no folder"
-        return path
+        self.folder = cast("Path", self.place.path_of(""))
 
     # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────
     def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
@@ -176,9 +180,8 @@ class Catalog:
         """
         try:
             found = record_in(self.place, decider)
-            if found is None or found.form == "step":
-                return None
-            return found.lying_at(found.path_of(decider))
+            is_copy = found is not None and found.name not in (found.saved_as, *found.also)
+            return None if found is None or found.form == "step" or is_copy else found
         except OSError as e:
             if self.place.path_of(decider) is None:
                 raise
@@ -197,7 +200,7 @@ class Catalog:
         """
         for path in _deciders_of(name):
             if (found := record_in(self.place, path, chunks=True)) is not None:
-                return found.lying_at(name) or replace(found, name=name)
+                return found
         return None
 
     # ── the latest in a bucket ───────────────────────────────────────────────────────────────────────────────────
@@ -299,6 +302,20 @@ class Catalog:
                 "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
                 "give each run a folder of its own."
             )
+
+
+def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results of ``work`` for ``items``, in order. ``work`` reads files of ``place``.
+
+    For a bucket, ``work`` runs in up to 16 threads.
+    """
+    everything = list(items)
+    threads = 1 if isinstance(place, Folder) else min(_REQUESTS, len(everything))
+    if threads < 2:
+        return [work(item) for item in everything]
+    with WorkerPool(threads, name="place") as pool:
+        results = [pool.submit(functools.partial(work, item)) for item in everything]
+        return [result.result() for result in results]
 
 
 def _is_hidden(path: str) -> bool:

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from composerlite.checkpoint.format import INDEXES
-from composerlite.checkpoint.place.catalog import record_in
-from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, map_reads, set_link
+from composerlite.checkpoint.place.catalog import map_reads, record_in
+from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, set_link
 from composerlite.checkpoint.record.naming import data_file_id
 from composerlite.checkpoint.record.record import Manifest, NewerManifestError
 from composerlite.errors import CheckpointExistsError, CorruptCheckpointError, bytes_text
@@ -97,14 +97,15 @@ def send_files(
         NewerManifestError: a newer version of composerlite saved a checkpoint of the name.
     """
     existing = _replaced_record(place, manifest.files[0].path)
-    if existing is not None and existing.id == manifest.id:
-        return existing
-    same_moment = existing is not None and (existing.run_name, existing.moment) == (manifest.run_name, manifest.moment)
-    if existing is not None and not overwrite and not same_moment:
-        raise _exists_error(place, existing)
-    if existing is not None and existing.form == "archives":
-        delete_checkpoint(place, existing)
-        existing = None
+    if existing is not None:
+        if existing.id == manifest.id:
+            return existing
+        before, now = existing.run, manifest.run
+        if not overwrite and (before.name, before.moment) != (now.name, now.moment):
+            raise _exists_error(place, existing)
+        if existing.form == "archives":
+            delete_checkpoint(place, existing)
+            existing = None
     for path, file in files.items():
         if path != manifest.files[0].path:
             place.put(path, file)
@@ -214,9 +215,11 @@ def delete_checkpoint(place: Place, manifest: Manifest) -> None:
     If nodes have disks of their own, every part on this disk is deleted: a disk may have parts of several nodes.
     A kill between the two steps leaves files without a record, which :func:`garbage` lists. A missing file is no error.
     """
-    others = [path for path in own_files(place, manifest) if path not in manifest.deciders]
-    place.delete(reversed(manifest.deciders), durable=bool(others), folders=manifest.is_directory)
-    place.delete(others, folders=manifest.is_directory)
+    deciders = manifest.deciders
+    is_directory = deciders[0] != manifest.name
+    others = [path for path in own_files(place, manifest) if path not in deciders]
+    place.delete(reversed(deciders), durable=bool(others), folders=is_directory)
+    place.delete(others, folders=is_directory)
     log.debug("deleted checkpoint %s", place.uri(manifest.name))
 
 
@@ -242,7 +245,7 @@ def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> 
             found = None
         if found is None:
             return or_damaged
-        return found.form == "archives" and found.id == manifest.id and f"/{first}".endswith(f"/{found.name}")
+        return found.form == "archives" and found.id == manifest.id and f"/{first}".endswith(f"/{found.saved_as}")
 
     return [first, *(path for path, own in zip(others, map_reads(place, is_own, others), strict=True) if own)]
 

@@ -437,7 +437,7 @@ class StepFolder(Directory):
         self.place.delete([self.at(MARKER)], durable=True)
         with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
             if (old := self.record()) is not None and old.form == "step":
-                delete_checkpoint(self.place, dataclasses.replace(old, name=self.name))
+                delete_checkpoint(self.place, old)
         self.place.delete(self.rank_files().values())
         self.model().sweep()
 

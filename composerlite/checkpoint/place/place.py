@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import shutil
@@ -17,13 +16,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
 from composerlite.checkpoint.record.naming import new_name, relative_path
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import ConfigError, CorruptCheckpointError
-from composerlite.storage import ParallelReader, StagedFile, StreamWriter, WorkerPool, make_folder, verify_file
+from composerlite.storage import ParallelReader, StagedFile, StreamWriter, make_folder, verify_file
 from composerlite.storage.disk.files import abandoned_temporaries, fsync_folder, is_temporary, staged_symlink
 from composerlite.types import Closing
 
@@ -34,10 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LINK_SUFFIX = ".symlink"
 """Suffix of an object that is a link in a bucket."""
-_REQUESTS = 16
-"""Number of small objects that are read from a bucket at the same time."""
-T = TypeVar("T")
-R = TypeVar("R")
+_MOST_READ_BYTES = 1 << 30
 OnBytes = Callable[[int], object]
 """A callback of a transfer: called with the number of bytes of each piece, not with a total."""
 
@@ -77,12 +73,7 @@ class Place(Closing):
 
     Paths are relative to the place, with slashes. A path with a slash at the beginning starts at the top of the disk or
     the bucket. FileNotFoundError means absence. All other failures of a disk or a store are raised unchanged.
-
-    Attributes:
-        most_small_bytes: size of the largest file that :meth:`read` reads, in bytes.
     """
-
-    most_small_bytes: ClassVar[int] = 1 << 30
 
     # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
@@ -123,7 +114,6 @@ class Place(Closing):
             ConfigError: ``folder`` is a file on this machine.
         """
 
-    @abstractmethod
     def read(self, path: str) -> bytes:
         """Return the bytes of a small file, such as an index or a link.
 
@@ -131,6 +121,10 @@ class Place(Closing):
             FileNotFoundError: there is no such file.
             CorruptCheckpointError: the file has more than 1 GiB.
         """
+        size_bytes, data = self.end(path, _MOST_READ_BYTES)
+        if len(data) < size_bytes:
+            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {_MOST_READ_BYTES} bytes.")
+        return data
 
     @abstractmethod
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
@@ -236,12 +230,11 @@ class Place(Closing):
 
         Raises:
             FileNotFoundError: there is no such link.
-            CorruptCheckpointError: a link in a bucket contains no name.
         """
 
     @abstractmethod
     def links(self) -> Mapping[str, str]:
-        """Return the target of each link in the place, also of broken links. Empty text: the link cannot be read."""
+        """Return the target of each link in the place, also of broken links."""
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
@@ -303,12 +296,6 @@ class Folder(Place):
 
     def exists(self, path: str) -> bool:
         return (self.path / path).is_file()
-
-    def read(self, path: str) -> bytes:
-        size_bytes, data = self.end(path, self.most_small_bytes)
-        if len(data) < size_bytes:
-            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {self.most_small_bytes} bytes.")
-        return data
 
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         target = self.path / path
@@ -473,20 +460,6 @@ def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEnt
 
 
 # ── functions for any place ──────────────────────────────────────────────────────────────────────────────────────────
-def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return the results of ``work`` for ``items``, in order. ``work`` reads files of ``place``.
-
-    For a bucket, ``work`` runs in up to 16 threads.
-    """
-    everything = list(items)
-    threads = min(_REQUESTS, len(everything)) if place.path_of("") is None else 1
-    if threads < 2:
-        return [work(item) for item in everything]
-    with WorkerPool(threads, name="place") as pool:
-        results = [pool.submit(functools.partial(work, item)) for item in everything]
-        return [result.result() for result in results]
-
-
 @contextlib.contextmanager
 def local_copy(place: Place, path: str, digest: FileDigest | None = None) -> Generator[Path]:
     """Yield the path of a file of ``place`` on this machine, verified by ``digest`` if given.

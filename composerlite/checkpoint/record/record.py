@@ -174,6 +174,8 @@ class Manifest:
         saved_at: time of the save, ISO 8601 in UTC.
         node: number of the node with the files beside this record, if nodes have disks of their own; ``None``: all
             files are in the same folder.
+        saved_as: name at the save, in a record from a file. The name differs if the checkpoint was moved, or was copied
+            by hand.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Manifest:
     form: str = "file"
     id: str = field(default_factory=new_id)
     also: Mapping[str, str] = field(default_factory=dict[str, str])
+    saved_as: str = field(default="", compare=False)
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -208,14 +211,9 @@ class Manifest:
         return self.run.moment[1]
 
     @property
-    def moment(self) -> tuple[int, int]:
-        """Calls of ``fit`` and optimizer steps before the save: the progress of the attempt."""
-        return self.run.moment
-
-    @property
     def order(self) -> tuple[int, int, int, str]:
         """Sort key of checkpoints of one run, oldest first: attempt, the two numbers of the moment, ``saved_at``."""
-        return self.run.lineage.attempt, *self.moment, self.saved_at
+        return self.run.lineage.attempt, *self.run.moment, self.saved_at
 
     def marked(self, weights: Iterable[str | None]) -> Manifest:
         """Return the record with the first name in ``weights`` as ``not_finite``, unless ``not_finite`` has names.
@@ -234,7 +232,7 @@ class Manifest:
         """
         own, ancestor = self.run.lineage, self.ancestor_in(lineage)
         is_newest = (own.attempt, own.id) == (lineage.attempt, lineage.id)
-        return is_newest or (ancestor is not None and self.moment <= ancestor.until)
+        return is_newest or (ancestor is not None and self.run.moment <= ancestor.until)
 
     def ancestor_in(self, lineage: Lineage) -> Ancestor | None:
         """Return the attempt that saved the checkpoint among the ancestors of ``lineage``."""
@@ -282,15 +280,6 @@ class Manifest:
         if last is not None and f"/{decider}".endswith(f"/{last}"):
             return decider.removesuffix(last).rstrip("/")
         raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
-
-    def lying_at(self, path: str) -> Manifest | None:
-        """Return the record with the name ``path``, if ``path`` is ``name`` or in ``also``.
-
-        ``None``: the checkpoint at ``path`` is a copy made by hand.
-        """
-        if path == self.name:
-            return self
-        return dataclasses.replace(self, name=path, template=self.also[path]) if path in self.also else None
 
     def check(self) -> None:
         """Check the fields of a record from a file.
@@ -349,8 +338,8 @@ def recorded(kind: type[T], fields: object) -> T:
 def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     """Return the record with the JSON ``fields``, with ``decider`` as the first file.
 
-    The paths of the other files are made relative to the place of ``decider``: a copied directory names its own files.
-    ``Manifest.name`` is the name at the save, also for a copy.
+    The name and the paths of the other files are made relative to the place of ``decider``: a copied directory names
+    its own files.
 
     Raises:
         ValueError: a field is missing or has another type, or :meth:`Manifest.check` finds a fault.
@@ -358,7 +347,8 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     saved = recorded(Manifest, fields)
     for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
         relative_path(path)
-    moved = dataclasses.replace(saved, name=saved.path_of(decider.path))
+    name = saved.path_of(decider.path)
+    moved = dataclasses.replace(saved, name=name, template=saved.also.get(name, saved.template), saved_as=saved.name)
     home = moved.home
     if saved.form == "archives":
         dataclasses.replace(saved, files=(decider, *saved.files)).check()
@@ -368,7 +358,7 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     manifest = dataclasses.replace(moved, files=(decider, *others))
     if saved.form != "archives":
         manifest.check()
-    return dataclasses.replace(manifest, name=saved.name)
+    return manifest
 
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(FileRecord)}
@@ -383,22 +373,11 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     Args:
         manifest: the record.
         body_bytes: size of the body before compression, in bytes.
-
-    Raises:
-        SaveError: the record does not fit into a zip comment even without metrics and timings.
     """
     most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
     longest = FileDigest(2**63 - 1, "0" * 32, 2**40, chunks)  # each number with the most digits
-    room, least = (
-        len(_tail(_fields(one, longest, longest))) + _VARIABLE_BYTES for one in (manifest, _shortened(manifest))
-    )
-    if least > _MOST_COMMENT_BYTES:
-        raise SaveError(
-            f"checkpoint {manifest.name!r}: its record has {least} bytes, of at most {_MOST_COMMENT_BYTES}. "
-            "Shorten save_ignore_keys."
-        )
-    return min(room, _MOST_COMMENT_BYTES)
+    return min(len(_tail(_fields(manifest, longest, longest))) + _VARIABLE_BYTES, _MOST_COMMENT_BYTES)
 
 
 def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None, *, room: int | None = None) -> bytes:
@@ -410,12 +389,19 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
         plain: digest of the decompressed bytes, for a compressed file.
         room: exact size of the tail in bytes; spaces fill the rest. Metrics and timings are dropped if the record does
             not fit. ``None``: no fixed size.
+
+    Raises:
+        SaveError: the record does not fit even without metrics and timings.
     """
     tail = _tail(_fields(manifest, stored, plain), room)
     if room is not None and len(tail) > room:
         log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
         tail = _tail(_fields(_shortened(manifest), stored, plain), room)
-    assert room is None or len(tail) == room, f"a tail of {len(tail)} bytes for {room}"
+    if room is not None and len(tail) > room:
+        raise SaveError(
+            f"checkpoint {manifest.name!r}: its record has {len(tail)} bytes, of at most {room}. "
+            "Shorten save_ignore_keys."
+        )
     return tail
 
 
@@ -455,7 +441,7 @@ def _fields(
     The digests of the chunks of the files in the record are left out, too, unless ``with_chunks`` is true.
     """
     record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
-    del record["node"]  # the disks of all nodes have the same bytes
+    del record["node"], record["saved_as"]  # these depend on where a record is read
     home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
     bare = [file if with_chunks else dataclasses.replace(file, chunks="") for file in manifest.files]
     record["files"] = [{**_without_defaults(file), "path": file.path.removeprefix(home)} for file in bare]
@@ -486,8 +472,8 @@ def tail_bytes(end: bytes) -> int:
 def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | None:
     """Return the record in the file ``path``. ``None``: the file has no tail.
 
-    The paths of the record's files are relative to the place of ``path``. ``Manifest.name`` is the name at the save, so
-    the name of a copy differs from its path. The digests of data files have no chunks.
+    The name and the paths of the record's files are relative to the place of ``path``. The digests of data files have
+    no chunks.
 
     Args:
         path: path of the file, below the place.

@@ -18,9 +18,9 @@ from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, SUFFIX
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
 from composerlite.checkpoint.load.resolve import deepspeed_save, place_of
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.place.catalog import home_of, may_be_decider, record_in
+from composerlite.checkpoint.place.catalog import home_of, map_reads, may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
-from composerlite.checkpoint.place.place import Folder, Place, StoredFile, map_reads
+from composerlite.checkpoint.place.place import Folder, Place, StoredFile
 from composerlite.checkpoint.record.attempts import living_line
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
@@ -296,11 +296,10 @@ def _of_record(
     if not isinstance(record, Manifest):
         name = decider.rpartition("/")[0].removesuffix(f"/{MODEL}") if decider.endswith(INDEXES) else decider
         return Found(place, name, "", None, (str(record),), files_of(files, name), decider)
-    name = record.path_of(decider)
-    manifest = replace(record, name=name, template=record.also.get(name, record.template))
+    name = record.name
     faults: list[str] = []
     there: list[StoredFile] = []
-    for one in manifest.here:
+    for one in record.here:
         file = files.get(one.path)
         if file is None:
             faults.append(f"{one.path} is missing")
@@ -310,9 +309,9 @@ def _of_record(
             faults.append(f"{one.path} has {file.size_bytes} bytes and was saved with {one.size_bytes}")
     home, copy_of = "".join(name.rpartition("/")[:2]), None
     if record.form != "step":
-        names = [saved for saved in (record.name, *record.also) if f"/{name}".endswith(f"/{saved}")]
-        home, copy_of = (name.removesuffix(max(names, key=len)), None) if names else (home, record.name)
-    return Found(place, name, manifest.kind, manifest, tuple(faults), tuple(there), decider, copy_of, home)
+        names = [saved for saved in (record.saved_as, *record.also) if f"/{name}".endswith(f"/{saved}")]
+        home, copy_of = (name.removesuffix(max(names, key=len)), None) if names else (home, record.saved_as)
+    return Found(place, name, record.kind, record, tuple(faults), tuple(there), decider, copy_of, home)
 
 
 def _without_record(place: Place, files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
