@@ -96,7 +96,7 @@ def test_the_record_of_a_compressed_file_is_read_before_and_after_decompression(
             image.write(sink)
             digest = sink.finish(partial(seal, record, room=image.comment_bytes))
         staged.publish()
-    read = unseal(path.name, path.stat().st_size, end_of(path), str(path))
+    read = unseal(path.name, path.stat().st_size, end_of(path), str)
     assert read is not None
     assert (read.run.metrics, read.files[0].digest) == (record.run.metrics, digest)
 
@@ -107,7 +107,7 @@ def test_the_record_of_a_compressed_file_is_read_before_and_after_decompression(
     with zipfile.ZipFile(plain) as archive:
         assert archive.testzip() is None
         assert len(archive.comment) == image.comment_bytes
-    copied = unseal("a.pt", len(inside), inside[-MOST_TAIL_BYTES:], "a.pt")
+    copied = unseal("a.pt", len(inside), inside[-MOST_TAIL_BYTES:], str)
     assert copied is not None
     assert copied.files[0].digest.xxh3_128 == xxhash.xxh3_128_hexdigest(inside[: -image.comment_bytes])
     with unpacked(path) as file:

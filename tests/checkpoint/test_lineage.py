@@ -85,7 +85,7 @@ def test_a_lineage_survives_its_record() -> None:
     third = manifest(7, new_attempt(2, second))
     for one in (first, second, third):
         data = b"x" + seal(one, FileDigest(1, xxhash.xxh3_128_hexdigest(b"x")))
-        read = unseal(one.name, len(data), data, "here")
+        read = unseal(one.name, len(data), data, str)
         assert read is not None
         assert read.run.lineage == one.run.lineage
     assert [one.is_in_line(third.run.lineage) for one in (first, second, third)] == [True, True, True]

@@ -64,7 +64,7 @@ def _signed(record: object, body: bytes = b"1234") -> bytes:
 
 def _record(path: str, data: bytes) -> Manifest:
     """Return the record in the file ``path``, whose content is ``data``."""
-    found = unseal(path, len(data), data, "my.file")
+    found = unseal(path, len(data), data, "my.file/{}".format)
     assert found is not None
     return found
 
@@ -112,7 +112,7 @@ def test_ten_thousand_odd_records_are_passed_over_or_stay_in_their_folder() -> N
         if draw.random() < 0.05:
             at = draw.randrange(len(data) - 40)
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-        manifest = _read(functools.partial(unseal, path, len(data), data, "my.file"), "'my.file'")
+        manifest = _read(functools.partial(unseal, path, len(data), data, "my.file/{}".format), "my.file/")
         names = () if manifest is None else (manifest.saved_as, *manifest.also)
         if manifest is None or manifest.name not in names:  # refused, or a copy made by hand
             continue

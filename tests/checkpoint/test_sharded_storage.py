@@ -231,7 +231,7 @@ def test_damaged_indexes_are_errors_of_ours(tmp_path: Path) -> None:
     """Whatever bytes it has: never another exception."""
     save_state_dict(tmp_path / "c", _state())
     index = tmp_path / "c" / ".metadata"
-    good, _ = unseal_index("c/.metadata", index.read_bytes(), "c")  # as another program writes it, without a record
+    good, _ = unseal_index("c/.metadata", index.read_bytes(), str)  # as another program writes it, without a record
     chance = random.Random(0)
     refused = 0
     for _ in range(60):

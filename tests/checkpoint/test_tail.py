@@ -92,7 +92,7 @@ FORMS: dict[str, Callable[..., bytes]] = {"a.pt": pt_file, "a.tar": tar_file}
 
 
 def read(data: bytes, name: str = "a.pt") -> Manifest | None:
-    return unseal(name, len(data), data[-MOST_TAIL_BYTES:], f"there/{name}")
+    return unseal(name, len(data), data[-MOST_TAIL_BYTES:], "there/{}".format)
 
 
 def loaded(path: Path) -> Any:

@@ -72,7 +72,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = Fa
             size_bytes, end = place.end(path, needed)
     except FileNotFoundError:
         return None
-    found = unseal(path, size_bytes, end, place.uri(path))
+    found = unseal(path, size_bytes, end, place.uri)
     # The index of another program is a whole pickle. Any other index beside our data was cut off.
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
@@ -87,9 +87,9 @@ def read_index(place: Place, path: str, data: bytes) -> tuple[bytes, Manifest | 
     Raises as :func:`record_in`.
     """
     if path.rpartition("/")[2] == INDEX:
-        index, found = unseal_index(path, data, place.uri(path))
+        index, found = unseal_index(path, data, place.uri)
     else:
-        index, found = data, unseal_weights_index(path, data, place.uri(path))
+        index, found = data, unseal_weights_index(path, data, place.uri)
     return index, None if found is None else _with_node(place, found)
 
 

@@ -30,7 +30,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, final
@@ -469,7 +469,7 @@ def tail_bytes(end: bytes) -> int:
     return 0 if footer is None else int(footer[1], 16) + _FOOTER_BYTES
 
 
-def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | None:
+def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) -> Manifest | None:
     """Return the record in the file ``path``. ``None``: the file has no tail.
 
     The name and the paths of the record's files are relative to the place of ``path``. The digests of data files have
@@ -479,13 +479,13 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
         path: path of the file, below the place.
         size_bytes: size of the file.
         end: the end of the file, with the whole tail: see :func:`tail_bytes`.
-        source: path or URI of the file, for messages.
+        uri: returns the URI of ``path``, or the full path, for messages.
 
     Raises:
         CorruptCheckpointError: the tail is damaged, or belongs to a file of another size.
         NewerManifestError: a newer version of composerlite wrote the record.
     """
-    with _reading(source):
+    with _reading(path, uri):
         text = _text_of(end)
         before = len(end) - len(text or b"") - _FOOTER_BYTES
         if text is None and (frame := last_frame(end)) is not None:
@@ -499,7 +499,7 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
             raise ValueError("its version is no whole number")
         if version != VERSION:
             raise NewerManifestError(
-                f"the record of {source!r} has version {version}, this version reads {VERSION}: update composerlite."
+                f"the record of {uri(path)!r} has version {version}, this version reads {VERSION}: update composerlite."
             )
         # ``plain`` is the digest of the file after another program has decompressed the file.
         digests = [recorded(FileDigest, fields[key]) for key in ("stored", "plain") if key in fields]
@@ -511,17 +511,17 @@ def unseal(path: str, size_bytes: int, end: bytes, source: str) -> Manifest | No
                 f"{body_bytes} bytes are before it, but {saved or 'an unknown number of'} bytes were saved"
             )
         digest = digest.with_tail(end[before:])
-        digest.chunk_digests(source)
+        digest.chunk_digests(path)
         return manifest_from(fields["record"], FileRecord.of(path, digest))
 
 
-def unseal_index(path: str, data: bytes, source: str) -> tuple[bytes, Manifest | None]:
+def unseal_index(path: str, data: bytes, uri: Callable[[str], str]) -> tuple[bytes, Manifest | None]:
     """Return the index in ``.metadata`` with the whole content ``data``, and the record with the digests of chunks.
 
     Without a tail, the index is the whole content, and the record is ``None``. The index is compared with its digest,
     too. Arguments and errors are those of :func:`unseal`.
     """
-    manifest = unseal(path, len(data), data, source)
+    manifest = unseal(path, len(data), data, uri)
     if manifest is None:
         return data, None
     decider, *others = manifest.files
@@ -529,7 +529,7 @@ def unseal_index(path: str, data: bytes, source: str) -> tuple[bytes, Manifest |
     counts = [-(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0 for file in others]
     end = at = len(body) - _CHUNK_DIGEST_BYTES * sum(counts)
     if at < 0 or min(counts, default=0) < 0 or xxhash.xxh3_128_hexdigest(body) != decider.xxh3_128:
-        raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
+        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} are not those that were saved.")
     files = [decider]
     for file, count in zip(others, counts, strict=True):
         chunks = body[at : at + _CHUNK_DIGEST_BYTES * count]
@@ -538,7 +538,7 @@ def unseal_index(path: str, data: bytes, source: str) -> tuple[bytes, Manifest |
     return body[:end], dataclasses.replace(manifest, files=tuple(files))
 
 
-def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None:
+def unseal_weights_index(path: str, data: bytes, uri: Callable[[str], str]) -> Manifest | None:
     """Return the record, with the digests of chunks, in ``model.safetensors.index.json`` with the content ``data``.
 
     ``None``: another program wrote the index. Errors are those of :func:`unseal`.
@@ -546,29 +546,29 @@ def unseal_weights_index(path: str, data: bytes, source: str) -> Manifest | None
     try:
         index = json_object(data)
     except ValueError as e:
-        raise CorruptCheckpointError(f"{source!r} is no index of weights: {e}") from e
-    with _reading(source):
+        raise CorruptCheckpointError(f"{uri(path)!r} is no index of weights: {e}") from e
+    with _reading(path, uri):
         about = index.get("metadata")
         tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
         if tail is None and b"CLREC1 " not in data:
             return None
         end, body = str(tail).encode(), _index_text(index)
-    manifest = unseal(path, len(body) + len(end), end, source)
+    manifest = unseal(path, len(body) + len(end), end, uri)
     if manifest is None or manifest.files[0].xxh3_128 != xxhash.xxh3_128_hexdigest(body):
-        raise CorruptCheckpointError(f"the bytes of {source!r} are not those that were saved.")
+        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} are not those that were saved.")
     decider = FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data))
     return dataclasses.replace(manifest, files=(decider, *manifest.files[1:]))
 
 
 @contextlib.contextmanager
-def _reading(source: str) -> Generator[None]:
-    """Raise errors about wrong fields within the block as CorruptCheckpointError with the name ``source``."""
+def _reading(path: str, uri: Callable[[str], str]) -> Generator[None]:
+    """Raise errors about wrong fields within the block as CorruptCheckpointError with the URI of ``path``."""
     try:
         yield
     except (KeyError, TypeError) as e:
-        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: field {e} is missing") from e
-    except (ValueError, RecursionError) as e:
-        raise CorruptCheckpointError(f"the record of {source!r} cannot be read: {e}") from e
+        raise CorruptCheckpointError(f"the record of {uri(path)!r} cannot be read: field {e} is missing") from e
+    except (ValueError, RecursionError, CorruptCheckpointError) as e:
+        raise CorruptCheckpointError(f"the record of {uri(path)!r} cannot be read: {e}") from e
 
 
 def _text_of(end: bytes) -> bytes | None:
