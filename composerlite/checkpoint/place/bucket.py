@@ -42,6 +42,8 @@ class Bucket(Place):
         root: prefix of the names of checkpoints; may be empty.
     """
 
+    reads_at_once = 16
+
     def __init__(self, transfer: Transfer, root: str = "") -> None:
         self.transfer = transfer
         self.root = root.strip("/")

@@ -35,8 +35,6 @@ Fault: TypeAlias = CorruptCheckpointError | NewerManifestError | OSError
 """The reason for an unreadable record."""
 T = TypeVar("T")
 R = TypeVar("R")
-_REQUESTS = 16
-"""Number of small objects that are read from a bucket at the same time."""
 _MOST_RECORD_BYTES = 64 << 20
 _NEVER = (SUFFIX, LINK_SUFFIX, ".safetensors", ".json")
 """Suffixes of files without a record, other than the index of weights."""
@@ -307,10 +305,10 @@ class Catalog:
 def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
     """Return the results of ``work`` for ``items``, in order. ``work`` reads files of ``place``.
 
-    For a bucket, ``work`` runs in up to 16 threads.
+    ``work`` runs in up to ``place.reads_at_once`` threads.
     """
     everything = list(items)
-    threads = 1 if isinstance(place, Folder) else min(_REQUESTS, len(everything))
+    threads = min(place.reads_at_once, len(everything))
     if threads < 2:
         return [work(item) for item in everything]
     with WorkerPool(threads, name="place") as pool:

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, final
 
 from composerlite.checkpoint.place.lease import FileLease, Lease, lease_name
 from composerlite.checkpoint.record.naming import new_name, relative_path
@@ -73,7 +73,12 @@ class Place(Closing):
 
     Paths are relative to the place, with slashes. A path with a slash at the beginning starts at the top of the disk or
     the bucket. FileNotFoundError means absence. All other failures of a disk or a store are raised unchanged.
+
+    Attributes:
+        reads_at_once: number of small files to read at the same time.
     """
+
+    reads_at_once: ClassVar[int] = 1
 
     # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod

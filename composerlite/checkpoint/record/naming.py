@@ -301,7 +301,7 @@ def name_pattern(template: str, run_name: str) -> re.Pattern[str]:
 
 
 def names_ahead(names: Iterable[str], template: str, run_name: str, timestamp: TimestampLike) -> list[str]:
-    """Return those of ``names``, paths of existing files, that a run at ``timestamp`` would write later.
+    """Select from ``names``, paths of existing files, the names that a run at ``timestamp`` would write later.
 
     Args:
         names: the paths.
