@@ -231,24 +231,13 @@ def quarantine_damaged(
     node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
     """
     for one in damaged:
-        in_folder = one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path
-        catalog = places[one.place_number].catalog
-        if in_folder and (own := _own_record(one, catalog)) is not None:
-            quarantine_checkpoint(catalog.place, own)
+        record, catalog = one.record, places[one.place_number].catalog
+        own = [record]
+        if dist.get_global_rank() != 0:
+            own = catalog.manifests([record.name]) if dist.get_local_rank() == 0 and record.node is not None else []
+        if one.nearness in (IN_FOLDER, IN_MEMORY) and one.path != chosen.path:
+            for manifest in own:
+                quarantine_checkpoint(catalog.place, manifest)
     for catalog, name, _ in listing.damaged:  # on rank 0
         if catalog.folder / name != chosen.path:
             catalog.place.quarantine(name)
-
-
-def _own_record(candidate: Candidate, catalog: Catalog) -> Manifest | None:
-    """Return the record of a checkpoint on this rank's disk.
-
-    ``None``: another rank changes this disk, or this disk does not have the checkpoint.
-    """
-    record = candidate.record
-    if dist.get_global_rank() == 0:
-        return record
-    if dist.get_local_rank() != 0 or record.node is None:
-        return None
-    own = catalog.manifests([record.name])
-    return own[0] if own else None
