@@ -254,7 +254,8 @@ class CheckpointSaver(Callback):
         self._start(state, ephemeral=False)
         self._collect()
         if self.manager.outcomes.last_is_unconfirmed:  # a tolerated failure: there is no path to return
-            raise CheckpointError("the checkpoint could not be saved: see the warning in the log.")
+            error = self.manager.outcomes.tolerated
+            raise CheckpointError(f"the checkpoint could not be saved: {type(error).__name__}: {error}") from error
         return self.saved_checkpoints[-1]
 
     def has_saved(self, state: State) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import fnmatch
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -404,6 +405,24 @@ def half_loaded(in_place: bool) -> Generator[None]:
             lost = "This load has partly overwritten the training state, which must not be used"
             e.args = (f"{e} {lost}: build it anew, or load another checkpoint into it.",)
         raise
+
+
+def tensor_pairs(saved: Any, live: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield each tensor in nested contents, and the live tensor at the same path of keys, if there is one."""
+    if isinstance(saved, Tensor):
+        yield saved, live if isinstance(live, Tensor) else None
+        return
+    lives = dict(items_of(live))
+    for key, value in items_of(saved):
+        if isinstance(value, Tensor | dict | list | tuple | deque):
+            yield from tensor_pairs(value, lives.get(key))
+
+
+def with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
+    """Return nested contents with other tensors, by the ``id`` of the present tensor."""
+    if isinstance(node, Tensor):
+        return replaced.get(id(node), node)
+    return with_items(node, lambda _, value: with_tensors(value, replaced))
 
 
 def is_of_a_run(contents: Any) -> bool:

@@ -25,7 +25,7 @@ from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leas
 from composerlite.checkpoint.record.naming import names_of_ranks, varies
 from composerlite.checkpoint.record.record import Manifest, SavedRun
 from composerlite.checkpoint.record.retention import own_checkpoints
-from composerlite.checkpoint.save.form import Form, SaveRequest
+from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.publish import Publishing
 from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
@@ -118,12 +118,13 @@ class CheckpointManager:
     ) -> None:
         given = {"folder": folder, "filename": filename, "num_checkpoints_to_keep": keep}
         options = options or {}
-        if parts and options.keys() & {*given, "in_memory", "replication", "on_exception"}:
+        self.options = SaveOptions({**given, **options})
+        needs_trainer = self.options.in_memory or self.options.replication is not None or self.options.on_exception
+        if parts and (needs_trainer or options.keys() & given.keys()):
             raise ConfigError(
                 f"options={options}: give folder, filename and keep as arguments of the manager. Leave out in_memory, "
                 "replication and on_exception, which need a Trainer."
             )
-        self.options = SaveOptions({**given, **options})
         self.where = RunFolder(self.options)
         self.saved: list[str] = []
         self.outcomes = Outcomes(self.options.failure_limit)
@@ -274,12 +275,15 @@ class CheckpointManager:
         folder = Catalog(where.folder)
         return RunPlace(folder, where.filename, None, buckets, self.options.in_memory, self.replication)
 
-    def _known(self) -> list[Manifest]:
-        """Return the records of this manager's checkpoints, also from before a resume, oldest first."""
+    def _known(self, *, any_template: bool = False) -> list[Manifest]:
+        """Return the records of this manager's checkpoints, also from before a resume, oldest first.
+
+        With ``any_template`` the result includes the run's checkpoints with other templates.
+        """
         state = self.state
         batch, fit_calls = int(state.timestamp.batch), len(state.fit_starts)
         now = SavedRun(name=state.run_name, timestamp={"batch": batch}, fit_calls=fit_calls, lineage=state.lineage)
-        return own_checkpoints(self.where.catalog.manifests(), now, self.where.filename)
+        return own_checkpoints(self.where.catalog.manifests(), now, None if any_template else self.where.filename)
 
     def load_existing(self) -> None:
         """List the checkpoints of this run, and complete interrupted links, deletions and uploads.
@@ -288,19 +292,21 @@ class CheckpointManager:
         """
         group, state = dist.get_group(), self.state
 
-        def existing() -> tuple[list[str], bool, list[str]]:
-            """Return names, oldest first; whether saves delete checkpoints; and the names to publish again."""
+        def existing() -> tuple[list[str], list[str], bool, list[str]]:
+            """Return names, oldest first; the newest name; if saves delete checkpoints; and names to publish again."""
             manifests = self._known()
+            names = [manifest.name for manifest in manifests]
+            newest = names[-1:] or [manifest.name for manifest in self._known(any_template=True)][-1:]
             deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
-            return [manifest.name for manifest in manifests], deletes, self._publishing.behind(manifests)
+            return names, newest, deletes, self._publishing.behind(manifests)
 
-        self.saved, self._deletes, behind = group.from_first("finding the checkpoints of this run", existing)
+        self.saved, newest, self._deletes, behind = group.from_first("finding the checkpoints of this run", existing)
         if self.replication is not None:
             self.replication.held = {*self.saved}
         again = [self._publishing.of(name, overwrite=True) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
-            if self.where.is_leader and self.saved:
-                self.where.catch_up(self.saved[-1], state)
+            if self.where.is_leader and newest:
+                self.where.catch_up(newest[0], state)
             for publish in again:
                 publish()
 
@@ -367,7 +373,8 @@ class CheckpointManager:
             return
         run_name, leases = self.state.run_name, self._new_leases()
         take_leases(leases, f"run {run_name!r}", timeout)
-        self._leases = {lease: _identity(lease.uri) for lease in leases.values()}
+        self._leases = dict.fromkeys(leases.values())  # close() releases the leases after any error below
+        self._leases = {lease: _identity(lease.uri) for lease in self._leases}
         if any(isinstance(lease, HeartbeatLease) and lease.taken_over for lease in self._leases):
             for publisher in self.publishers:
                 publisher.remove_uploads(run_name)
@@ -453,7 +460,9 @@ class CheckpointManager:
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
             contents = self._request().gathered()
             check_kinds(contents.get("state", {}), None)
-        if self.options.asynchronous and (size_bytes := Form(self.state).expected_bytes(contents)) is not None:
+        form = self.where.form
+        assert form is not None, "set by open()"
+        if self.options.asynchronous and (size_bytes := form.expected_bytes(contents)) is not None:
             self._staging.prepare(size_bytes)
 
     def save(
@@ -647,11 +656,11 @@ class CheckpointManager:
         """
         with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
             stack.callback(self._publishing.close_store)
-            stack.callback(self._leases.clear)
             for lease in self._leases:  # released after the uploads: the next launch resumes from these
                 stack.callback(lease.release)
             if self._leases:
                 stack.callback(self.where.close)
+            stack.callback(setattr, self, "_leases", {})
             stack.callback(self._publishing.close)
             stack.callback(self._note_publishing, alone=True)
             stack.callback(self._publishing.wait, dist.Group())
@@ -699,6 +708,7 @@ class Outcomes:
         waited_seconds: seconds that training has waited for the last save. The report of the next save includes these.
         maybe_written: names of failed saves: the file may exist.
         last_is_unconfirmed: the last save is in flight, failed or was interrupted: a checkpoint may or may not exist.
+        tolerated: the last error that was tolerated.
         events: events that :meth:`CheckpointManager.poll` has not returned yet, oldest first.
     """
 
@@ -707,6 +717,7 @@ class Outcomes:
         self.blocked_seconds = self.waited_seconds = 0.0
         self.maybe_written: set[str] = set()
         self.last_is_unconfirmed = False
+        self.tolerated: Exception | None = None
         self._limit = failure_limit
         self._failures = Counter[str]()
         self._warned_of_metric = False
@@ -778,6 +789,7 @@ class Outcomes:
         if count > self._limit or not causes or not all(isinstance(cause, _FAILURES) for cause in causes):
             self.events.append(event)
             raise error
+        self.tolerated = error
         self.events.append(dataclasses.replace(event, metrics={"failures_in_a_row": count}))
         if dist.get_global_rank() == 0:
             log.warning(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog, IgnoreKeys, load_checkpoint
 from composerlite.checkpoint.contents import check_ignore_keys
-from composerlite.checkpoint.load.resume import Choice, choose
+from composerlite.checkpoint.load.resume import Choice, advising, choose
 from composerlite.checkpoint.save.run_folder import begin_attempt
 from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, naming
@@ -130,10 +130,11 @@ def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any
 
 def _restored(state: State, choice: Choice, settings: LoadSettings) -> list[dict[str, Any]] | None:
     """Restore the chosen checkpoint of the run; return the states of its random generators."""
-    if choice.loaded is not None:
-        return choice.loaded.restore()
-    # DeepSpeed reads and restores at once.
-    return load_checkpoint(str(choice.path), state, trust_checkpoint=settings.trust_checkpoint)
+    with advising(str(choice.path)):
+        if choice.loaded is not None:
+            return choice.loaded.restore()
+        # DeepSpeed reads and restores at once.
+        return load_checkpoint(str(choice.path), state, trust_checkpoint=settings.trust_checkpoint)
 
 
 def _newest_checkpoint(

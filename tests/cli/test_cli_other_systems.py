@@ -103,7 +103,7 @@ def test_verify_says_which_file_of_a_directory_is_gone(tmp_path: Path) -> None:
     done = composerlite("checkpoint", "verify", "step", "--json", cwd=tmp_path)
     (verdict,) = json.loads(done.stdout)["checkpoints"]
     assert (done.returncode, verdict["state"]) == (1, "damaged"), verdict
-    assert "its file '__0_0.distcp' is gone" in verdict["faults"][0]
+    assert "'step/__0_0.distcp' is gone" in verdict["faults"][0]
 
 
 def test_what_is_not_recognised_or_not_safe_is_said_to_be(tmp_path: Path) -> None:

@@ -176,3 +176,15 @@ def test_a_machine_that_reads_wrong_bytes_discards_nothing(
     for name in names:  # as another machine reads it
         client.put_object(Bucket=bucket, Key=name, Body=stored[name])
     assert list(launch("resume", 0, 9).said) == [5, 6, 7, 8, 9]
+
+
+def test_latest_leads_to_what_is_resumed_also_under_other_names(tmp_path: Path) -> None:
+    """The newest is damaged, and the script names its files otherwise by now: ``latest`` leads to what is resumed."""
+    folder = tmp_path / "run"
+    launch = Launches(tmp_path, (str(folder), {}))
+    launch("scratch", 0, 3)
+    path = folder / "ba3.pt"
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    launch("resume", 0, 2, name="ba{batch}.pt.gz")
+    assert (folder / "latest.pt").readlink() == Path("ba2.pt")

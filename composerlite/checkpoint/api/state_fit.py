@@ -95,7 +95,8 @@ def check_groups(
     for number, names in enumerate(groups):
         kinds = {repr(saved[name]): name for name in names if name in saved}
         if len(kinds) > 1 or (not flatten and kinds.keys() - {str(number)}):
-            listed = _listed(list(kinds.values()))
+            moved = [name for name in names if name in saved and saved[name] != number]
+            listed = _listed(list(kinds.values()) if flatten else moved)
             problems.append(f"{listed} in group {number} here were saved in another group, or with different settings")
     here = set[str]().union(*groups)
     if strict and saved and not flatten and saved.keys() != here:

@@ -37,6 +37,11 @@ _MODEL_KEYS = (
 _WEIGHT_KEYS = ("zero_stage", "fp32_flat_groups", "single_partition_of_fp32_groups", "param_alignment_paddings")
 """Keys of the state of DeepSpeed's optimizer that :func:`merged_weights` needs."""
 _TAKEN = ("module", "optimizer", "lr_scheduler", "global_steps")
+_SETTINGS = {
+    *_MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
+    "ds_version", "skipped_steps", "global_samples", "sparse_tensor_module_names",
+}  # fmt: skip
+"""Keys without a use in a run elsewhere; all other keys are logged as not taken over."""
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
@@ -292,5 +297,5 @@ def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
     optimizer, scheduler = (contents.get(key) for key in _TAKEN[1:3])
     optimizer = optimizer if isinstance(optimizer, Mapping) and "param_groups" in optimizer else None
     progress = Counts(contents["global_steps"]) if "global_steps" in contents else None
-    left = [key for key in contents if key not in _TAKEN]
+    left = [key for key, value in contents.items() if key not in _SETTINGS and value]
     return Taken(contents["module"], optimizer, scheduler, progress, left=left)

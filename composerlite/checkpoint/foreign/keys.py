@@ -353,6 +353,8 @@ def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> State
         raise ValueError("it has no 'param_groups'")
     if odd := [key for group in its for key in group if not isinstance(key, str)]:  # pyright: ignore
         raise ValueError(f"{odd[0]!r} is no name of a setting")
+    if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
+        raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
     numbered = any(not isinstance(name, str) for group in its for name in group["params"])
     named = _named(its, own, rename, source) if numbered else None
     if numbered and named is None:

@@ -151,7 +151,8 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
         try:
             if (codec := codec_of(beginning)) is not None:
                 most = max(_ALWAYS_BYTES, _RATIO * path.stat().st_size)
-                most = most if size_bytes is None else size_bytes + _ARCHIVE_BYTES
+                if size_bytes is not None:
+                    most = max(most if keep_archive else 0, size_bytes + _ARCHIVE_BYTES)
                 file = stack.enter_context(codec.decompress(path, most_bytes=most))
                 beginning = file.read(_HEADER_BYTES)
             found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))

@@ -50,6 +50,7 @@ Splits = tuple[tuple[int, int], ...]
 """Size and stride, the difference between neighboring ranks, of each dimension of a mesh that splits a dimension."""
 
 
+@functools.lru_cache(4096)  # thousands of tensors have few different lengths
 def _cut(length: int, splits: Splits, rank: int) -> Cut:
     """Return the part of ``rank`` along a dimension of a tensor. The part may be empty."""
     start = lowest = 0

@@ -178,7 +178,9 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         failed = e.__context__  # zipfile says of a failed read that the file is no archive
         if isinstance(failed, OSError) and not isinstance(failed, io.UnsupportedOperation):
             raise failed from None
-        raise CorruptCheckpointError(f"it is no zip archive, the format of torch.save since torch 1.6: {e}") from e
+        raise CorruptCheckpointError(
+            f"it is cut off, or no zip archive, the format of torch.save since torch 1.6: {e}"
+        ) from e
     tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
     comment = tail[tail.rfind(b"PK\x05\x06") + _END.size :]
     claimed = int.from_bytes(tail[: len(tail) - len(comment)][-2:], "little")

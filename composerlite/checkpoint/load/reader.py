@@ -269,8 +269,10 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
             return read_states(file, prune)
 
     pieces = read_pieces(place.names(folder), read, f"checkpoint {uri!r}")
-    with readable(Path(uri)):
+    try:
         contents = merged_contents(pieces)
+    except CorruptCheckpointError as e:
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: {e}") from e
     log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, len(pieces))
     return contents
 

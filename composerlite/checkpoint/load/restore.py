@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -21,6 +20,8 @@ from composerlite.checkpoint.contents import (
     check_ignore_keys,
     check_kind,
     half_loaded,
+    tensor_pairs,
+    with_tensors,
     without,
 )
 from composerlite.checkpoint.format.torch_reader import MapLocation, Sieve
@@ -30,7 +31,7 @@ from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.devices import DeviceCopier, DeviceRing, RingSlots, shared_ring
 from composerlite.on_demand import uncollected
 from composerlite.storage import ObjectStore, without_secrets
-from composerlite.types import StateDict, items_of, with_items
+from composerlite.types import StateDict
 
 
 def read_checkpoint(
@@ -209,6 +210,8 @@ def placed(
     groups: dict[int, list[_Pair]] = {}  # by the ``id`` of the saved storage
     owners: dict[int, set[int]] = {}  # the saved storages of each storage of live tensors, by address
     for saved, live_one in tensor_pairs(contents, live):
+        if not _is_plain(saved):  # others have no storage of numbers
+            continue
         storage = id(saved.untyped_storage())
         groups.setdefault(storage, []).append((saved, live_one))
         if live_one is not None and _is_plain(live_one):
@@ -298,18 +301,6 @@ class _Rows:
             local[begin - offsets[0] : end - offsets[0]].copy_(wanted)
 
 
-def tensor_pairs(saved: Any, live: Any) -> Iterator[_Pair]:
-    """Yield each plain tensor in nested contents, and the live tensor at the same path of keys, if there is one."""
-    if isinstance(saved, Tensor):
-        if _is_plain(saved):  # others have no storage of numbers
-            yield saved, live if isinstance(live, Tensor) else None
-        return
-    lives = dict(items_of(live))
-    for key, value in items_of(saved):
-        if isinstance(value, Tensor | dict | list | tuple | deque):
-            yield from tensor_pairs(value, lives.get(key))
-
-
 def _fits(pair: _Pair, first: _Pair) -> bool:
     """Return true if the bytes of a saved storage can replace the bytes of the live tensor.
 
@@ -340,10 +331,3 @@ def _is_whole(saved: Tensor) -> bool:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride(), strict=True))
     has_all_bytes = extent == saved.numel() and saved.numel() * saved.itemsize == saved.untyped_storage().nbytes() > 0
     return type(saved) is Tensor and has_all_bytes and not (saved.is_conj() or saved.is_neg())
-
-
-def with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
-    """Return nested contents with other tensors, by the ``id`` of the present tensor."""
-    if isinstance(node, Tensor):
-        return replaced.get(id(node), node)
-    return with_items(node, lambda _, value: with_tensors(value, replaced))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
 import gc
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, final
 
@@ -211,12 +212,19 @@ def _read(
     plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
     root = next((root for root in roots if name.startswith(root)), "")
-    try:
+    with advising(name):
         return read_in_place(name.removeprefix(root), plan, roots.get(root), progress_bar=progress_bar, trust=trust)
+
+
+@contextlib.contextmanager
+def advising(path: str) -> Generator[None]:
+    """Add to the error of a checkpoint that does not fit how a run can start from other parts of the checkpoint."""
+    try:
+        yield
     except IncompatibleCheckpointError as e:
         raise IncompatibleCheckpointError(
             f"{e}\nautoresume restores all of a run: the load_… arguments apply to load_path alone. To leave parts "
-            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(name)!r}."
+            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(path)!r}."
         ) from e
 
 

@@ -20,16 +20,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.nn.parameter import is_lazy
 
 from composerlite import dist
-from composerlite.checkpoint.contents import RestorePlan, half_loaded
+from composerlite.checkpoint.contents import RestorePlan, half_loaded, tensor_pairs, with_tensors
 from composerlite.checkpoint.format.sharded_index import leaves, nested
 from composerlite.checkpoint.load.reader import validate
-from composerlite.checkpoint.load.restore import tensor_pairs, with_tensors
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of, safe_contents
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.node_disks import read_part, write_part
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.dist import Group, empty_shard_like, exchange, group_of, is_dense
-from composerlite.errors import CheckpointError, IncompatibleCheckpointError
+from composerlite.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
 from composerlite.types import StateDict, batches
 
 _PARCEL_BYTES = 1 << 20
@@ -60,6 +59,7 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
     with contextlib.nullcontext() if step is None else step, RemoteFileSystemReader(folder) as reader:
         # The index first: a save that replaces a step deletes the files of the old index before other files.
         metadata = group.agree(f"reading the index of {plan.source}", reader.read_metadata)
+        check_one_index(group.gather(reader.index_digest), reader.uri)
         beside: StateDict = {}
         if step is not None:
             place, paths = step.place, step.rank_files
@@ -91,6 +91,15 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
             load_leaves(reader, targets, group=group)
         plan.contents, plan.verified = wanted, reader.verified
         return plan
+
+
+def check_one_index(digests: Sequence[str], uri: str) -> None:
+    """Raise CheckpointError if the ranks have read different indexes of the checkpoint ``uri``."""
+    if len({*digests}) > 1:
+        raise CheckpointError(
+            f"the ranks have read different indexes of the checkpoint {uri!r}. If another process replaced the "
+            "checkpoint meanwhile, load it again."
+        )
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
@@ -266,11 +275,7 @@ def plan_load(
 
     def all_alike(reports: Sequence[tuple[str, Mapping[bytes, int]]]) -> bool:
         """Return true if all ranks of each set have reported the same requests."""
-        if len({version for version, _ in reports}) > 1:
-            raise CheckpointError(
-                f"the ranks have read different indexes of the checkpoint {reader.uri!r}. If another process replaced "
-                "the checkpoint meanwhile, load it again."
-            )
+        check_one_index([version for version, _ in reports], reader.uri)
         senders = Counter(digest for _, report in reports for digest in report)
         return all(senders[digest] == count for _, report in reports for digest, count in report.items())
 
@@ -364,7 +369,8 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
         return
     lacks: dict[str, list[tuple[int, int]]] = {}
     with group.all_or_none(f"looking for the parts of {source}"):
-        assert record is not None
+        if record is None:
+            raise CheckpointNotFoundError(f"{source} has no record in {str(here)!r}")
         files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
         has = frozenset(name for name in files if reader.folder.has(name))
         metadata = reader.read_metadata()

@@ -268,11 +268,15 @@ class RemoteFileSystemReader(StorageReader, Closing):
                 requests.append(Request(item.storage_index))
                 continue
             target, entry = planner.resolve_tensor(item).detach(), stored[item.storage_index.fqn]
-            assert isinstance(entry, TensorStorageMetadata)
-            assert tuple(target.shape) == tuple(item.lengths)
+            if tuple(target.shape) != tuple(item.lengths) or not isinstance(entry, TensorStorageMetadata):
+                raise IncompatibleCheckpointError(
+                    f"{item.dest_index.fqn!r}: {tuple(item.lengths)} is to go to {tuple(target.shape)}"
+                )
             at = tuple(item.storage_index.offset or ())
-            piece = next(one for one in chunks_at(entry, (at, (1,) * len(at))) if tuple(one.offsets) == at)
-            sizes, offsets = tuple(piece.sizes), tuple(item.storage_offsets)
+            pieces = [piece for piece in chunks_at(entry, (at, (1,) * len(at))) if tuple(piece.offsets) == at]
+            if not pieces:
+                raise CorruptCheckpointError(f"{item.storage_index.fqn!r} has no part at {item.storage_index.offset}")
+            sizes, offsets = tuple(pieces[0].sizes), tuple(item.storage_offsets)
             requests.append(Request(item.storage_index, target, sizes, entry.properties.dtype, offsets))
         values = self.read(requests)
         for item, request in zip(plan.items, requests, strict=True):

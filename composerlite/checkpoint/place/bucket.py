@@ -17,7 +17,15 @@ import xxhash
 
 from composerlite.checkpoint.place.catalog import map_reads
 from composerlite.checkpoint.place.lease import HeartbeatLease, lease_name
-from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, NewFile, OnBytes, Place, StoredFile
+from composerlite.checkpoint.place.place import (
+    LINK_SUFFIX,
+    MOST_READ_BYTES,
+    Folder,
+    NewFile,
+    OnBytes,
+    Place,
+    StoredFile,
+)
 from composerlite.checkpoint.record.record import FileRecord
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage import FileDigest, ObjectStore, Transfer, check_name, make_folder, verify_file
@@ -95,6 +103,9 @@ class Bucket(Place):
         found = {*(info.name for info in objects if is_name(info.name)), *folders}
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
+    def read(self, path: str) -> bytes:
+        return self.transfer.read_all(self.name_of(path), most_bytes=MOST_READ_BYTES)
+
     def end(self, path: str, most_bytes: int) -> tuple[int, bytes]:
         name = self.name_of(path)
         return self.transfer.read_tail(name, most_bytes) if most_bytes else (self.transfer.size(name), b"")
@@ -167,7 +178,13 @@ class Bucket(Place):
 
     def links(self) -> Mapping[str, str]:
         links = [path.removesuffix(LINK_SUFFIX) for path in self.files() if path.endswith(LINK_SUFFIX)]
-        return dict(zip(links, map_reads(self, self.target_of, links), strict=True))
+
+        def read(link: str) -> str:
+            with contextlib.suppress(FileNotFoundError):  # another process has deleted the link
+                return self.target_of(link)
+            return ""
+
+        return dict(zip(links, map_reads(self, read, links), strict=True))
 
     def lock(self, name: str) -> HeartbeatLease:
         return HeartbeatLease(self.transfer, self.name_of(lease_name(name)))

@@ -206,6 +206,8 @@ def fetch_checkpoint(
                     target.put(record.path, path, create_only=create_only, progress=progress)
         except FileNotFoundError as e:
             raise CorruptCheckpointError(f"checkpoint file {uri!r} is missing: {e}") from e
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"checkpoint file {uri!r} cannot be fetched: {e}") from e
 
 
 # ── deletions ────────────────────────────────────────────────────────────────────────────────────────────────────────

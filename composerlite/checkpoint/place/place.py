@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LINK_SUFFIX = ".symlink"
 """Suffix of an object that is a link in a bucket."""
-_MOST_READ_BYTES = 1 << 30
+MOST_READ_BYTES = 1 << 30
 OnBytes = Callable[[int], object]
 """A callback of a transfer: called with the number of bytes of each piece, not with a total."""
 
@@ -126,9 +126,9 @@ class Place(Closing):
             FileNotFoundError: there is no such file.
             CorruptCheckpointError: the file has more than 1 GiB.
         """
-        size_bytes, data = self.end(path, _MOST_READ_BYTES)
+        size_bytes, data = self.end(path, MOST_READ_BYTES)
         if len(data) < size_bytes:
-            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {_MOST_READ_BYTES} bytes.")
+            raise CorruptCheckpointError(f"{self.uri(path)!r} is larger than {MOST_READ_BYTES} bytes.")
         return data
 
     @abstractmethod

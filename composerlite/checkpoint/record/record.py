@@ -373,10 +373,19 @@ def tail_room(manifest: Manifest, body_bytes: int) -> int:
     Args:
         manifest: the record.
         body_bytes: size of the body before compression, in bytes.
+
+    Raises:
+        SaveError: the record is too long for the comment of a zip archive.
     """
     most_chunks = body_bytes // chunk_bytes_for(body_bytes) + 16  # compression may make the body a little larger
     chunks = "x" * (-(-_CHUNK_DIGEST_BYTES * most_chunks // 3) * 4)
     longest = FileDigest(2**63 - 1, "0" * 32, 2**40, chunks)  # each number with the most digits
+    least = len(_tail(_fields(_shortened(manifest), longest, longest)))
+    if least > _MOST_COMMENT_BYTES:
+        raise SaveError(
+            f"checkpoint {manifest.name!r}: its record has {least} bytes, of at most {_MOST_COMMENT_BYTES}. Shorten "
+            "save_ignore_keys."
+        )
     return min(len(_tail(_fields(manifest, longest, longest))) + _VARIABLE_BYTES, _MOST_COMMENT_BYTES)
 
 

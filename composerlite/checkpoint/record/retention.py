@@ -139,8 +139,10 @@ def deletions(manifests: Sequence[Manifest], policy: RetentionPolicy) -> list[Ma
     return [manifest for manifest in ordered if id(manifest) not in stay]
 
 
-def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str) -> list[Manifest]:
+def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str | None) -> list[Manifest]:
     """Select the checkpoints of ``run`` with names of ``template``, also from before a resume, oldest first.
+
+    With the template ``None`` all names are selected.
 
     Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
     must not take old checkpoints for newer checkpoints.
@@ -149,7 +151,7 @@ def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str)
         manifest
         for manifest in manifests
         if manifest.run.name == run.name
-        and manifest.template == template
+        and template in (None, manifest.template)
         and manifest.is_in_line(run.lineage)
         and manifest.run.moment <= run.moment
     ]

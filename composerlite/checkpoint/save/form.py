@@ -364,7 +364,9 @@ class Form:
         globs = () if ignore_keys is None or callable(ignore_keys) else ignore_keys
         left_out = [glob for glob in globs if glob.startswith(("state/model", "state/optimizers"))]
         if self.kind == "deepspeed" and (weights_only or left_out):
-            given = "weights_only=True (save_weights_only=True in the Trainer)" if weights_only else "save_ignore_keys"
+            given = f"save_ignore_keys={left_out}"
+            if weights_only:
+                given = "weights_only=True (save_weights_only=True in the Trainer)"
             raise ConfigError(
                 f"{given}: DeepSpeed saves weights and optimizer as a whole, in pieces. Save whole checkpoints, and "
                 "make a file of the weights of one with composerlite.checkpoint.unshard_zero."

@@ -90,7 +90,10 @@ class RunFolder:
         self.run_name = state.run_name
         folder = self._options.names.local_folder
         self._move_to(format_name_with_dist(folder, state.run_name, **FIRST_RANK))
-        check_name(self.catalog.place, names_of_ranks(self.filename, state)[0])  # must be readable from a record
+        try:
+            check_name(self.catalog.place, names_of_ranks(self.filename, state)[0])  # must be readable from a record
+        except ConfigError as e:
+            raise ConfigError(f"save_filename={self.filename!r} in run {state.run_name!r}: {e}") from e
         self.form = form = Form(state)
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
         template = form.template(self.filename)
@@ -232,14 +235,22 @@ class RunFolder:
     def catch_up(self, newest_name: str, state: TrainingState) -> None:
         """Point ``latest`` to the newest checkpoint of the run if a kill came between the commit and the link.
 
-        Also makes a missing link, and replaces a broken link. Every leader of a disk calls this.
+        Also makes a missing link, and replaces a broken link, unless the link leads out of the folder. If the newest
+        checkpoint has another template, because the run had another ``save_filename``, only a broken link is replaced.
+        Every leader of a disk calls this.
         """
         newest = next(iter(self.catalog.manifests([newest_name])), None)
         if self.latest is None or newest is None:
             return
         place, name = self.catalog.place, names_of_ranks(self.latest, state)[0]
-        if (self.root / name).exists():
-            target = self.catalog.manifests([place.target_of(name)])
+        path = self.root / name
+        leads_to = place.target_of(name) if path.is_symlink() else None
+        if leads_to is not None and leads_to.startswith("../"):
+            return
+        if newest.template != self.filename and (leads_to is None or path.exists()):
+            return
+        if leads_to is not None and path.exists():
+            target = self.catalog.manifests([leads_to])
             # Keep links of other runs. This run may have had another save_filename.
             if not target or target[0].run_name != newest.run_name or target[0].order >= newest.order:
                 return

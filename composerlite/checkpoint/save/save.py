@@ -227,6 +227,9 @@ class SaveTask:
         Args:
             staging: memory for the copy.
             lazy: optimizers. Tensors that only optimizers change may be copied from accelerators until the next step.
+
+        Returns:
+            The future.
         """
         try:
             if not self.blocking:

@@ -40,7 +40,6 @@ from composerlite.checkpoint.place.directory import (
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest, SavedRun
-from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -317,7 +316,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class ShardWriter(RankWriter):
+class ShardWriter:
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
@@ -334,6 +333,9 @@ class ShardWriter(RankWriter):
         size_bytes: size of the memory for a snapshot.
         storages: storages to copy before training changes them, and the offset of each in the snapshot.
     """
+
+    storages: Sequence[StorageCopy] = ()
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -369,19 +371,34 @@ class ShardWriter(RankWriter):
             for index, tensor in self._data.items()
             if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in watched
         }
-        self.storages = []
-        self.size_bytes = 0
-        self._places: dict[tuple[int, int, int], int] = {}
-        """Offsets in the snapshot, by storage, first byte and end of a tensor."""
+        self._starts: dict[int, int] = {}
+        """Where the first byte of each storage is, or would be, in the snapshot."""
+        self.size_bytes = self._lay_out()
+
+    def _lay_out(self) -> int:
+        """Choose a place in the snapshot for each storage with data of this rank; return the bytes of the snapshot.
+
+        If less than half of a storage is written, only the part from the first byte to the last is copied.
+        """
+        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
         for tensor in self._data.values():
             if isinstance(tensor, Tensor) and tensor.numel():
                 storage, (first, end) = tensor.untyped_storage(), _span(tensor)
-                place = storage_id(storage), first, end
-                if place not in self._places:
-                    self._places[place] = self.size_bytes
-                    part: Any = storage if end - first == storage.nbytes() else storage[first:end]
-                    self.storages.append(StorageCopy(part, self.size_bytes))
-                    self.size_bytes += -(-(end - first) // _ALIGNMENT) * _ALIGNMENT
+                _, least, most = spans.get(storage_id(storage), (storage, first, end))
+                spans[storage_id(storage)] = storage, min(first, least), max(end, most)
+        copies, size = list[StorageCopy](), 0
+        for number, (storage, first, end) in spans.items():
+            first -= first % _ALIGNMENT  # for tensors of any type
+            part: Any = storage
+            if 2 * (end - first) < storage.nbytes():
+                part = storage[first:end]
+            else:
+                first = 0
+            copies.append(StorageCopy(part, size))
+            self._starts[number] = size - first
+            size = -(-(size + part.nbytes()) // _ALIGNMENT) * _ALIGNMENT
+        self.storages = copies
+        return size
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[WrittenFile]:
         """Write the files of this rank, durably, and return facts about the files for rank 0."""
@@ -389,7 +406,7 @@ class ShardWriter(RankWriter):
             for index, tensor in self._data.items():
                 if isinstance(tensor, Tensor) and tensor.numel():
                     first, end = _span(tensor)
-                    place = self._places[storage_id(tensor.untyped_storage()), first, end]
+                    place = self._starts[storage_id(tensor.untyped_storage())] + first
                     storage = torch.frombuffer(memory.view(place, end - first), dtype=torch.uint8).untyped_storage()
                     copy: Any = torch.empty(0, dtype=tensor.dtype)
                     self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())

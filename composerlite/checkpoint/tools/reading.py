@@ -22,8 +22,7 @@ from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.place import Folder
 from composerlite.checkpoint.tools.surveying import Found, pointed
 from composerlite.devices import rng
-from composerlite.dist import Group
-from composerlite.errors import IncompatibleCheckpointError
+from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict, items_of
 
@@ -206,7 +205,7 @@ def _weights_in(contents: Any) -> Any:
 def read_without_record(found: Found) -> str:
     """Read a checkpoint without a record, and compare the bytes with the checksums in the files.
 
-    Of a directory the values are in memory and no tensor, of other forms the whole checkpoint.
+    Of a directory a single item is in memory at a time, of other forms the whole checkpoint.
 
     Returns:
         A sentence for the user, with the system that saved the checkpoint.
@@ -216,7 +215,8 @@ def read_without_record(found: Found) -> str:
         CorruptCheckpointError: a checksum, a size or a name of a file is wrong.
         UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
-    from composerlite.checkpoint.load import sharded  # slow to import
+    from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
+    from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
 
     system = recognised(contents_of(found)) or "of no system that is recognised"
     sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
@@ -224,15 +224,21 @@ def read_without_record(found: Found) -> str:
     if directory is None:
         whole_contents(found)
         return sentence
-    with sharded.RemoteFileSystemReader(directory) as reader:
-        metadata = reader.read_metadata()
-        unread = sharded.unread(metadata, metadata.state_dict_metadata, device="meta")
-        sharded.load_leaves(reader, unread, group=Group())
-    # Of weights in torch files the reader has read the numbers alone, without the checksums.
-    names = {stored.relative_path for stored in metadata.storage_data.values()}
-    of_torch = [directory.at(name) for name in sorted(names) if name.endswith(TORCH_SUFFIX)]
-    for path in (*_train_files(found), *of_torch):
-        sharded.safe_contents(found.place.read(path), path, found.uri)
+    items: dict[tuple[str, int], tuple[str, int]] = {(path, 0): (path, -1) for path in _train_files(found)}
+    with RemoteFileSystemReader(directory) as reader:
+        for index, stored in reader.read_metadata().storage_data.items():
+            path = directory.at(stored.relative_path)
+            if path.endswith(TORCH_SUFFIX) and index.fqn != stored.relative_path:  # many weights in one torch file
+                items[path, 0] = (path, -1)
+            elif not path.endswith(WEIGHTS_SUFFIX):  # safetensors have no checksums
+                items[path, stored.offset] = (index.fqn, stored.length)
+    for (path, offset), (key, length) in items.items():
+        try:
+            size = directory.place.size(path) if length < 0 else length
+            with directory.place.opened(path, None, threads=1) as source:
+                safe_contents(source.read(offset, size), key, directory.uri)
+        except FileNotFoundError as e:
+            raise CorruptCheckpointError(f"checkpoint {directory.uri!r}: its file {path!r} is gone.") from e
     return sentence
 
 
