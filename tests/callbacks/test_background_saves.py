@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint import Catalog
-from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
+from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, SaveError
 from composerlite.loggers import InMemoryLogger
 
 
@@ -115,6 +115,22 @@ def test_failures_are_tolerated_as_told(tmp_path: Path, caplog: pytest.LogCaptur
     assert "(2 in a row, save_failure_limit=2)" in warnings[1]
     assert "(1 in a row, save_failure_limit=2)" in warnings[2]
     assert [value for _, value in logger.data["checkpoint/failures_in_a_row"]] == [1, 2, 1, 2]
+
+
+def test_a_tolerated_failure_of_a_save_that_is_asked_for_is_named(tmp_path: Path) -> None:
+    """``save_checkpoint_to_save_folder`` has no path to return, and says why."""
+    run = trainer(
+        tmp_path,
+        save_filename="ba{batch}.pt",
+        save_interval=lambda *_: False,
+        save_overwrite=True,
+        save_failure_limit=2,
+    )
+    with run:
+        run.fit()
+        (tmp_path / "ba12.pt" / "of the user").mkdir(parents=True)
+        with pytest.raises(CheckpointError, match=r"could not be saved: \w+: .*ba12\.pt"):
+            run.save_checkpoint_to_save_folder()
 
 
 def test_one_failure_too_many_is_raised(tmp_path: Path) -> None:

@@ -618,3 +618,15 @@ def test_a_copy_made_by_hand_takes_nothing_from_the_checkpoint(bucket: Path) -> 
     assert next(load_keys(ShardedDirectory.in_store(store, "run/a"), ["w"])).sum() == 5
     assert next(load_keys(ShardedDirectory.in_store(store, "run/b"), ["w"])).sum() == 0
     assert len(_objects(store)) == 4
+
+
+@pytest.mark.parametrize("cut", ["views", "padded"])
+def test_the_copy_of_a_directory_has_each_storage_once(cut: str, tmp_path: Path) -> None:
+    """Views of one storage take no more memory than the storage, and a padded shard is copied with its storage."""
+    base = torch.zeros(1 << 10, 8)
+    tensors = dict(enumerate(base.chunk(8, 1))) if cut == "views" else {0: base[:-1]}
+    contents = {f"w{number}": tensor for number, tensor in tensors.items()}
+    writer = sharded_writer.ShardWriter(lambda: contents, ShardedDirectory.of(tmp_path / "d"), overwrite=False)
+    assert writer.size_bytes == base.nbytes
+    assert [copy.storage.data_ptr() for copy in writer.storages] == [base.untyped_storage().data_ptr()]
+    writer.close(may_be_committed=False)
