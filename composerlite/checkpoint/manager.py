@@ -305,8 +305,8 @@ class CheckpointManager:
             self.replication.held = {*self.saved}
         again = [self._publishing.of(name, overwrite=True) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
-            if self.where.is_leader and newest:
-                self.where.catch_up(newest[0], state)
+            if self.where.is_leader:
+                self.where.catch_up(newest[0] if newest else None, state)
             for publish in again:
                 publish()
 

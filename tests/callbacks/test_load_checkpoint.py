@@ -171,9 +171,9 @@ def test_two_of_them_build_a_model_from_two_checkpoints(checkpoint: str, tmp_pat
 
 
 def test_a_missing_checkpoint_is_an_error_at_the_event(checkpoint: str) -> None:
-    """It says what there is instead."""
+    """It says how to list those that there are."""
     state = new_state(LoadCheckpoint(checkpoint.replace("base", "bass")))
-    with pytest.raises(CheckpointNotFoundError, match=r"holds: base\.pt"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint file .*bass\.pt.*checkpoint ls"):
         load(state)
 
 

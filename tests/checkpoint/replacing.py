@@ -156,7 +156,7 @@ def _value_of_file(place: str, name: str = "c.pt") -> int | None:
         if "://" not in place:
             found = choose([RunPlace(Catalog(place), name, "latest.pt")], "run").path
             latest = Path(place, "latest.pt")
-            if latest.is_symlink():
+            if latest.exists():
                 value_in(read_checkpoint(latest))
             return None if found is None else int(value_in(read_checkpoint(found)))
         with place_at(place) as there:

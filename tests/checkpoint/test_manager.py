@@ -121,6 +121,19 @@ def test_an_ephemeral_checkpoint_is_deleted_when_there_is_a_newer_one(tmp_path: 
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step1.pt", "step3.pt"]
 
 
+@pytest.mark.parametrize("left", ["none", "older"])
+def test_the_link_to_the_newest_never_leads_to_a_file_that_is_gone(left: str, tmp_path: Path) -> None:
+    """The next start leads it to the checkpoint before, or removes it."""
+    latest, progress = tmp_path / "latest-rank0.pt", {"seen": 1}
+    with CheckpointManager(tmp_path, progress=progress) as checkpoints:
+        for step in range(checkpoints.restore() + 1, 3 if left == "older" else 2):
+            checkpoints.save(step)
+    latest.resolve().unlink()
+    with CheckpointManager(tmp_path, progress=progress) as checkpoints:
+        assert checkpoints.restore() == (1 if left == "older" else 0)
+        assert latest.exists() == latest.is_symlink() == (left == "older")
+
+
 def test_a_tolerated_failure_of_a_synchronous_save_is_no_save(tmp_path: Path) -> None:
     """The call that fails returns None, and the next one is whole."""
     loop = Loop()

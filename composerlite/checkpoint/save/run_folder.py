@@ -232,20 +232,26 @@ class RunFolder:
             self.catalog.place.delete(unnamed, folders=True)  # last: these files name the partial checkpoints
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
-    def catch_up(self, newest_name: str, state: TrainingState) -> None:
+    def catch_up(self, newest_name: str | None, state: TrainingState) -> None:
         """Point ``latest`` to the newest checkpoint of the run if a kill came between the commit and the link.
 
         Also makes a missing link, and replaces a broken link, unless the link leads out of the folder. If the newest
         checkpoint has another template, because the run had another ``save_filename``, only a broken link is replaced.
-        Every leader of a disk calls this.
+        A broken link is removed if the run has no checkpoint (``None``). Every leader of a disk calls this.
         """
-        newest = next(iter(self.catalog.manifests([newest_name])), None)
-        if self.latest is None or newest is None:
+        if self.latest is None:
             return
         place, name = self.catalog.place, names_of_ranks(self.latest, state)[0]
         path = self.root / name
         leads_to = place.target_of(name) if path.is_symlink() else None
         if leads_to is not None and leads_to.startswith("../"):
+            return
+        if newest_name is None:
+            if leads_to is not None and not path.exists():
+                path.unlink()
+            return
+        newest = next(iter(self.catalog.manifests([newest_name])), None)
+        if newest is None:
             return
         if newest.template != self.filename and (leads_to is None or path.exists()):
             return
