@@ -12,6 +12,8 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -20,9 +22,11 @@ import xxhash
 from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, open_direct
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move
+from composerlite.storage.workers import WorkerPool
 from composerlite.threads import start_threads
 from composerlite.types import Closing, Piece
 
+_FILLED_BYTES = 1 << 20  # read from the page cache, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
 _GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
 _CACHED_SHARE = 0.9  # if this share of the range is in the page cache, O_DIRECT is not used
@@ -31,8 +35,9 @@ _CACHESTAT = 451  # number of the system call, on all processors
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
-UNIT_BYTES = 1 << 20  # size of a read, and of a job of a thread unless a chunk is larger: hashed while in the cache
-_DIRECT_THREADS = 6  # additional threads for O_DIRECT, which mostly wait for the disk
+UNIT_BYTES = 2 << 20  # size of a read with O_DIRECT, and of a job of a thread unless a chunk is larger
+_LOADERS = 4  # threads that wait for the disk; more of them take the interpreter's lock from the others
+_BLOCKS = 4  # of UNIT_BYTES, for each thread that verifies: loaded ahead
 
 Unit = tuple[int, int]
 """A part of a file: offsets of the beginning and the end."""
@@ -145,12 +150,13 @@ class ParallelReader(Closing):
     """Reads parts of a file. Used as a context manager, or until :meth:`close`.
 
     With a digest, every chunk with a requested byte is read as a whole and verified. If the digest has no chunks, the
-    file is a single chunk. Cached bytes are read from the page cache, others with O_DIRECT if the file system allows.
+    file is a single chunk. Cached bytes are read from the page cache, others with O_DIRECT if the file system allows:
+    then four threads only load, since a thread that also verifies leaves the disk idle meanwhile.
 
     Args:
         path: the file.
         digest: expected digest, see :class:`FileDigest`; ``None``: nothing is verified.
-        threads: number of reading threads, the calling thread included. Reads with O_DIRECT use six more.
+        threads: number of threads that read or verify, the calling thread included.
 
     Attributes:
         size_bytes: size of the file, without the tail if there is a digest.
@@ -256,26 +262,31 @@ class ParallelReader(Closing):
         units = units_of(wanted, chunk_bytes=self._chunk_bytes, size_bytes=self.size_bytes, gap_bytes=gap_bytes)
         if not units:
             return
-        cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= _CACHED_SHARE
-        direct = None if cached else self._direct
-        count = min(len(units), self._threads + (0 if cached else _DIRECT_THREADS))
+        is_cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= _CACHED_SHARE
+        whole = sum(end - start for start, end in units) // UNIT_BYTES  # less than one: this thread loads
+        loaders = None if is_cached else WorkerPool(min(_LOADERS, whole), name="checkpoint-loader")
+        count = min(len(units), self._threads)
+        blocks_each = 1 if loaders is None else _BLOCKS
         room = UNIT_BYTES + 2 * BLOCK_BYTES
-        memory = borrow_memory(count * room)
-        blocks = [memory.view(number * room, room) for number in range(count)]
+        memory = borrow_memory(count * blocks_each * room)
+        blocks = [memory.view(number * room, room) for number in range(count * blocks_each)]
         left = iter(units)  # the iterator of a list gives each unit to a single thread
         done: deque[int] = deque()
         errors: list[BaseException] = []
 
         def work(progress: Callable[[int], object] | None = None) -> None:
-            block = blocks.pop()
+            own = [blocks.pop() for _ in range(blocks_each)]
             try:
-                for start, end in left:
-                    if errors:
-                        return
-                    self._read_unit(places, block, direct, start, end)
-                    done.append(end - start)
+                if loaders is None:
+                    sizes = self._read_cached(places, left, own[0])
+                else:
+                    sizes = self._read_ahead(places, left, own, loaders)
+                for size in sizes:
+                    done.append(size)
                     while progress is not None and done:
                         progress(done.popleft())
+                    if errors:
+                        return
             except BaseException as e:  # noqa: BLE001 - raised below
                 errors.append(e)
 
@@ -292,6 +303,8 @@ class ParallelReader(Closing):
                     except KeyboardInterrupt as e:
                         errors.append(e)
             blocks.clear()
+            if loaders is not None:
+                loaders.close()  # no thread may fill memory of the next borrower
             give_memory_back(memory)
         if errors:
             raise errors[0]
@@ -301,44 +314,65 @@ class ParallelReader(Closing):
             for start, end in units:
                 self.verified.update(range(start // self._chunk_bytes, -(-end // self._chunk_bytes)))
 
-    def _read_unit(self, places: ReadTargets, block: memoryview, direct: int | None, start: int, end: int) -> None:
-        """Read a unit, verify the chunks, and fill the targets.
+    def _read_cached(self, places: ReadTargets, units: Iterator[Unit], block: memoryview) -> Iterator[int]:
+        """Read ``units`` through the page cache, verify the chunks, and fill the targets. Yield the size of each part.
 
         Args:
             places: the targets.
-            block: memory of this thread.
-            direct: descriptor with O_DIRECT; ``None``: read through the page cache.
-            start: offset of the unit.
-            end: end of the unit.
+            units: shared with other threads.
+            block: memory of this thread, for parts with several targets or none.
         """
         digest = self._hash()
-        if direct is not None and cached_share(self._buffered, start, end) < 0.5:
-            for at, stop in cut(start, end, UNIT_BYTES):
-                data = self._load(direct, block, at, stop)
-                for piece_start, piece_end in cut(at, stop, _MOVED_BYTES):
-                    piece = data[piece_start - at : piece_end - at]
-                    self._verify(digest, piece, piece_start)
-                    put(places, piece, piece_start)
-            return
-        for at, stop in cut(start, end, UNIT_BYTES):
-            address, size = next(places.of(at, stop))
-            is_in_place = address is not None and size == stop - at
-            data = memory_at(address, size) if address is not None and is_in_place else block[: stop - at]
-            self._fill(data, at)
-            self._verify(digest, data, at)
-            if not is_in_place:
-                put(places, data, at)
+        for start, end in units:
+            for at, stop in cut(start, end, _FILLED_BYTES):
+                address, size = next(places.of(at, stop))
+                is_in_place = address is not None and size == stop - at
+                data = memory_at(address, size) if address is not None and is_in_place else block[: stop - at]
+                self._fill(data, at)
+                self._verify(digest, data, at)
+                if not is_in_place:
+                    put(places, data, at)
+                yield stop - at
 
-    def _load(self, direct: int, block: memoryview, start: int, end: int) -> memoryview:
-        """Read a part of the file with O_DIRECT into ``block``, and return the view of the part."""
+    def _read_ahead(
+        self, places: ReadTargets, units: Iterator[Unit], blocks: Sequence[memoryview], loaders: WorkerPool
+    ) -> Iterator[int]:
+        """Have ``loaders`` read ``units`` into ``blocks``, verify, and fill the targets. Yield the size of each part.
+
+        Args:
+            places: the targets.
+            units: shared with other threads.
+            blocks: memory of this thread; loaded ahead, so that the disk is busy while this thread verifies.
+            loaders: threads that read.
+        """
+        digest, free = self._hash(), list(blocks)
+        parts = (part for start, end in units for part in cut(start, end, UNIT_BYTES))
+        loads: deque[tuple[Unit, memoryview, Future[memoryview]]] = deque()
+        while True:
+            while free and (part := next(parts, None)):
+                loads.append((part, free[-1], loaders.submit(partial(self._load, free.pop(), *part))))
+            if not loads:
+                return
+            (start, end), block, load = loads.popleft()
+            data = load.result()
+            for at, stop in cut(start, end, _MOVED_BYTES):
+                piece = data[at - start : stop - start]
+                self._verify(digest, piece, at)
+                put(places, piece, at)
+            free.append(block)
+            yield end - start
+
+    def _load(self, block: memoryview, start: int, end: int) -> memoryview:
+        """Read a part of the file into ``block``, with O_DIRECT unless cached, and return the view of the part."""
         before = start % BLOCK_BYTES
         size = before + end - start
         count = 0
-        try:
-            count = os.preadv(direct, [block[: size + -size % BLOCK_BYTES]], start - before)
-        except OSError as e:
-            if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to read
-                raise
+        if self._direct is not None and cached_share(self._buffered, start, end) < 0.5:
+            try:
+                count = os.preadv(self._direct, [block[: size + -size % BLOCK_BYTES]], start - before)
+            except OSError as e:
+                if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to read
+                    raise
         if count < size:
             self._fill(block[count:size], start - before + count)
         return block[before:size]
