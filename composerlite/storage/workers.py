@@ -79,13 +79,13 @@ class WorkerPool(Closing):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool of threads is closed")
-            self._queue.put((future, work))
             self._unfinished += 1
             if len(self._threads) < min(self._unfinished, self._most):
                 self._threads += start_threads(self._work, 1, name=self._name)
-            has_threads = bool(self._threads)
-        if not has_threads:
-            self._do_next()
+            if self._threads:
+                self._queue.put((future, work))
+                return future
+        self._do(future, work)
         return future
 
     def close(self, seconds: float | None = None) -> None:
@@ -114,7 +114,10 @@ class WorkerPool(Closing):
         if item is None:  # for all threads, also for one whose start was interrupted and which close() does not know
             self._queue.put(None)
             return False
-        future, work = item
+        self._do(*item)
+        return True
+
+    def _do(self, future: Future[Any], work: Callable[[], Any]) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 result = work()
@@ -124,7 +127,6 @@ class WorkerPool(Closing):
                 future.set_result(result)
         with self._lock:
             self._unfinished -= 1
-        return True
 
 
 # ── background jobs ──────────────────────────────────────────────────────────────────────────────────────────────────

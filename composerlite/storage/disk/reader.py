@@ -29,7 +29,6 @@ from composerlite.types import Closing, Piece
 _FILLED_BYTES = 1 << 20  # read from the page cache, then hashed while in the cache of the processor
 _MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
 _GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
-_CACHED_SHARE = 0.9  # if this share of the range is in the page cache, O_DIRECT is not used
 _CACHESTAT = 451  # number of the system call, on all processors
 
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
@@ -262,9 +261,10 @@ class ParallelReader(Closing):
         units = units_of(wanted, chunk_bytes=self._chunk_bytes, size_bytes=self.size_bytes, gap_bytes=gap_bytes)
         if not units:
             return
-        is_cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= _CACHED_SHARE
-        whole = sum(end - start for start, end in units) // UNIT_BYTES  # less than one: this thread loads
-        loaders = None if is_cached else WorkerPool(min(_LOADERS, whole), name="checkpoint-loader")
+        # O_DIRECT pays unless most of the range is in the page cache.
+        is_cached = self._direct is None or cached_share(self._buffered, units[0][0], units[-1][1]) >= 0.9
+        # This thread loads a single unit without help.
+        loaders = None if is_cached else WorkerPool(min(_LOADERS, len(units) - 1), name="checkpoint-loader")
         count = min(len(units), self._threads)
         blocks_each = 1 if loaders is None else _BLOCKS
         room = UNIT_BYTES + 2 * BLOCK_BYTES
@@ -304,10 +304,10 @@ class ParallelReader(Closing):
                         errors.append(e)
             blocks.clear()
             if loaders is not None:
-                loaders.close()  # no thread may fill memory of the next borrower
-            give_memory_back(memory)
+                loaders.close()
         if errors:
             raise errors[0]
+        give_memory_back(memory)  # not after an interrupt: a thread may still fill the memory
         for size in done:
             progress(size)
         if self._chunks:
