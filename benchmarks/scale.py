@@ -53,11 +53,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composerlite.checkpoint.format.folder_index import index_of
-from composerlite.checkpoint.format.sharded_layout import file_name
+from composerlite.checkpoint.format.sharded_layout import MOST_CHUNKS, file_name
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.load.sharded import digests_of, shared_requests
 from composerlite.checkpoint.load.sharded_reader import requests_of
-from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle
+from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, SaveHandle
 from composerlite.checkpoint.record.record import FileRecord, seal_index
 from composerlite.checkpoint.save import sharded_plan
 from composerlite.checkpoint.save.sharded_plan import Plan, Proposal, RankState, plan_save
@@ -408,7 +408,7 @@ def _vote(rank: int, plan: Plan, held: RankState) -> list[WrittenFile]:
     if layout is not None:
         known = layout.places(rank, "")
     written: list[WrittenFile] = []
-    for number, indices in enumerate(files_of(data, THREADS, layout, rank)):
+    for number, indices in enumerate(files_of(data, THREADS, layout)):
         places: dict[MetadataIndex, tuple[int, int]] = {}
         at = 0
         for index in indices:

@@ -174,9 +174,10 @@ class CheckpointSaver(Callback):
                 getattr(self.save_interval, "interval", None),
                 self.folder,
             )
-        if self.options.best_metric is not None:
-            check_metric_exists(self.options.best_metric, state, argument="save_best_metric")
-            state.needs_train_metrics = state.needs_train_metrics or self.options.best_metric.startswith("train/")
+        policy = self.options.keep.policy
+        if policy.best is not None:
+            check_metric_exists(policy.metric, state, argument="save_best_metric")
+            state.needs_train_metrics = state.needs_train_metrics or policy.metric.startswith("train/")
         self._last_says = self._last_says or _says(state)  # what was loaded
         if not is_saved or (self.last_checkpoint_batch or 0) > int(state.timestamp.batch):
             self.last_checkpoint_batch = None  # or time was reset: what was saved then says nothing about now

@@ -49,7 +49,6 @@ class DeepSpeedEngine(Protocol):
             object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
             trust: load any type, **running any code in the files**.
         """
-        ...
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
         """Compare the model of a checkpoint with the one that is trained.
@@ -120,12 +119,10 @@ class TrainingState(Protocol):
 
         ``None``: every rank has the whole state.
         """
-        ...
 
     @property
     def deepspeed(self) -> DeepSpeedEngine | None:
         """DeepSpeed's engine, if the engine has the model and the optimizer."""
-        ...
 
     @property
     def optimizers(self) -> Sequence[Optimizer]: ...
@@ -141,7 +138,6 @@ class TrainingState(Protocol):
     @property
     def dataloader_len(self) -> SupportsInt | None:
         """Batches of an epoch, if known."""
-        ...
 
     def get_optim_state_dict(self) -> StateDict:
         """Return the state of each optimizer, with names of parameters, by the name of its class."""
@@ -247,7 +243,7 @@ def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
     if ignore_keys is None:
         return contents
     if callable(ignore_keys):
-        copy = _copied(contents)
+        copy = with_tensors(contents, {})
         ignore_keys(copy)
         return copy
     used: set[str] = set()
@@ -285,10 +281,6 @@ def _filtered(node: Any, globs: Sequence[str], used: set[str], path: str) -> Any
         if type(node) is list or not is_emptied:
             kept.append((key, inner))
     return dict(kept) if type(node) is dict else [value for _, value in kept]
-
-
-def _copied(node: Any) -> Any:
-    return with_items(node, lambda _, value: _copied(value))
 
 
 # ── restoring a state ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ _OWN = ("dataset_state", "metadata", "optimizers", "ranks", "run_name", "timesta
 
 
 @final
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """The time of a loop that counts steps."""
 
     batch: int
@@ -43,7 +43,7 @@ class LoopState:
 
     Attributes:
         run_name: name of the run.
-        step: number of steps done.
+        timestamp: number of steps done.
         lineage: attempt of the run.
         not_finite: always empty; a loop does not report losses.
 
@@ -67,17 +67,12 @@ class LoopState:
                     "load_state_dict(), such as a model, an optimizer, a scheduler or a stateful loader, or a dict."
                 )
         self.run_name = run_name
-        self.step = 0
+        self.timestamp = Steps(0)
         self.lineage = Lineage()
         self.not_finite: tuple[str, ...] = ()
         # Saved once for all ranks: modules and optimizers. The state of other parts is saved for each rank.
         self._shared = {name: part for name, part in parts.items() if isinstance(part, nn.Module | Optimizer)}
         self._of_rank = {name: part for name, part in parts.items() if name not in self._shared}
-
-    @property
-    def timestamp(self) -> _Steps:
-        """The number of steps."""
-        return _Steps(self.step)
 
     @property
     def sharding(self) -> str | None:
@@ -96,9 +91,9 @@ class LoopState:
         """Return the contents of a checkpoint. ``ranks`` has the item of this rank; the save adds the other ranks."""
         of_rank = self._of_rank.items()
         return {
-            **{name: _state_of(part) for name, part in self._shared.items()},
+            **{name: self._state_of(part) for name, part in self._shared.items()},
             "ranks": [{name: dict(part) if isinstance(part, dict) else part.state_dict() for name, part in of_rank}],
-            "timestamp": {"batch": self.step},
+            "timestamp": {"batch": self.timestamp.batch},
             "run_name": self.run_name,
             "metadata": {"composerlite_version": VERSION, "torch_version": str(torch.__version__)},
         }
@@ -110,6 +105,13 @@ class LoopState:
     def get_optim_state_dict(self) -> StateDict:
         """Return the states of the optimizers."""
         return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, Optimizer)}
+
+    def _state_of(self, part: nn.Module | Optimizer) -> StateDict:
+        """Return the state of a module or an optimizer. Directories need text in place of numbers of parameters."""
+        state = part.state_dict()
+        if isinstance(part, Optimizer) and self.sharding is not None:
+            state["state"] = {str(number): one for number, one in state["state"].items()}
+        return state
 
     # ── restore ──────────────────────────────────────────────────────────────────────────────────────────────────
     def places_for(self, state_dict: StateDict, *, source: str, **_: Any) -> StateDict:
@@ -128,13 +130,13 @@ class LoopState:
             if name in saved and is_shared != (name in state_dict):
                 here, there = ("", "not ") if is_shared else ("not ", "")
                 problems.append(f"the part {name!r} was {there}a module or an optimizer, and is {here}one now")
-        live = {name: _state_of(part) for name, part in self._shared.items() if name in state_dict}
+        live = {name: self._state_of(part) for name, part in self._shared.items() if name in state_dict}
         for name, state in live.items():
-            part = self._shared[name]
+            part, there = self._shared[name], state_dict[name]
             if isinstance(part, Optimizer):
-                state["state"] = _optimizer_places(part, state["state"], state_dict[name].get("state", {}))
+                if self.sharding is not None and not state["state"]:  # before the first step
+                    state["state"] = _new_shards(part, there.get("state", {}))
                 continue
-            there = state_dict[name]
             problems += [f"{name}.{key} is missing in the checkpoint" for key in state if key not in there]
             problems += [f"{name}.{key} of the checkpoint is missing here" for key in there if key not in state]
             for key, value in state.items():
@@ -175,27 +177,11 @@ class LoopState:
                     part.load_state_dict(saved)
             except (KeyError, RuntimeError, TypeError, ValueError) as e:
                 raise IncompatibleCheckpointError(f"{source}: the part {name!r} cannot be restored: {e}") from e
-        self.step = int(state_dict["timestamp"]["batch"])
+        self.timestamp = Steps(int(state_dict["timestamp"]["batch"]))
 
 
-def _state_of(part: nn.Module | Optimizer) -> StateDict:
-    """Return the state of a module or an optimizer. Numbers of sharded parameters become text, as directories need."""
-    state = part.state_dict()
-    if isinstance(part, Optimizer):
-        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-        if any(map(dist.is_distributed_tensor, parameters)):
-            state["state"] = {str(number): one for number, one in state["state"].items()}
-    return state
-
-
-def _optimizer_places(optimizer: Optimizer, live: StateDict, saved: dict[Any, Any]) -> StateDict:
-    """Return the tensors for the ``saved`` state of an optimizer.
-
-    ``live`` is the state of the optimizer now. A sharded optimizer without a state, before the first step, gets new
-    shards in the form of ``saved``.
-    """
+def _new_shards(optimizer: Optimizer, saved: dict[Any, Any]) -> StateDict:
+    """Return new shards in the form of ``saved``, the state of a sharded optimizer by numbers of parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if live or not any(map(dist.is_distributed_tensor, parameters)):
-        return live
     numbers = {str(number): parameter for number, parameter in enumerate(parameters)}
     return dist.shards.shards_like(saved, {key: dict.fromkeys(saved.get(key, ()), one) for key, one in numbers.items()})

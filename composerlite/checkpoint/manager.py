@@ -10,14 +10,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, final
 
 from composerlite import dist
 from composerlite.checkpoint.contents import TrainingState, check_kinds
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.loop_state import LoopState, Part
+from composerlite.checkpoint.loop_state import LoopState, Part, Steps
 from composerlite.checkpoint.memory import Replication, open_replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
@@ -32,15 +31,7 @@ from composerlite.checkpoint.save.run_folder import RunFolder, may_replace
 from composerlite.checkpoint.save.save import SaveReport, SaveTask, begin_save
 from composerlite.checkpoint.save.snapshot import StagingMemory
 from composerlite.devices import rng
-from composerlite.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    ConfigError,
-    ObjectStoreError,
-    RankError,
-    RunInUseError,
-    SaveError,
-)
+from composerlite.errors import CheckpointError, ConfigError, ObjectStoreError, RankError, RunInUseError, SaveError
 from composerlite.storage import Uploader, leave_by
 from composerlite.types import CheckpointNews, CheckpointStep
 
@@ -49,7 +40,6 @@ _FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """Errors of disks, networks and stores, tolerated by ``save_failure_limit``."""
 _FAILED: Mapping[str, CheckpointStep] = {"saved": "failed", "published": "upload failed"}
 """Event of a failure, by the kind of work. Other work is a deletion."""
-_REPORTS = 100
 _LEASE_WAIT_SECONDS = 10.0
 """Seconds to wait for the lease of another process, except in an autoresume of the Trainer."""
 _LONG_WAIT_SECONDS = 1.0
@@ -143,9 +133,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for saves and uploads. Raise their errors, or add a note to the error that ended the loop."""
         if error is None:
             with contextlib.closing(self):
@@ -185,7 +173,7 @@ class CheckpointManager:
         state.lineage = choice.lineage
         self.load_existing()
         self.begin(several=True)
-        return state.step
+        return state.timestamp.batch
 
     @property
     def counters(self) -> list[dist.PiggybackCounter]:
@@ -223,28 +211,27 @@ class CheckpointManager:
         self._state, self._others = state, others
         group, options, where = dist.get_group(), self.options, self.where
         # 1. Names of the folder, files and links. Writes nothing.
-        form = where.name(state, directory=directory)
-        if options.on_exception and (dist.get_world_size() > 1 or form.is_spread):
+        where.name(state, directory=directory)
+        if options.on_exception and (dist.get_world_size() > 1 or where.form.is_spread):
             raise ConfigError(
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
         # 2. A folder in memory gets a name with the key of the other folder of the run.
         if options.in_memory:
-            savers = [one for one in others if not one.options.in_memory]
-            saver = next((one for one in savers if not one.options.weights_only), savers[0])
+            saver = min((one for one in others if not one.options.in_memory), key=lambda one: one.options.weights_only)
             # A folder or bucket that was removed and made again has another key: older copies in memory do not count.
             buckets = [publisher.bucket for publisher in saver.publishers]
             where.keep_in_memory(state, saver.where.key(buckets, share=options.replication is not None))
         # 3. The folder: create it, and remove leftovers of killed processes.
         group.from_first("preparing the folder of checkpoints", lambda: where.prepare(state))
-        where.find_disks(form)
+        where.find_disks()
         # 4. Buckets: check access. Refuse names of another saver.
-        self._publishing.open(state, form, () if options.in_memory else uploaders)
+        self._publishing.open(state, where.form, () if options.in_memory else uploaders)
         group.from_first("comparing the names of files", self._check_names_are_its_own)
         # 5. Replication to another node.
         if options.replication is not None:
-            self.replication = open_replication(where.root, options.replication)
+            self.replication = open_replication(where.catalog.folder, options.replication)
 
     def _check_names_are_its_own(self) -> None:
         """Raise if another open manager of this run has the same names in a folder or a bucket. Call on rank 0."""
@@ -272,8 +259,7 @@ class CheckpointManager:
         buckets = [RunPlace(one.remote, one.template, one.link) for one in self.publishers]
         # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
         # directory may differ between nodes.
-        folder = Catalog(where.folder)
-        return RunPlace(folder, where.filename, None, buckets, self.options.in_memory, self.replication)
+        return RunPlace(Catalog(where.folder), where.filename, None, buckets, self.options.in_memory, self.replication)
 
     def _known(self, *, any_template: bool = False) -> list[Manifest]:
         """Return the records of this manager's checkpoints, also from before a resume, oldest first.
@@ -292,13 +278,12 @@ class CheckpointManager:
         """
         group, state = dist.get_group(), self.state
 
-        def existing() -> tuple[list[str], list[str], bool, list[str]]:
-            """Return names, oldest first; the newest name; if saves delete checkpoints; and names to publish again."""
-            manifests = self._known()
-            names = [manifest.name for manifest in manifests]
-            newest = names[-1:] or [manifest.name for manifest in self._known(any_template=True)][-1:]
-            deletes = self._deletes or any(manifest.ephemeral for manifest in manifests)
-            return names, newest, deletes, self._publishing.behind(manifests)
+        def existing() -> tuple[list[str], Manifest | None, bool, list[str]]:
+            """Return names, oldest first; the newest; if saves delete checkpoints; and names to publish again."""
+            known = self._known()
+            newest = (known or self._known(any_template=True))[-1:]
+            deletes = self._deletes or any(manifest.ephemeral for manifest in known)
+            return [one.name for one in known], next(iter(newest), None), deletes, self._publishing.behind(known)
 
         self.saved, newest, self._deletes, behind = group.from_first("finding the checkpoints of this run", existing)
         if self.replication is not None:
@@ -306,7 +291,7 @@ class CheckpointManager:
         again = [self._publishing.of(name, overwrite=True) for name in behind]
         with group.all_or_none("taking up the checkpoints of this run"):
             if self.where.is_leader:
-                self.where.catch_up(newest[0] if newest else None, state)
+                self.where.catch_up(newest, state)
             for publish in again:
                 publish()
 
@@ -335,15 +320,19 @@ class CheckpointManager:
             self.saved = [one.name for one in group.from_first("finding the checkpoints of this run", self._known)]
         if self._publishing.buckets:
             leave_by()  # no deadline: an earlier shutdown may have been cancelled
-            if several:
-                self.where.check_remote_name()
+            name, remote = self.where.filename, self.options.names.remote_filename
+            if several and varies(name) and not varies(remote) and not self.options.overwrite:
+                raise ConfigError(
+                    f"save_remote_file_name={remote!r} is the same each time, and save_filename={name!r} is not: the "
+                    "second checkpoint would replace the first in the bucket. Put {epoch} or {batch} into it, or pass "
+                    "save_overwrite=True to have the newest alone there."
+                )
         with group.all_or_none("looking at what checkpoints are to hold"):
             check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         self.take_leases()
         with group.all_or_none("looking for checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
-                buckets = [(publisher.remote, publisher.template) for publisher in self.publishers]
-                self.where.refuse_conflicts(state, buckets)
+                self.where.refuse_conflicts(state, [(one.remote, one.template) for one in self.publishers])
         keeps_one = self.options.keep.policy.last == 1 or self.options.in_memory
         if several and group.is_first and not keeps_one and not varies(self.where.filename):
             log.warning(
@@ -382,9 +371,8 @@ class CheckpointManager:
     def _new_leases(self) -> dict[str, Lease]:
         """Return the leases of this manager's names in the folder and in buckets, by path or URI. None is taken yet."""
         where = self.where
-        templates = [where.filename] if where.latest is None else [where.filename, where.latest]
-        names = [template.replace("{run_name}", where.run_name) for template in templates]
-        root, place = where.root.resolve(), where.catalog.place
+        names = [one.replace("{run_name}", where.run_name) for one in (where.filename, where.latest) if one is not None]
+        root, place = where.catalog.folder.resolve(), where.catalog.place
         leases = {str(root / name.replace("{rank}", "0")): place.lock(name) for name in names}
         for publisher in self.publishers:
             leases.update(publisher.leases(where.run_name))
@@ -439,10 +427,9 @@ class CheckpointManager:
         self._check_leases()
         if self.pending is not None and self._saves_done.total == dist.get_world_size():
             self.collect()
-        if self.replication is not None:
-            arrived = self.replication.poll(self.saved[-1] if self.saved else None)
-            if arrived is not None:
-                self.outcomes.replicated(arrived)
+        newest = self.saved[-1] if self.saved else None
+        if self.replication is not None and (arrived := self.replication.poll(newest)) is not None:
+            self.outcomes.replicated(arrived)
         if self._publishing.ranks_with_news.total:
             self._note_publishing()
         events, self.outcomes.events = self.outcomes.events, []
@@ -458,11 +445,9 @@ class CheckpointManager:
             ConfigError: a value cannot be saved.
         """
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            contents = self._request().gathered()
+            contents = self._request(self.where.filename).gathered()
             check_kinds(contents.get("state", {}), None)
-        form = self.where.form
-        assert form is not None, "set by open()"
-        if self.options.asynchronous and (size_bytes := form.expected_bytes(contents)) is not None:
+        if self.options.asynchronous and (size_bytes := self.where.form.expected_bytes(contents)) is not None:
             self._staging.prepare(size_bytes)
 
     def save(
@@ -496,27 +481,27 @@ class CheckpointManager:
         if isinstance(state, LoopState):
             if step is None or step < 0:
                 raise ConfigError(f"save({step}): expected the number of steps done, 0 or more.")
-            state.step = step
+            state.timestamp = Steps(step)
             self._note_publishing()
         name, started = names_of_ranks(where.filename, state)[0], time.perf_counter()
         self.outcomes.begun(name, where.folder, int(state.timestamp.batch), ephemeral=ephemeral)
-        if options.best_metric is not None and options.best_metric not in (metrics or {}) and not ephemeral:
-            self.outcomes.warn_of_missing_metric(name, options.best_metric)
+        policy = options.keep.policy
+        if policy.best is not None and policy.metric not in (metrics or {}) and not ephemeral:
+            self.outcomes.warn_of_missing_metric(name, policy.metric)
         # A run may save again to a name that the run has used before, such as ``ep{epoch}.pt`` within an epoch. The
         # earlier save may have failed after the commit, for example because too many uploads were waiting.
         overwrite = options.overwrite or name in self.saved or name in self.outcomes.maybe_written
         self._deletes = self._deletes or ephemeral
         kept = frozenset[str]() if self.replication is None else frozenset(self.replication.held)
-        uploads = bool(self._publishing.buckets)
-        publish = self._publishing.of(name, overwrite=overwrite) if uploads else None
-        also = self._publishing.names_in_buckets(name, state) if uploads else {}
+        publish = self._publishing.of(name, overwrite=overwrite) if self._publishing.buckets else None
+        also = self._publishing.names_in_buckets(name, state) if self._publishing.buckets else {}
         waited, self.outcomes.waited_seconds = self.outcomes.waited_seconds, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
                 held = state.weights_state_dict() if options.weights_only else state.state_dict()
                 self._check_folder()
-            request = dataclasses.replace(
-                self._request(),
+            request = self._request(
+                where.filename,
                 state_dict=held,
                 latest=where.latest,
                 overwrite=overwrite or (bool(state.lineage.ancestors) and may_replace(state, where.catalog, name)),
@@ -524,16 +509,15 @@ class CheckpointManager:
                 metrics=metrics or {},
                 publish=publish,
                 also=also,
-                retention=dataclasses.replace(options.keep.policy, held=kept) if self._deletes else None,
+                retention=dataclasses.replace(policy, held=kept) if self._deletes else None,
                 is_routine=options.in_memory,
                 how=("lazy" if lazy else "async") if options.asynchronous else "sync",
                 started=started,
             )
-            pending = begin_save(request, self._staging, waited=waited)
+            self.pending = pending = begin_save(request, self._staging, waited=waited)
         except (*_FAILURES, RankError, RunInUseError) as e:
             self.outcomes.ended("saved", e)
             return None
-        self.pending = pending
         if not options.asynchronous:
             self.collect()
             return None if self.outcomes.last_is_unconfirmed else pending
@@ -545,15 +529,13 @@ class CheckpointManager:
         If this save fails, add a note about the failure and do not raise: the user must see ``error``. For a run of a
         single rank.
         """
-        folder, _, name = self.where.filename.rpartition("/")
-        template = f"{folder}/crash-{name}" if folder else f"crash-{name}"
+        name = PurePath(self.where.filename)
+        template = str(name.with_name(f"crash-{name.name}"))
         try:
             self._check_folder()
             if self.pending is not None:
                 self.pending.join()
-            request = dataclasses.replace(
-                self._request(), template=template, overwrite=True, occasion="crash", how="sync"
-            )
+            request = self._request(template, overwrite=True, occasion="crash", how="sync")
             report = begin_save(request, self._staging).wait()
         except Exception as e:  # noqa: BLE001 - added as a note to the error of training
             log.error("could not save the state of training after %r: %s", error, e)
@@ -561,16 +543,17 @@ class CheckpointManager:
         else:
             error.add_note(f"The state of training was saved as {str(report.path)!r}.")
 
-    def _request(self) -> SaveRequest:
-        """Return a request to save the state to the folder of this manager."""
+    def _request(self, template: str, **fields: Any) -> SaveRequest:
+        """Return a request to save the state to the folder of this manager, with further ``fields``."""
         return SaveRequest(
             state=self.state,
             weights_only=self.options.weights_only,
             ignore_keys=self.options.ignore_keys,
             catalog=self.where.catalog,
-            template=self.where.filename,
+            template=template,
             disks=self.where.disks,
             form=self.where.form,
+            **fields,
         )
 
     def published(self, seconds: float) -> bool | None:
@@ -611,7 +594,7 @@ class CheckpointManager:
                     raise report.deletion_error
             self.outcomes.ended(work, None)
         except (*_FAILURES, RankError) as e:
-            exists = any(isinstance(cause, CheckpointExistsError) for cause in (e, *getattr(e, "causes", ())))
+            exists = any(isinstance(cause, FileExistsError) for cause in (e, *getattr(e, "causes", ())))
             if work == "saved" and not exists:
                 self.outcomes.maybe_written.add(name)
             self.outcomes.ended(work, e)
@@ -624,8 +607,7 @@ class CheckpointManager:
         """
         if not self._publishing.buckets:
             return
-        outcomes = self._publishing.take_news()
-        outcomes = outcomes if alone else dist.get_group().broadcast(outcomes)
+        outcomes = (dist.Group() if alone else dist.get_group()).broadcast(self._publishing.take_news())
         # An upload may delete its checkpoint from the folder. Compare names: paths may differ between ranks.
         uploads = [one for one in outcomes if one.work == "published"]
         moved = {event.name for one in uploads for event in one.events if event.what == "deleted"}
@@ -686,11 +668,10 @@ class CheckpointManager:
 
 def _identity(path: str) -> tuple[int, int] | None:
     """Return the numbers of the file system and of the file ``path``; ``None``: there is no such file."""
-    try:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = Path(path).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
 
 
 # ── outcomes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -713,7 +694,7 @@ class Outcomes:
     """
 
     def __init__(self, failure_limit: int) -> None:
-        self.reports: deque[SaveReport] = deque(maxlen=_REPORTS)
+        self.reports: deque[SaveReport] = deque(maxlen=100)
         self.blocked_seconds = self.waited_seconds = 0.0
         self.maybe_written: set[str] = set()
         self.last_is_unconfirmed = False
@@ -727,11 +708,9 @@ class Outcomes:
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
         """Record the start of a save of the checkpoint ``name`` in the folder ``where``."""
-        self._begun = CheckpointNews(
-            what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral
-        )
-        self.last_is_unconfirmed = True
-        self.events.append(self._begun)
+        news = CheckpointNews(what="begun", name=name, where=where, batch=batch, at=time.time(), ephemeral=ephemeral)
+        self._begun, self.last_is_unconfirmed = news, True
+        self.events.append(news)
 
     def committed(self, report: SaveReport) -> None:
         """Record the success of the last save, and the deletion of older checkpoints by retention."""
@@ -744,17 +723,9 @@ class Outcomes:
         numbers |= {"bytes": report.size_bytes, "batch": report.batch}
         if report.slowest_rank is not None:
             numbers["slowest_rank"] = report.slowest_rank
-        self.events.append(
-            dataclasses.replace(
-                self._begun,
-                what="committed",
-                at=at,
-                size_bytes=report.size_bytes,
-                seconds=dict(report.seconds),
-                slowest_rank=report.slowest_rank,
-                metrics=numbers,
-            )
-        )
+        news = dataclasses.replace(self._begun, what="committed", at=at, size_bytes=report.size_bytes, metrics=numbers)
+        news = dataclasses.replace(news, seconds=dict(report.seconds), slowest_rank=report.slowest_rank)
+        self.events.append(news)
         self.events += [
             CheckpointNews(what="deleted", name=name, where=self._begun.where, at=at) for name in report.deleted
         ]

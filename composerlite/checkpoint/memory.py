@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import TypeAlias, final
 
 from composerlite import dist
 from composerlite.checkpoint.place.catalog import Catalog
@@ -29,30 +29,34 @@ from composerlite.storage import verify_file
 from composerlite.threads import start_threads
 
 log = logging.getLogger(__name__)
+_Copy: TypeAlias = tuple[int, int, FileRecord]
+"""A file to copy: rank with the file, rank without the file, record of the file."""
 _LOOK_SECONDS = 0.2
 """Seconds between two checks for a lost rank, in :meth:`Replication.close`."""
 
 
 def make_private(folder: Path, *, levels: int) -> None:
-    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone (mode 0700).
+    """Make ``folder`` and the folders above, ``levels`` in all, for this user alone (mode 0700). Collective.
 
-    The folder above these must exist.
+    The first rank of each node makes the folders. The folder above these must exist.
 
     Raises:
         ConfigError: an existing folder is a link, belongs to another user, or is writable by others: a checkpoint in
             the folder may have been planted.
     """
-    for path in [*reversed(folder.parents[: levels - 1]), folder]:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ConfigError(
-                f"save_memory_folder: {str(path)!r} is refused: expected a folder of user {os.geteuid()} that others "
-                f"cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. A checkpoint in "
-                "it may be that of somebody else. Remove it, or name another folder in memory."
-            )
-        path.chmod(0o700)
+    paths = [*reversed(folder.parents[: levels - 1]), folder]
+    with dist.get_group().all_or_none("preparing a folder in memory"):
+        for path in paths if dist.get_local_rank() == 0 else ():
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise ConfigError(
+                    f"save_memory_folder: {str(path)!r} is refused: expected a folder of user {os.geteuid()} that "
+                    f"others cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. A "
+                    "checkpoint in it may be that of somebody else. Remove it, or name another folder in memory."
+                )
+            path.chmod(0o700)
 
 
 # ── replicas on another node ─────────────────────────────────────────────────────────────────────────────────────────
@@ -72,9 +76,7 @@ def open_replication(folder: Path, gigabytes_per_second: float) -> Replication |
         The replication; ``None``, with a warning: all ranks see the same folder, and nothing is replicated.
     """
     group, replicas = dist.get_group(), replica_folder(folder)
-    with group.all_or_none("preparing the folder of replicas"):
-        if dist.get_local_rank() == 0:
-            make_private(replicas, levels=1)
+    make_private(replicas, levels=1)
     disks = None if group.size == 1 else disks_of(replicas)
     if disks is None:
         log.warning("save_memory_replication: all ranks are on one node, so there is none to replicate to")
@@ -184,16 +186,14 @@ class Replication:
                 position = self._leaders.index(rank)
                 source, target = self._leaders[position - 1], self._leaders[(position + 1) % len(self._leaders)]
                 own, incoming = records[rank], records[source]
-                received = () if incoming is None else incoming.here
-                moves = [dist.Move(rank, target, file.path, 0, file.size_bytes) for file in (own.here if own else ())]
-                moves += [dist.Move(source, rank, file.path, 0, file.size_bytes) for file in received]
-                _transfer(f"replicating {name!r}", moves, read, self.replicas.folder, received, in_background=True)
-                for older in self.replicas.manifests() if incoming is not None else ():
-                    if older.name != name:
-                        delete_checkpoint(self.replicas.place, older)
+                copies = [(rank, target, file) for file in (own.here if own else ())]
+                copies += [(source, rank, file) for file in (incoming.here if incoming else ())]
+                _transfer(f"replicating {name!r}", copies, read, self.replicas.folder, in_background=True)
                 if incoming is not None:
-                    size = bytes_text(incoming.size_bytes)
-                    log.debug("replicated %s (%s) from the node of rank %d", name, size, source)
+                    for older in self.replicas.manifests():
+                        if older.name != name:
+                            delete_checkpoint(self.replicas.place, older)
+                    log.debug("replicated %s (%s) from rank %d", name, bytes_text(incoming.size_bytes), source)
         except Exception as e:  # noqa: BLE001 - training needs no replica; a lost rank is raised by its peers
             log.warning("checkpoint %s in memory was not replicated: %s: %s", name, type(e).__name__, e)
             self._failed = True
@@ -221,22 +221,18 @@ class Replication:
             The same records on all ranks.
         """
         group = dist.get_group()
-        here: dict[str, Manifest] = {}
-        held: list[tuple[str, int | None]] = []
+        here: list[Manifest] = []
         with group.all_or_none("listing the memory of all nodes"):
             for catalog in (self._own, self.replicas) if self.is_leader else ():
-                for manifest in catalog.manifests():
-                    if manifest.run_name == run_name and manifest.kind in RESUMABLE:
-                        here[manifest.id] = manifest
-                        held.append((manifest.id, manifest.node))
+                here += [one for one in catalog.manifests() if one.run_name == run_name and one.kind in RESUMABLE]
         first: dict[str, int] = {}
         nodes: dict[str, set[int | None]] = {}
-        for rank, held_there in enumerate(group.gather(held)):
-            for identity, node in held_there:
+        for rank, there in enumerate(group.gather([(one.id, one.node) for one in here])):
+            for identity, node in there:
                 first.setdefault(identity, rank)
                 nodes.setdefault(identity, {None}).add(node)
-        mine = [here[identity] for identity, rank in first.items() if rank == group.rank]  # each record is sent once
-        found = [manifest for records in group.gather(mine) for manifest in records]
+        mine = {one.id: one for one in here if first[one.id] == group.rank}  # each record is sent once
+        found = [manifest for records in group.gather(mine) for manifest in records.values()]
         return [one for one in found if {file.node for file in one.files} <= nodes[one.id]]
 
     def bring(self, manifest: Manifest) -> None:
@@ -260,7 +256,7 @@ class Replication:
                 except (CorruptCheckpointError, OSError) as e:
                     log.warning("a part of a checkpoint in memory cannot be used: %s", e)
         every = group.gather((own, replica))
-        copies: list[tuple[int, int, FileRecord]] = []  # source, target, file
+        copies: list[_Copy] = []
         for file in manifest.files:
             owners = [rank for rank, (in_own, _) in enumerate(every) if file.node in in_own]
             holders = [*owners, *(rank for rank, (_, in_replica) in enumerate(every) if file.node in in_replica)]
@@ -273,8 +269,7 @@ class Replication:
             targets = self._leaders if manifest.is_directory else self._leaders[:1]
             if file.node is not None:
                 targets = owners or holders[:1]
-            lacking = [rank for rank in targets if rank not in owners]
-            copies += [(rank if rank in holders else holders[0], rank, file) for rank in lacking]
+            copies += [(rank if rank in holders else holders[0], rank, file) for rank in targets if rank not in owners]
         arriving = [file for _, target, file in copies if target == group.rank]
         with group.all_or_none(what):
             if arriving and not own:
@@ -286,11 +281,8 @@ class Replication:
                     path.unlink(missing_ok=True)  # of a call that failed on another rank
                     path.hardlink_to(self.replicas.folder / file.path)
         with group.all_or_none(what):
-            moves = [
-                dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other
-            ]
             folder = (self._own if own else self.replicas).folder
-            _transfer(what, moves, lambda path, *part: read_part(folder / path, *part), self._own.folder, arriving)
+            _transfer(what, copies, lambda path, *part: read_part(folder / path, *part), self._own.folder)
         if arriving:
             log.info("checkpoint %s: copied %d files to the memory of this node", manifest.name, len(arriving))
 
@@ -302,10 +294,9 @@ def _arriving(path: Path) -> Path:
 
 def _transfer(
     what: str,
-    moves: Sequence[dist.Move],
+    copies: Sequence[_Copy],
     read: Callable[[str, int, int], bytes],
     folder: Path,
-    received: Sequence[FileRecord],
     *,
     in_background: bool = False,
 ) -> None:
@@ -313,23 +304,24 @@ def _transfer(
 
     Args:
         what: name of the operation, for errors.
-        moves, read, in_background: as in :func:`composerlite.dist.move`.
+        copies: the files, of each checkpoint the deciding file first. A file for a rank from the same rank is at its
+            temporary path already.
+        read, in_background: as in :func:`composerlite.dist.move`.
         folder: target of the received files.
-        received: the files to receive, the deciding file first. A file may be at its temporary path already.
 
     Raises:
         CorruptCheckpointError: a received file is damaged. Existing files are unchanged.
         OSError: a file cannot be read, written or renamed.
     """
-    arriving = [(_arriving(folder / file.path), file) for file in received]
+    rank = dist.get_global_rank()
+    moves = [dist.Move(one, other, file.path, 0, file.size_bytes) for one, other, file in copies if one != other]
+    arriving = [(_arriving(folder / file.path), file) for _, target, file in copies if target == rank]
+
+    def write(path: str, offset: int, data: memoryview) -> None:
+        write_part(_arriving(folder / path), offset, data)
+
     try:
-        dist.move(
-            what,
-            moves,
-            read,
-            lambda path, *part: write_part(_arriving(folder / path), *part),
-            in_background=in_background,
-        )
+        dist.move(what, moves, read, write, in_background=in_background)
         for path, file in arriving:
             verify_file(path, file.digest)
         for path, file in reversed(arriving):

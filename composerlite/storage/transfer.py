@@ -20,7 +20,7 @@ from typing import IO, final
 import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, check_free, reserve, write_file
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, reserve, write_file
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back
 from composerlite.storage.disk.reader import ReadTargets, Unit, check_targets, cut, layers, put, read_bytes, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
@@ -453,7 +453,8 @@ class Transfer(Closing):
             ReplacedError: the object was replaced during the download.
         """
         target = Path(path)
-        check_free(target, overwrite)
+        if not overwrite and os.path.lexists(target):
+            raise FileExistsError(f"{str(target)!r} exists already: pass overwrite=True to replace it.")
         with StagedFile(target) as staged:
             if self.store.reads_ranges:
                 self._download_ranges(staged, name, size_bytes, callback)

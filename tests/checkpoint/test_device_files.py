@@ -16,13 +16,14 @@ from torch import nn
 
 from composerlite.checkpoint import save_state_dict
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
-from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
+from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.load.restore import placed
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader
 from composerlite.checkpoint.save.sharded_writer import in_one_piece
 from composerlite.core.state.optimizer_state import optimizer_places
 from composerlite.devices import DeviceRing
 from composerlite.errors import CorruptCheckpointError
+from composerlite.storage import ParallelReader
 
 PASSED = 96 << 20
 """Bytes that a load may have in memory beside its tensors: the slots of the ring."""
@@ -58,8 +59,8 @@ def saved_in(path: Path) -> dict[str, torch.Tensor]:
 def load_into(path: Path, live: dict[str, torch.Tensor], device: SimulatedDevice) -> tuple[Any, DeviceRing]:
     """Read ``path`` into ``live``, as a resume does; what holds it afterwards."""
     ring = DeviceRing(device)
-    with path.open("rb") as file:
-        read = TorchFile(UnverifiedFile(file), path.stat().st_size, check_sums=True)
+    with ParallelReader(path) as source:
+        read = TorchFile(source, source.size_bytes, check_sums=True)
         read.ring = ring
         read.contents, addresses, sieves = placed(read.contents, live, read.unread, ring)
         read.read(places=addresses, sieves=sieves)

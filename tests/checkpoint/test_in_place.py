@@ -16,7 +16,7 @@ from tiny_training import trainer
 from torch import nn
 
 from composerlite.checkpoint import Catalog, CheckpointManager, load_checkpoint, read_checkpoint, safe_torch_load
-from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
+from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save
 from composerlite.core import State
@@ -26,6 +26,7 @@ from composerlite.errors import (
     IncompatibleCheckpointError,
     UntrustedCheckpointError,
 )
+from composerlite.storage import ParallelReader
 
 LARGE = 1 << 19  # numbers; 2 MiB, which are chunks of their own
 
@@ -398,8 +399,7 @@ def test_compressed_files_are_loaded_and_verified(tmp_path: Path, ending: str) -
 def test_headers_that_were_not_those_of_the_file_are_seen(tmp_path: Path) -> None:
     """They say where data begin, and are read before they can be verified: what they said is compared later."""
     path = foreign(tmp_path)
-    with path.open("rb") as file:
-        source = UnverifiedFile(file)
+    with ParallelReader(path) as source:
 
         class Earlier:
             read_into = source.read_into

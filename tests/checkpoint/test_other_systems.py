@@ -5,7 +5,6 @@ The files in tests/data were written by the systems themselves: tests/interop/ma
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -24,7 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, Event, Logger, State, Trainer
 from composerlite.checkpoint.format.archive import stand_ins
-from composerlite.checkpoint.format.torch_reader import TorchFile, UnverifiedFile
+from composerlite.checkpoint.format.byte_sources import MemoryFile
+from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.tools.reading import whole_contents
 from composerlite.checkpoint.tools.surveying import pointed
 from composerlite.errors import (
@@ -542,7 +542,7 @@ def test_a_save_of_deepspeed_is_read_from_a_bucket(s3_server: Any, monkeypatch: 
 def plain_contents(path: Path) -> Any:
     """What a file of torch holds, without the classes of DeepSpeed in it."""
     data = path.read_bytes()
-    file = TorchFile(UnverifiedFile(io.BytesIO(data)), len(data), types=stand_ins())
+    file = TorchFile(MemoryFile(data), len(data), types=stand_ins())
     file.read()
     if (state := file.contents.get("optimizer_state_dict")) is not None:
         state["zero_stage"] = state["zero_stage"].arguments[0]

@@ -197,6 +197,13 @@ def test_a_hostile_index_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_module_of_the_index_of_dcp_has_classes_of_data_alone() -> None:
+    """All its public names may be in an index: a new one in another torch is looked at before it is trusted."""
+    known = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"}
+    assert set(dcp.metadata.__all__) == known | {"TensorProperties", "TensorStorageMetadata"}
+    assert all(dataclasses.is_dataclass(getattr(dcp.metadata, name)) for name in dcp.metadata.__all__)
+
+
 @pytest.mark.parametrize("loader", ["ours", "dcp's"])
 def test_a_hostile_value_runs_no_code(tmp_path: Path, loader: str) -> None:
     """Nor does one that hides among the data, also where torch's own planner would run it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import re
@@ -35,7 +34,6 @@ from composerlite.checkpoint.api.step_files import StepWriter, find_step, metada
 from composerlite.checkpoint.format import MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.sharded_index import image_of
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.checkpoint.place.catalog import map_reads
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.place import check_name
 from composerlite.checkpoint.save.save import SaveTask
@@ -385,10 +383,9 @@ class Checkpointer:
         """
         damaged, readable = list[str](), False
         with StepFolder.of(dir) as folder:
-            names = folder.place.names(folder.name)
-            matches = [match for name in names if (match := _STEP.fullmatch(name)) is not None]
-            marked = map_reads(folder.place, lambda match: folder.has(f"{match[0]}/{MARKER}"), matches)
-            for match in sorted(itertools.compress(matches, marked), key=lambda match: int(match[1])):
+            matches = filter(None, map(_STEP.fullmatch, folder.place.names(folder.name)))
+            marked = (match for match in matches if folder.has(f"{match[0]}/{MARKER}"))
+            for match in sorted(marked, key=lambda match: int(match[1])):
                 step = StepFolder(folder.place.inside(folder.name), match[0])
                 try:
                     found = metadata_of(step) if step.is_checkpoint() else None

@@ -120,8 +120,7 @@ def async_save_state_dict(
         CheckpointExistsError, ConfigError: as :func:`save_state_dict`, before the copy.
     """
     state = functools.partial(_plain, state_dict)
-    job = _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads)
-    return job.begin(shared_staging)
+    return _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).begin(shared_staging)
 
 
 def save_model_and_optim_state(
@@ -181,8 +180,7 @@ def async_save_model_and_optim_state(
         A future, done when the checkpoint is durable, or with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
-    job = _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads)
-    return job.begin(shared_staging)
+    return _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).begin(shared_staging)
 
 
 def _begin(
@@ -354,8 +352,7 @@ def load_model_and_optim_state(
     group = group_of(process_group)
     reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
     with reader:
-        what = "looking into a checkpoint"
-        state = group.agree(what, lambda: _checked_state(reader, model, optim, mapping, strict))
+        state = group.agree("looking into a checkpoint", lambda: _checked_state(reader, model, optim, mapping, strict))
         metadata = reader.read_metadata()
         # The optimizer keeps the lists of parameters here: a parameter may be new or gone.
         common = None if strict else {key for key in metadata.state_dict_metadata if not is_group_members(key)}
@@ -435,8 +432,7 @@ def load_keys(
             hint = did_you_mean(missing[0], metadata.state_dict_metadata).partition(" Known:")[0]
             raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no key {missing[0]!r}.{hint}")
         values = sharded.load_flat(reader, dict.fromkeys(itertools.chain(*keys_of.values())))
-    found = [values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted]
-    return (value for value in found)
+    return (values[key] if key in values else nested(metadata, key, keys_of[key], values) for key in wanted)
 
 
 def get_checkpoint_metadata(dir: PathOrUri) -> Metadata:

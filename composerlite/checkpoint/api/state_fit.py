@@ -93,11 +93,10 @@ def check_groups(
             saved.update(dict.fromkeys(names, int(key.split(".")[2])))
     problems: list[str] = []
     for number, names in enumerate(groups):
-        kinds = {repr(saved[name]): name for name in names if name in saved}
-        if len(kinds) > 1 or (not flatten and kinds.keys() - {str(number)}):
-            moved = [name for name in names if name in saved and saved[name] != number]
-            listed = _listed(list(kinds.values()) if flatten else moved)
-            problems.append(f"{listed} in group {number} here were saved in another group, or with different settings")
+        group_of = {name: repr(saved[name]) for name in names if name in saved}
+        own = next(iter(group_of.values()), "") if flatten else str(number)
+        if moved := _listed([name for name, group in group_of.items() if group != own]):
+            problems.append(f"{moved} in group {number} here were saved in another group, or with different settings")
     here = set[str]().union(*groups)
     if strict and saved and not flatten and saved.keys() != here:
         problems.append(f"only here or only in the checkpoint: {_listed(sorted(saved.keys() ^ here))}")

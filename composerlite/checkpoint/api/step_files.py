@@ -86,8 +86,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[in
                 f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
             )
         return None
-    if not folder.is_checkpoint():
-        missing = [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]
+    if missing := [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]:
         raise CheckpointNotFoundError(
             f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
         )

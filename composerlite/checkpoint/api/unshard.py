@@ -20,7 +20,7 @@ from composerlite.checkpoint.place.directory import PathOrUri
 from composerlite.checkpoint.save.plain_file import write_safetensors, write_torch
 from composerlite.dist import is_initialized
 from composerlite.errors import CheckpointExistsError, ConfigError, IncompatibleCheckpointError
-from composerlite.storage import atomic_write, is_uri, make_folder, parse_uri
+from composerlite.storage import atomic_write, is_uri, parse_uri
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,6 @@ def _write_part(
     sizes = {key: 0 if tensor is None else tensor.nbytes for key, tensor in unread.items()}
     files = {path: keys} if is_one_file else _files(path, sizes, prefix, strategy.chunk_size_bytes, suffix)
     for file, keys in files.items():
-        make_folder(file.parent)
         values = sharded.load_flat(reader, keys)
         if is_one_file and suffix == ".pt":
             write_torch(file, nested(metadata, prefix[:-1], keys, values))

@@ -20,18 +20,17 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from composerlite import dist
 from composerlite.checkpoint.contents import DeepSpeedEngine, RestorePlan, half_loaded
-from composerlite.checkpoint.foreign.deepspeed import by_rank, merged_weights, read_pieces
+from composerlite.checkpoint.foreign.deepspeed import by_rank, merged_contents, parts_for_weights, rank_count
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of, stand_ins
 from composerlite.checkpoint.format.byte_sources import Window
-from composerlite.checkpoint.format.compression import codec_of
-from composerlite.checkpoint.format.packing import is_packed, unpacked
+from composerlite.checkpoint.format.packing import HEADER_BYTES, unpacked
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import MODEL_STATES
 from composerlite.checkpoint.load.reader import (
@@ -55,29 +54,25 @@ from composerlite.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from composerlite.storage import FileDigest, ObjectStore, ParallelReader, is_uri, make_folder, parse_uri, verify_file
+from composerlite.storage import FileDigest, ObjectStore, is_uri, parse_uri
 from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
 
 _FILE = re.compile(rf"{DEEPSPEED}/([A-Za-z0-9_-][A-Za-z0-9_.-]*\.pt)")
-_HEAD_BYTES = 512
 
 
 @final
-@dataclass(frozen=True)
-class RankFiles:
+class RankFiles(NamedTuple):
     """The files in the archive of a rank.
 
     Attributes:
         path: path of the archive, for messages.
-        check_sums: compare the files with their own checksums, since there is no record.
         files: DeepSpeed's files, and ``composer_states.pt``, by name.
     """
 
     path: Path
-    check_sums: bool
-    files: Mapping[str, Window]
+    files: Mapping[str, RawFile]
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +89,7 @@ class RankFiles:
         """
         return by_rank(self.names, MODEL_STATES, f"checkpoint {str(self.path)!r}").get(0, "model states")
 
-    def member(self, name: str) -> Window:
+    def raw(self, name: str) -> RawFile:
         """Return one of DeepSpeed's files, or ``composer_states.pt``.
 
         Raises:
@@ -123,9 +118,9 @@ class RankFiles:
         Raises:
             CorruptCheckpointError, RefusedError: as :class:`TorchFile`.
         """
-        member, types = self.member(name), stand_ins() if types is None else types
+        raw, types = self.raw(name), stand_ins() if types is None else types
         try:
-            file = TorchFile(member, member.size_bytes, trust=trust, check_sums=self.check_sums, types=types)
+            file = TorchFile(raw.source, raw.source.size_bytes, trust=trust, check_sums=raw.check_sums, types=types)
             return read_states(file, prune)
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"its {name!r}: {e}") from e
@@ -147,29 +142,21 @@ def opened_archive(
         IncompatibleCheckpointError: the file is no archive of DeepSpeed.
         OSError: the file is missing or cannot be read, or there is no space to decompress the file.
     """
-    with contextlib.ExitStack() as stack:
-        with path.open("rb") as file:
-            is_compressed = codec_of(file.read(_HEAD_BYTES)) is not None
-        if not is_compressed:
-            source = stack.enter_context(ParallelReader(path, digest))
-        else:
-            if digest is not None:
-                verify_file(path, digest)
-            source = stack.enter_context(unpacked(path, keep_archive=True, size_bytes=unpacked_bytes))
+    with unpacked(path, digest, keep_archive=True, size_bytes=unpacked_bytes) as source:
         found: dict[str, Window] = {}
-        if source.size_bytes >= _HEAD_BYTES and is_tar_header(source.read(0, _HEAD_BYTES)):
+        if is_tar_header(source.read(0, min(HEADER_BYTES, source.size_bytes))):
             found = members_of(source, source.size_bytes)
-        files = {match[1]: member for name, member in found.items() if (match := _FILE.fullmatch(name)) is not None}
+        raw = {name: RawFile(member, digest is None) for name, member in found.items()}
+        files = {match[1]: raw[name] for name in raw if (match := _FILE.fullmatch(name)) is not None}
         if not files:
             lack = f"it has no {DEEPSPEED!r} in it" if found else "it is no archive"
             raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
-        files |= {STATES: found[STATES]} if STATES in found else {}
-        yield RankFiles(path, digest is None, files)
+        files |= {STATES: raw[STATES]} if STATES in raw else {}
+        yield RankFiles(path, files)
 
 
 @final
-@dataclass(frozen=True)
-class Archives:
+class Archives(NamedTuple):
     """The archives of a checkpoint.
 
     Attributes:
@@ -232,22 +219,20 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             check_exists(path)
         home, name = home_of(place, last)
         manifest = Catalog(home).manifest_of(name)
-        paths = [] if manifest is None else [record.path for record in manifest.files]
-        names = [home.uri(path) if object_store is None else home.name_of(path) for path in paths]
-    if manifest is not None and manifest.kind == "deepspeed":
-        return Archives(names, manifest)
-    if manifest is not None:
-        raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
+        if manifest is not None:
+            if manifest.kind != "deepspeed":
+                raise IncompatibleCheckpointError(f"checkpoint {first!r} was saved without DeepSpeed.")
+            full_name = home.uri if object_store is None else home.name_of
+            return Archives([full_name(file.path) for file in manifest.files], manifest)
     if "rank" not in variables_in(template, f"{argument}={template!r}"):
         raise ConfigError(
             f"{argument}={template!r}: each rank of DeepSpeed has a file of its own, and this names one, without a "
             "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
-        states = archive.contents(archive.model_states, prune=lambda states: {"ranks": states.get("dp_world_size")})
-        ranks = states["ranks"]
-    if not isinstance(ranks, int) or ranks < 1:
-        raise CorruptCheckpointError(f"checkpoint {first!r} does not say the number of ranks that saved it")
+        number = "dp_world_size"
+        states = archive.contents(archive.model_states, prune=lambda states: {number: states.get(number)})
+        ranks = rank_count(states, f"checkpoint {first!r}")
     log.warning("checkpoint %s has no record: loading it unverified", first)
     return Archives([format_name_with_dist(template, run_name, rank=rank) for rank in range(ranks)], None)
 
@@ -261,13 +246,11 @@ def weights_in(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
         IncompatibleCheckpointError: the model has experts, or layers that are split over ranks.
     """
     archive_of = {name: archive for archive in archives for name in archive.names}
-    pieces = read_pieces(
-        archive_of,
-        lambda name, prune: archive_of[name].contents(name, prune=prune),
-        f"checkpoint {str(archives[0].path)!r}",
-        weights_only=True,
-    )
-    return merged_weights(pieces)
+
+    def read(name: str) -> StateDict:
+        return archive_of[name].contents(name, prune=parts_for_weights)
+
+    return merged_contents(archive_of, read, f"checkpoint {str(archives[0].path)!r}", weights_only=True)["module"]
 
 
 def unshard_zero(
@@ -309,7 +292,6 @@ def unshard_zero(
     archives = find_archives(os.fspath(path), "", None, argument="path")
     with archives.all_opened(None) as every, readable(Path(archives.names[0])):
         weights = weights_in(every)
-    make_folder(file.parent)
     write(file, weights)
     if not quiet:
         log.info("wrote %s", file)
@@ -376,9 +358,9 @@ class _Load:
         with self.group.all_or_none(f"opening {self.plan.source}"):
             own = self.stack.enter_context(archives.opened(self.group.rank, self.object_store))
         wanted = self._states(own)
-        everywhere = self.group.gather(own.names)
-        shared = [name for name in everywhere[0] if name.startswith("mp_rank_") and len(everywhere) > 1]
-        files = {name: self._of_first(own, name) for name in shared}  # rank 0 alone has them
+        shared = self.group.broadcast([name for name in own.names if name.startswith("mp_rank_")])
+        # Rank 0 alone has them.
+        files = {name: self._of_first(own, name) for name in shared if self.group.size > 1}
         with self.group.all_or_none(f"reading {self.plan.source}"), readable(own.path):
             for name in own.names:
                 if name not in files:
@@ -399,7 +381,7 @@ class _Load:
                 every = self.stack.enter_context(archives.all_opened(self.object_store))
         first = every[0] if every else None
         wanted = self._states(first)
-        name = self.group.broadcast("" if first is None else first.model_states)
+        name = self.group.from_first("looking for the model states", lambda: every[0].model_states)
         model = {name: self._of_first(first, name)}
         with self.group.all_or_none("comparing the checkpoint with the run"):
             self.engine.check_fits(model[name], source=self.plan.source)
@@ -413,8 +395,7 @@ class _Load:
                 for archive in every:  # saved again as they were read: DeepSpeed runs any code in a file
                     with readable(archive.path):
                         for file in archive.names:
-                            contents = archive.contents(file, self.engine.types, trust=self.trust)
-                            torch.save(contents, Path(folder, file))
+                            torch.save(archive.contents(file, self.engine.types, trust=self.trust), Path(folder, file))
                 self.engine.convert(Path(folder), source=self.plan.source)
         folders = self.group.gather((dist.get_node_rank(), folder))
         mine = next(path for node, path in folders if node == dist.get_node_rank() and path is not None)
@@ -440,14 +421,13 @@ class _Load:
                 f"checkpoint {first!r} is no file of a run. 'composerlite checkpoint convert' makes a file of it, "
                 "which a run with deepspeed_config loads."
             )
-        path, is_of_deepspeed = found.path, False
-        if is_packed(path):
-            with contextlib.suppress(IncompatibleCheckpointError), opened_archive(path):
-                is_of_deepspeed = True
+        is_of_deepspeed = False
+        with contextlib.suppress(IncompatibleCheckpointError), opened_archive(found.path):
+            is_of_deepspeed = True
         if is_of_deepspeed:
             with self.find().all_opened(self.object_store) as every, readable(Path(first)):
                 return weights_in(every)
-        with opened(path, trust=self.trust) as file:
+        with opened(found.path, trust=self.trust) as file:
             state = self.plan.in_our_form(file.contents)["state"]
             file.contents = {"model": state.get("model", {})}
             file.read()
@@ -459,8 +439,7 @@ class _Load:
         with self.group.all_or_none(f"reading {self.plan.source}"):
             if self.group.is_first:
                 assert archive is not None
-                member = archive.member(name)
-                raw = RawFile(member, member.size_bytes, archive.check_sums)
+                raw = archive.raw(name)
         file = shared_file(raw, f"{name} of {self.plan.source}", trust=self.trust)
         file.read()
         return file.contents

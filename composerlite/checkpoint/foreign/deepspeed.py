@@ -7,11 +7,10 @@ DeepSpeed. The state of the optimizer is divided like the weights.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, cast, final
 
@@ -33,9 +32,9 @@ _MODEL_KEYS = (
     "frozen_param_fragments",
     "shared_params",
 )
-"""Keys of a rank's model states that :func:`merged_weights` needs."""
+"""Keys of a rank's model states that the weights need."""
 _WEIGHT_KEYS = ("zero_stage", "fp32_flat_groups", "single_partition_of_fp32_groups", "param_alignment_paddings")
-"""Keys of the state of DeepSpeed's optimizer that :func:`merged_weights` needs."""
+"""Keys of the state of DeepSpeed's optimizer that the weights need."""
 _TAKEN = ("module", "optimizer", "lr_scheduler", "global_steps")
 _SETTINGS = {
     *_MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
@@ -74,52 +73,70 @@ class Piece(NamedTuple):
         return self.state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
 
-def read_pieces(
-    names: Collection[str],
-    read: Callable[[str, Callable[[StateDict], StateDict]], StateDict],
-    source: str,
-    *,
-    weights_only: bool = False,
-) -> list[Piece]:
-    """Read the files of all ranks.
+def merged_contents(
+    names: Collection[str], read: Callable[[str], StateDict], source: str, *, weights_only: bool = False
+) -> StateDict:
+    """Read the files of all ranks, and return the model states of the first rank, with whole weights as ``module``.
+
+    The weights are parameters in fp32, and buffers as they were saved.
 
     Args:
         names: names of the files of one save.
-        read: reads a file, given the name and a function that selects the parts of the contents to read.
+        read: reads the file of the given name; with ``weights_only`` :func:`parts_for_weights` of the file are enough.
         source: the checkpoint, for messages.
-        weights_only: read the parts for :func:`merged_weights` alone.
-
-    Returns:
-        The pieces, in the order of the ranks.
+        weights_only: leave out the whole state of the optimizer, ``optimizer``.
 
     Raises:
-        CorruptCheckpointError: a file is missing.
+        CorruptCheckpointError: a file is missing, or the files do not fit together.
         IncompatibleCheckpointError: layers or experts are split over ranks.
     """
+    pieces = _read_pieces(names, read, source)
+    first = pieces[0]
+    try:
+        made = {key: value for key, value in first.model.items() if key not in _MODEL_KEYS}
+        made["module"] = _merged_weights(pieces)
+        if first.state is not None and not weights_only:
+            made["optimizer"] = _merged_optimizer(pieces)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
+        raise CorruptCheckpointError(f"{source}: its files of DeepSpeed do not fit together: {e!r}") from e
+    return made
 
-    prune = _parts_for_weights if weights_only else lambda contents: contents
+
+def _read_pieces(names: Collection[str], read: Callable[[str], StateDict], source: str) -> list[Piece]:
+    """Return the pieces in the order of the ranks. Arguments and errors as :func:`merged_contents`."""
     models, optimizers = (by_rank(names, pattern, source) for pattern in (MODEL_STATES, _OPTIMIZER_STATES))
     if 0 not in models:
         raise CorruptCheckpointError(f"{source}: the model states of its first rank are missing.")
-    first = read(models[0], prune)
+    first = read(models[0])
     if not optimizers:  # stage 0: each rank has all weights
         return [Piece(first, None)]
-    ranks = first.get("dp_world_size")
-    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"{source} does not say the number of ranks that saved it.")
-    if missing := [rank for rank in range(max(ranks, len(optimizers))) if rank not in optimizers]:
+    ranks = max(rank_count(first, source), len(optimizers))
+    if missing := [rank for rank in range(ranks) if rank not in optimizers]:
         raise CorruptCheckpointError(f"{source} is not whole: the files of ranks {missing[:8]} are missing.")
-    others = ({} if rank not in models else read(models[rank], prune) for rank in range(1, len(optimizers)))
     pieces: list[Piece] = []
-    for rank, model in enumerate([first, *others]):
-        contents = read(optimizers[rank], prune)
+    for rank in range(ranks):
+        contents = read(optimizers[rank])
         if not isinstance(contents.get("optimizer_state_dict", {}), dict):
             raise CorruptCheckpointError(f"{source}: {optimizers[rank]!r} has no state of an optimizer.")
+        model = first if rank == 0 else read(models[rank]) if rank in models else {}
         pieces.append(Piece(model, contents.get("optimizer_state_dict")))
     return pieces
 
 
-def _parts_for_weights(contents: StateDict) -> StateDict:
+def rank_count(model_states: StateDict, source: str) -> int:
+    """Return the number of ranks that saved the checkpoint ``source``.
+
+    Raises:
+        CorruptCheckpointError: ``model_states``, those of the first rank, do not have a possible number.
+    """
+    ranks = model_states.get("dp_world_size")
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise CorruptCheckpointError(f"{source} does not say the number of ranks that saved it.")
+    return ranks
+
+
+def parts_for_weights(contents: StateDict) -> StateDict:
+    """Select the parts of a rank's file that the weights need."""
     kept: StateDict = {key: contents.get(key) for key in (*_MODEL_KEYS, "dp_world_size")}
     if "optimizer_state_dict" in contents:
         state = contents["optimizer_state_dict"]
@@ -151,27 +168,8 @@ def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> di
     return found
 
 
-@contextlib.contextmanager
-def _fitting() -> Generator[None]:
-    """Raise CorruptCheckpointError for errors in the block that damaged pieces cause."""
-    try:
-        yield
-    except CorruptCheckpointError:
-        raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
-        raise CorruptCheckpointError(f"its files of DeepSpeed do not fit together: {e!r}") from e
-
-
-@_fitting()
-def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """Return the state dict of the model: parameters in fp32, buffers as they were saved.
-
-    Args:
-        pieces: of all ranks, in the order of the ranks.
-
-    Raises:
-        CorruptCheckpointError: the pieces do not fit together.
-    """
+def _merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """Return the state dict of the model from the pieces of all ranks."""
     first = pieces[0]
     if first.state is None:
         return first.model["module"]
@@ -192,22 +190,6 @@ def merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     return merged
 
 
-@_fitting()
-def merged_contents(pieces: Sequence[Piece]) -> StateDict:
-    """Return the model states of the first rank, with whole weights and the whole state of the optimizer.
-
-    Args:
-        pieces: of all ranks, in the order of the ranks.
-
-    Raises:
-        CorruptCheckpointError: the pieces do not fit together.
-    """
-    first = pieces[0]
-    made = {key: value for key, value in first.model.items() if key not in _MODEL_KEYS}
-    optimizer = {} if first.state is None else {"optimizer": _merged_optimizer(pieces)}
-    return {**made, "module": merged_weights(pieces), **optimizer}
-
-
 def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
     """Return tensors by the names of parameters.
 
@@ -217,24 +199,22 @@ def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes:
         shapes: of parameters by name, group by group.
     """
     found: dict[str, Tensor] = {}
-    if pieces[0].stage == 3:
-        parts = [torch.cat([group.flatten() for group in groups]) for groups in vectors]
-        start = 0
-        for name, shape in (item for group in shapes for item in group.items()):
-            size = math.prod(shape)
-            part = -(-size // len(parts))
-            found[name] = torch.cat([_part(vector, start, part, name) for vector in parts])[:size].view(tuple(shape))
-            start += part
-        return found
-    all_paddings: Sequence[Sequence[int]] | None = pieces[0].state.get("param_alignment_paddings")
+    all_paddings: Sequence[Sequence[int]] | None = None
+    if pieces[0].stage == 3:  # a vector of all groups for each rank
+        shapes = [dict(item for group in shapes for item in group.items())]
+        joined = [[torch.cat([group.flatten() for group in groups]) for groups in vectors]]
+    else:  # a vector of all ranks for each group
+        all_paddings = pieces[0].state.get("param_alignment_paddings")
+        joined = [[torch.cat([groups[number] for groups in vectors])] for number in range(len(shapes))]
     for number, group in enumerate(shapes):
-        vector = torch.cat([groups[number] for groups in vectors])
         paddings = [0] * len(group) if all_paddings is None else all_paddings[number]
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             size = math.prod(shape)
-            found[name] = _part(vector, start, size, name).view(tuple(shape))
-            start += size + padding
+            length = -(-size // len(joined[number]))
+            parts = [_part(vector, start, length, name) for vector in joined[number]]
+            found[name] = (parts[0] if len(parts) == 1 else torch.cat(parts))[:size].view(tuple(shape))
+            start += length + padding
     return found
 
 

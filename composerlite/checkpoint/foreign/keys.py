@@ -321,8 +321,7 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
     )
     made = divmod(batch, batches_per_epoch) if batches_per_epoch and isinstance(batch, int) else (epoch or 0, 0)
     epoch, batch_in_epoch = made if epoch is None or batch_in_epoch is None else (epoch, batch_in_epoch)
-    counts: StateDict = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch}
-    counts["token"] = token
+    counts = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch, "token": token}
     if not all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts.values()):
         raise IncompatibleCheckpointError(
             f"{source}: its counts of training are none: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
@@ -355,50 +354,46 @@ def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> State
         raise ValueError(f"{odd[0]!r} is no name of a setting")
     if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
         raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
-    numbered = any(not isinstance(name, str) for group in its for name in group["params"])
-    named = _named(its, own, rename, source) if numbered else None
-    if numbered and named is None:
-        have, want = ([len(group["params"]) for group in each] for each in (its, own))
-        if have != want:
-            raise ValueError(f"its groups have {have} parameters, and those of this run {want}")
+    if any(not isinstance(name, str) for group in its for name in group["params"]):
+        named = _named(its, own, rename, source)
+    else:
+        named = [[rename.of(name) for name in group["params"]] for group in its]
     new_name: dict[Any, str] = {}
     made: list[StateDict] = []
-    for number, group in enumerate(its):
+    for number, (group, names) in enumerate(zip(its, named, strict=True)):
         here = own[number] if number < len(own) else {}
         lacks = [key for key, value in here.items() if key not in group and _is_setting(key, value)]
         if lacks:
             raise ValueError(f"its groups have no {', '.join(lacks)}: it was another kind of optimizer")
-        if named is not None:
-            names = named[number]
-        else:
-            names = here["params"] if numbered else [rename.of(name) for name in group["params"]]
         new_name |= dict(zip(group["params"], names, strict=True))
         made.append({**here, **{key: value for key, value in group.items() if key != "param_names"}, "params": names})
     values: StateDict = state.get("state", {})  # none before the first step
     return {"state": {new_name[name]: value for name, value in values.items()}, "param_groups": made}
 
 
-def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]] | None:
-    """Return the run's names of the parameters in each group of an optimizer with ``param_names``.
+def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]]:
+    """Return the run's names of the parameters in each group of an optimizer that numbers the parameters.
 
-    ``None``: the optimizer has no ``param_names``, or no name is the run's: then the order of parameters counts.
+    Without ``param_names`` in the groups, or if no name there is the run's, the order of parameters counts.
+
+    Raises:
+        ValueError: the order counts, and the groups of the run have other numbers of parameters.
     """
     saved: list[Any] = [group.get("param_names") for group in its]
-    if any(names is None or len(names) != len(group["params"]) for names, group in zip(saved, its, strict=True)):
-        return None
-    named = [[str(name).replace("_orig_mod.", "") for name in names] for names in saved]
-    every = [name for names in named for name in names]
-    live = {name for group in own for name in group["params"]}
-    for change in (rename, common_rename(every, live, all_must=True)):
-        found = [[change.of(name) for name in names] for names in named]
-        if live & (known := {name for names in found for name in names}) and len(known) == len(every):
-            return found
-    log.warning(
-        "%s: its optimizer calls its parameters %r, …, which are no names here: they are taken in their order",
-        source,
-        every[0],
-    )
-    return None
+    if all(names is not None and len(names) == len(group["params"]) for names, group in zip(saved, its, strict=True)):
+        named = [[str(name).replace("_orig_mod.", "") for name in names] for names in saved]
+        every = [name for names in named for name in names]
+        live = {name for group in own for name in group["params"]}
+        for change in (rename, common_rename(every, live, all_must=True)):
+            found = [[change.of(name) for name in names] for names in named]
+            if live & (known := {name for names in found for name in names}) and len(known) == len(every):
+                return found
+        unknown = "%s: its optimizer calls its parameters %r, …, which are no names here: they are taken in their order"
+        log.warning(unknown, source, every[0])
+    have, want = ([len(group["params"]) for group in each] for each in (its, own))
+    if have != want:
+        raise ValueError(f"its groups have {have} parameters, and those of this run {want}")
+    return [group["params"] for group in own]
 
 
 def _is_setting(key: str, value: Any) -> bool:

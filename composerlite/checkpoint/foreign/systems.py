@@ -30,13 +30,9 @@ _SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedule
 def _from_lightning(contents: StateDict, source: str) -> Taken:
     """Take weights, the first optimizer and its scheduler, epoch and step of a ``.ckpt``."""
     left = [key for key in contents if key not in _OF_LIGHTNING and contents[key]]
-    firsts: dict[str, Any] = {}
-    for key in _OF_LIGHTNING[:2]:
-        listed: Any = contents.get(key)
-        if isinstance(listed, list) and listed:
-            firsts[key] = listed[0]
-            left += [f"{key}[1:]"] if len(cast("list[Any]", listed)) > 1 else []
-    optimizer, scheduler = map(firsts.get, _OF_LIGHTNING[:2])
+    lists: list[Any] = [one if isinstance(one := contents.get(key), list) else [] for key in _OF_LIGHTNING[:2]]
+    left += [f"{key}[1:]" for key, listed in zip(_OF_LIGHTNING, lists, strict=False) if len(listed) > 1]
+    optimizer, scheduler = (next(iter(listed), None) for listed in lists)
     return Taken(contents["state_dict"], optimizer, scheduler, _progress_of_lightning(contents), left=left)
 
 
@@ -321,12 +317,10 @@ def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
         return saved
     parts = [cast("Any", beside).get(key, {}) for key in ("named_parameters_dict", "named_buffers_dict")]
     tensors = _weights_in(model, {**parts[0], **parts[1]})
-    if active:  # the model holds the average, and the trained weights are beside the model
-        ema = {name: model[name] for name in tensors}
-        if not weights_only:
-            state["model"] = {**model, **tensors}
-        tensors = ema
-    return {"state": {"count": 1, "tensors": tensors}} if tensors else saved
+    ema = {name: model[name] for name in tensors} if active else tensors
+    if active and not weights_only:  # the model holds the average, and the trained weights are beside the model
+        state["model"] = {**model, **tensors}
+    return {"state": {"count": 1, "tensors": ema}} if ema else saved
 
 
 def _weights_in(model: StateDict, tensors: StateDict) -> StateDict:

@@ -22,7 +22,6 @@ DEEPSPEED_TYPES = (
 )
 """The classes of DeepSpeed with objects in these files."""
 _BLOCK = tarfile.BLOCKSIZE
-_PLAIN_FILES = (tarfile.REGTYPE, tarfile.AREGTYPE)
 
 
 def stand_ins() -> dict[str, type]:
@@ -82,7 +81,7 @@ def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
                 if member.isdir():
                     continue
                 name = member.name.removeprefix("./")
-                if member.type not in _PLAIN_FILES or member.sparse is not None or name in found:
+                if not member.isreg() or member.sparse is not None or name in found:
                     kind = "twice" if name in found else "as a link, a device or a sparse file"
                     raise CorruptCheckpointError(f"it is an archive that holds {member.name!r} {kind}")
                 found[name] = Window(source, member.offset_data, member.size)

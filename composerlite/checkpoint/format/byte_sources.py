@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import IO, NamedTuple, Protocol, final
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol, final
 
-from composerlite.errors import CorruptCheckpointError
 from composerlite.storage.disk.memory import memory_at
-from composerlite.storage.disk.reader import read_bytes
 from composerlite.types import Piece
-
-_STEP_BYTES = 1 << 20
 
 
 class ByteSource(Protocol):
@@ -31,27 +27,24 @@ class ByteSource(Protocol):
 
 
 @final
-class UnverifiedFile:
-    """An open file, without verification of the bytes. The caller closes the file."""
+class MemoryFile(NamedTuple):
+    """A file in memory. The caller reads no bytes beyond the end.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    Attributes:
+        data: the bytes of the file.
+    """
+
+    data: bytes | bytearray
 
     def read(self, offset: int, size: int) -> bytes:
-        """Read exactly ``size`` bytes. Raises :class:`CorruptCheckpointError` if the file ends before."""
-        return read_bytes(self.read_into, offset, size)
+        """Read exactly ``size`` bytes."""
+        return bytes(self.data[offset : offset + size])
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory piece by piece."""
+        """Fill memory."""
         for offset, address, size in targets:
-            self._file.seek(offset)
-            view = memory_at(address, size)
-            while view:
-                count = self._file.readinto(view[:_STEP_BYTES])  # type: ignore[attr-defined]
-                if not count:
-                    raise CorruptCheckpointError(f"it ends before {offset + size}")
-                progress(count)
-                view = view[count:]
+            memory_at(address, size)[:] = self.data[offset : offset + size]
+            progress(size)
 
 
 @final
@@ -62,11 +55,13 @@ class Window(NamedTuple):
         source: the other file.
         start: offset of this file in ``source``.
         size_bytes: size of this file.
+        verified: numbers of the chunks of the checkpoint's file that were read and verified so far.
     """
 
     source: ByteSource
     start: int
     size_bytes: int
+    verified: Collection[int] = ()
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""

@@ -20,7 +20,6 @@ import time
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast, final
@@ -34,7 +33,7 @@ from composerlite.storage.disk.files import write_all
 from composerlite.types import Closing
 
 _READ_BYTES = 64 << 10
-_MOST_DECODED_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # encoded or decoded at once: small enough for the processor's cache
 _MOST_FRAME_DATA_BYTES = 0xFFFF  # more does not fit into a stored block of gzip
 _DECODER_MEMORY_BYTES = 128 << 20  # `xz -9` needs 65 MiB
 _FOOTER_MARK, _FOOTER_BYTES = b"\nCLREC1 ", 50
@@ -114,8 +113,7 @@ def _zstandard_frame(data: bytes) -> bytes:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Compressor:
+class Compressor(NamedTuple):
     """A codec, known by the last part of a file name.
 
     Attributes:
@@ -180,7 +178,7 @@ class Compressor:
                         break
                     decoder = library.decoder()
                 try:
-                    decoded = decoder.decompress(data, _MOST_DECODED_BYTES)
+                    decoded = decoder.decompress(data, _PIECE_BYTES)
                 except library.errors as e:
                     raise CorruptCheckpointError(f"its {self.extension} data are damaged: {e}") from e
                 data = decoder.unused_data if decoder.eof else b""
@@ -196,7 +194,7 @@ class Compressor:
         with tempfile.TemporaryFile() as file, PackedSink(Path(filename), self, most_bytes=0) as sink:
             yield file
             file.seek(0)
-            shutil.copyfileobj(file, sink, _MOST_DECODED_BYTES)
+            shutil.copyfileobj(file, sink, _PIECE_BYTES)
             sink.finish()
 
     @contextmanager
@@ -214,23 +212,21 @@ class Compressor:
         # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
         beside = Path(filename).parent if os.access(Path(filename).parent, os.W_OK) else Path(tempfile.gettempdir())
         folder = Path(os.environ.get("TMPDIR") or beside)
-        with (
-            Path(filename).open("rb", buffering=0) as packed,
-            tempfile.TemporaryFile(buffering=0, dir=folder) as target,
-        ):
+        with tempfile.TemporaryFile(buffering=0, dir=folder) as target:
             size = 0
-            for piece in self.decoded(packed):
-                try:
-                    write_all(target.fileno(), memoryview(piece), size)
-                except OSError as e:
-                    message = f"{e.strerror} to unpack {str(filename)!r}; TMPDIR=… names another"
-                    raise OSError(e.errno, message, str(folder)) from e
-                size += len(piece)
-                if size > most_bytes:
-                    raise CorruptCheckpointError(
-                        f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If you "
-                        "trust it, unpack it with the tool of its format and load the .pt file."
-                    )
+            with Path(filename).open("rb", buffering=0) as packed:
+                for piece in self.decoded(packed):
+                    try:
+                        write_all(target.fileno(), memoryview(piece), size)
+                    except OSError as e:
+                        message = f"{e.strerror} to unpack {str(filename)!r}; TMPDIR=… names another"
+                        raise OSError(e.errno, message, str(folder)) from e
+                    size += len(piece)
+                    if size > most_bytes:
+                        raise CorruptCheckpointError(
+                            f"it unpacks to more than {most_bytes} bytes, and a checkpoint of its size holds less. If "
+                            "you trust it, unpack it with the tool of its format and load the .pt file."
+                        )
             yield target
 
 
@@ -298,9 +294,6 @@ def last_frame(end: bytes) -> tuple[int, bytes] | None:
         return None
     frames = (encode(data) for encode in (_gzip_frame, _lz4_frame, _zstandard_frame))
     return next(((len(end) - len(frame), data) for frame in frames if end.endswith(frame)), None)
-
-
-_PIECE_BYTES = 1 << 20  # small enough for the processor's cache
 
 
 @final

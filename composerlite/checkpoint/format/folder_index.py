@@ -91,7 +91,9 @@ def folder_index(names: Collection[str], size: Callable[[str], int], read: Read,
                 parts.setdefault(name, []).append(stored)
         beside = [] if only is not None else sorted(name for name in names if VALUES.fullmatch(name))
         index = _index(parts, {name: size(name) for name in beside})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+    except RefusedError as e:
+        raise untrusted(repr(file), e) from e
+    except (CorruptCheckpointError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise CorruptCheckpointError(f"{file!r} is no file of weights, or damaged: {e}") from e
     listed = json.dumps({"folder": sorted((name, size(name)) for name in files)}).encode()
     return listed + b"\n" + pickle.dumps(index)
@@ -129,23 +131,18 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
 def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     """Return the tensors of a state dict that torch has saved, read by the restricted unpickler."""
     source: Any = SimpleNamespace(read=functools.partial(read, file))  # no tensor is read here
-    try:
-        opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
-    except RefusedError as e:
-        raise untrusted(repr(file), e) from e
-    except CorruptCheckpointError as e:
-        raise CorruptCheckpointError(f"{file!r} is no file of torch, or damaged: {e}") from e
+    opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
     contents, records = opened.contents, {id(one): opened.records[name] for name, one in opened.unread.items()}
     if not isinstance(contents, dict):
-        raise CorruptCheckpointError(f"{file!r} holds {type(contents).__name__} and no state dict.")
+        raise ValueError(f"it holds {type(contents).__name__} and no state dict.")
     found: dict[str, _Stored] = {}
     for key, tensor in cast("dict[Any, Any]", contents).items():
         if type(key) is not str:
-            raise CorruptCheckpointError(f"{file!r} has a key that is {type(key).__name__}, and no name of a tensor.")
+            raise ValueError(f"it has a key that is {type(key).__name__}, and no name of a tensor.")
         record = records.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
         if record is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise CorruptCheckpointError(
-                f"{file!r}: {key!r} is not numbers row by row. If the file is yours, save it anew: "
+            raise ValueError(
+                f"{key!r} is not numbers row by row. If the file is yours, save it anew: "
                 "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize

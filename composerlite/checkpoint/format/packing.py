@@ -10,18 +10,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, final
+from typing import NamedTuple, final
 
 from composerlite.checkpoint.format.archive import DEEPSPEED, STATES, is_tar_header, members_of
-from composerlite.checkpoint.format.byte_sources import UnverifiedFile, Window
+from composerlite.checkpoint.format.byte_sources import Window
 from composerlite.checkpoint.format.compression import KNOWN_COMPRESSORS, Compressor, PackedSink, codec_of
 from composerlite.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from composerlite.storage import HostMemory, StreamWriter
+from composerlite.storage import FileDigest, HostMemory, ParallelReader, StreamWriter
 
 Sink = StreamWriter | PackedSink
 """Takes the bytes of a file in order, and writes them plain or compressed."""
@@ -32,8 +30,7 @@ _OTHER_KINDS = re.compile(
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """The layout of a checkpoint's bytes in a file.
 
     Attributes:
@@ -69,7 +66,6 @@ class Format:
 _CODECS = {compressor.extension: compressor for compressor in KNOWN_COMPRESSORS}
 # '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
 _CODECS_OF_ARCHIVES = {".tar": "", ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
-_ARCHIVES = tuple(_CODECS_OF_ARCHIVES)
 _FORMATS = (
     Format(".pt"),
     *(Format(f".pt.{extension}", compressor) for extension, compressor in _CODECS.items()),
@@ -79,7 +75,7 @@ _FORMATS = (
 
 def is_tar(name: str | Path) -> bool:
     """Check that the name has the suffix of an archive."""
-    return str(name).lower().endswith(_ARCHIVES)
+    return str(name).lower().endswith(tuple(_CODECS_OF_ARCHIVES))
 
 
 def format_of(name: str | Path) -> Format:
@@ -103,7 +99,8 @@ def format_of(name: str | Path) -> Format:
 
 
 # ── reading files ────────────────────────────────────────────────────────────────────────────────────────────────────
-_HEADER_BYTES = 512
+HEADER_BYTES = 512
+"""The first bytes of a file show whether the file is compressed or an archive."""
 _ALWAYS_BYTES = 1 << 30
 _RATIO = 100
 _ARCHIVE_BYTES = 1 << 20  # upper limit of headers and padding
@@ -116,7 +113,7 @@ def is_packed(path: Path) -> bool:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        return is_packed_beginning(file.read(_HEADER_BYTES))
+        return is_packed_beginning(file.read(HEADER_BYTES))
 
 
 def is_packed_beginning(beginning: bytes) -> bool:
@@ -125,17 +122,21 @@ def is_packed_beginning(beginning: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = False) -> Generator[Window]:
+def unpacked(
+    path: Path, digest: FileDigest | None = None, *, size_bytes: int | None = None, keep_archive: bool = False
+) -> Generator[Window]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    Compressed files are unpacked into a file without a name: see :meth:`Compressor.decompress`. The system removes this
-    file when the block or the process ends. Other files, and the files in archives, are read in place. Memory use does
-    not depend on the contents.
+    Compressed files are verified as a whole, and unpacked into a file without a name: see
+    :meth:`Compressor.decompress`. The system removes this file when the block or the process ends. Other files, and the
+    files in archives, are read in place, and verified by chunks during reads. Memory use does not depend on the
+    contents.
 
     Args:
         path: the checkpoint.
-        size_bytes: size of the unpacked file, if known. Otherwise the limit is 1 GiB, or a hundred times the size of
-            ``path`` if that is more.
+        digest: expected digest of ``path``; ``None``: nothing is verified.
+        size_bytes: size of the file after unpacking, if known. Otherwise the limit is 1 GiB, or a hundred times the
+            size of ``path`` if that is more.
         keep_archive: only decompress. An archive stays an archive, with the record after the archive. The archive may
             be smaller than ``size_bytes``.
 
@@ -146,18 +147,22 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
         OSError: the file cannot be read, or there is no space to unpack it.
     """
     with contextlib.ExitStack() as stack:
-        file: IO[bytes] = stack.enter_context(path.open("rb", buffering=0))
-        beginning = file.read(_HEADER_BYTES)
+        packed = source = stack.enter_context(ParallelReader(path, digest))
+        with path.open("rb") as head:  # a read of ``packed`` would read and verify a whole chunk
+            beginning = head.read(HEADER_BYTES)
         try:
             if (codec := codec_of(beginning)) is not None:
+                packed.verify(skip=packed.verified)
+                packed.close()  # with hundreds of archives open, each descriptor counts
                 most = max(_ALWAYS_BYTES, _RATIO * path.stat().st_size)
                 if size_bytes is not None:
                     most = max(most if keep_archive else 0, size_bytes + _ARCHIVE_BYTES)
                 file = stack.enter_context(codec.decompress(path, most_bytes=most))
-                beginning = file.read(_HEADER_BYTES)
-            found = Window(UnverifiedFile(file), 0, file.seek(0, os.SEEK_END))
-            if not keep_archive and is_tar_header(beginning):
-                members = members_of(found, found.size_bytes)
+                source = stack.enter_context(ParallelReader(Path(f"/proc/self/fd/{file.fileno()}")))
+                beginning = source.read(0, min(HEADER_BYTES, source.size_bytes))
+            found = Window(source, 0, source.size_bytes)
+            if is_archive := not keep_archive and is_tar_header(beginning):
+                members = members_of(source, source.size_bytes)
                 if any(name.startswith(f"{DEEPSPEED}/") for name in members):
                     raise IncompatibleCheckpointError(
                         "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of "
@@ -167,8 +172,9 @@ def unpacked(path: Path, *, size_bytes: int | None = None, keep_archive: bool = 
                     names = ", ".join(map(repr, list(members)[:8])) or "nothing"
                     raise CorruptCheckpointError(f"it is an archive that holds {names}; expected {STATES!r} alone")
                 found = members[STATES]
-            if not keep_archive and size_bytes not in (None, found.size_bytes):
+            is_one_file = is_archive or (codec is not None and not keep_archive)
+            if is_one_file and size_bytes not in (None, found.size_bytes):
                 raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
         except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
             raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
-        yield found
+        yield found._replace(verified=packed.verified)

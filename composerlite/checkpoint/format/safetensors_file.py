@@ -19,21 +19,13 @@ from composerlite.storage import StreamWriter
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
     "C64": torch.complex64,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -24,23 +24,10 @@ from composerlite.errors import CorruptCheckpointError, SaveError
 from composerlite.types import StateDict, items_of
 
 StorageInfo = dcp_storage_info_class()
-_INDEX_TYPES: dict[str, type] = {
-    **{
-        f"torch.distributed.checkpoint.metadata.{kind.__name__}": kind
-        for kind in (
-            dcp.BytesStorageMetadata,
-            dcp.ChunkStorageMetadata,
-            dcp.Metadata,
-            dcp.MetadataIndex,
-            dcp.StorageMeta,
-            dcp.TensorProperties,
-            dcp.TensorStorageMetadata,
-            dcp_memory_format_class(),
-        )
-    },
-    "torch.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
-    "olmo_core.distributed.checkpoint.filesystem._StorageInfo": StorageInfo,
-}
+_KINDS: list[type] = [*(getattr(dcp, name) for name in dcp.__all__), dcp_memory_format_class(), StorageInfo]
+_INDEX_TYPES = {f"{kind.__module__}.{kind.__name__}": kind for kind in _KINDS}
+"""Types that an index may name. The public names of the module of DCP are classes that hold data, and nothing else."""
+_INDEX_TYPES["olmo_core.distributed.checkpoint.filesystem._StorageInfo"] = StorageInfo
 
 
 def read_index(data: bytes, uri: str) -> dcp.Metadata:
@@ -62,8 +49,8 @@ def read_index(data: bytes, uri: str) -> dcp.Metadata:
 
 def _check_index(found: Any) -> None:
     """Raise ``ValueError`` if ``found`` is no index, or an index of another directory."""
-    if type(found) is not dcp.Metadata or type(found.state_dict_metadata) is not dict:
-        raise ValueError(f"it holds {type(found).__name__}")
+    if type(found) is not dcp.Metadata or not type(found.state_dict_metadata) is type(found.storage_data) is dict:
+        raise ValueError(f"it holds {type(found).__name__}, or does not say where its data are")
     for key, stored in found.state_dict_metadata.items():
         if type(key) is not str or type(stored) not in (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata):
             raise ValueError(f"{key!r} is {type(stored).__name__}")
@@ -78,8 +65,6 @@ def _check_index(found: Any) -> None:
             spans = zip(chunk.offsets, chunk.sizes, shape, strict=True)
             if any(start < 0 or length < 0 or start + length > size for start, length, size in spans):
                 raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
-    if type(found.storage_data) is not dict:
-        raise ValueError("it does not say where its data are")
     for index, place in found.storage_data.items():
         has_types = type(index) is dcp.MetadataIndex and type(place) is StorageInfo and type(index.fqn) is str
         if not has_types or not (index.offset is None or type(index.offset) is torch.Size):

@@ -14,9 +14,9 @@ import itertools
 import math
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, cast, final
+from typing import Annotated, Any, NamedTuple, TypeVar, cast, final
 
 import msgspec
 import torch
@@ -34,7 +34,9 @@ LAYOUT_MARK = b"composerlite sharded layout 5: for torch.distributed.checkpoint 
 """The first bytes of an index that is a rule."""
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""
-_MOST_CHUNKS = 1 << 18  # of all files: 3 MB of digests
+MOST_CHUNKS = 1 << 15
+"""Largest number of chunks of a file. The digests of all chunks are in one record."""
+_MOST_CHUNKS_BY_RULE = 1 << 18  # of the files of all ranks: 3 MB of digests
 _MOST_RANKS = 1 << 17
 _MOST_DIMS = 64  # of a tensor, as in torch, and of a mesh
 _Positive = Annotated[int, Meta(ge=1, le=2**62 - 1)]
@@ -44,8 +46,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
 Cut = tuple[int, int, int]
 """A part along one dimension of a tensor: start, length, and what the dimension adds to the lowest rank of the part."""
-
-
+Part = tuple[dcp.ChunkStorageMetadata, int]
+"""A part of a tensor, and the lowest rank with the part."""
+T = TypeVar("T")
 Splits = tuple[tuple[int, int], ...]
 """Size and stride, the difference between neighboring ranks, of each dimension of a mesh that splits a dimension."""
 
@@ -68,9 +71,10 @@ def _cuts(length: int, splits: Splits) -> list[Cut]:
     return [_cut(length, splits, sum(rank)) for rank in ranks]
 
 
-def _joined(cell: Sequence[Cut]) -> tuple[Box, int]:
-    """Return the part with these cuts, and the lowest rank with the part."""
-    return (tuple(start for start, _, _ in cell), tuple(size for _, size, _ in cell)), sum(rank for _, _, rank in cell)
+def _joined(cell: Sequence[Cut]) -> Part:
+    """Return the part with these cuts."""
+    starts, sizes, ranks = zip(*cell, strict=True) if cell else ((), (), ())
+    return dcp.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)), sum(ranks)
 
 
 @final
@@ -111,12 +115,13 @@ class SplitTensor(NamedTuple):
         """Return all parts along each dimension."""
         return [_cuts(length, splits) for length, splits in self.splits()]
 
-    def box(self, rank: int) -> tuple[Box, int]:
-        """Return the part of ``rank``, and the lowest rank with this part."""
-        return _joined([_cut(length, splits, rank) for length, splits in self.splits()])
+    def piece(self, rank: int) -> tuple[StatePiece, int]:
+        """Return the part of ``rank``, perhaps without elements, and the lowest rank with this part."""
+        chunk, lowest = _joined([_cut(length, splits, rank) for length, splits in self.splits()])
+        return StatePiece(self.key, self.shape, self.dtype, chunk.offsets, chunk.sizes), lowest
 
-    def boxes(self, wanted: Box | None = None) -> Iterator[tuple[Box, int]]:
-        """Yield all parts, or the parts with elements in ``wanted``, each with the lowest rank of the part."""
+    def parts(self, wanted: Box | None = None) -> Iterator[Part]:
+        """Yield all parts with elements, or those with elements in ``wanted``."""
         found = self.cuts()
         for dim, (first, size) in enumerate(zip(*wanted, strict=True) if wanted is not None else ()):
             begin = bisect.bisect_right(found[dim], first, key=lambda cut: cut[0]) - 1
@@ -169,14 +174,14 @@ class StatePiece(NamedTuple):
         return dcp.MetadataIndex(self.key, None if self.shape is None else torch.Size(self.offsets))
 
 
-def balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide items of these sizes, by number, into ``count`` groups of about the same size: the largest first."""
-    groups: list[list[int]] = [[] for _ in range(count)]
+def balanced(items: Iterable[T], size_of: Callable[[T], int], count: int) -> list[list[T]]:
+    """Divide ``items`` into ``count`` groups of about the same size: the largest first."""
+    groups: list[list[T]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
-    for number in sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True):
+    for item in sorted(items, key=size_of, reverse=True):
         load, group = loads[0]
-        groups[group].append(number)
-        heapq.heapreplace(loads, (load + sizes[number], group))
+        groups[group].append(item)
+        heapq.heapreplace(loads, (load + size_of(item), group))
     return groups
 
 
@@ -227,32 +232,27 @@ class ShardLayout:
             alike.setdefault((tensor.mesh, tensor.dims), []).append(tensor)
         found: dict[str, int] = {}
         for tensors in alike.values():
-            sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
             split = set(itertools.chain(*tensors[0].dims))
             steps = [range(0, n * step, step) for dim, (n, step) in enumerate(tensors[0].steps) if dim not in split]
             replicas = list(map(sum, itertools.product(*steps)))
-            for added, group in zip(replicas, balanced(sizes, len(replicas)), strict=True):
-                found.update({tensors[number].key: added for number in group})
+            groups = balanced(tensors, lambda tensor: math.prod(tensor.shape) * tensor.dtype.itemsize, len(replicas))
+            for added, group in zip(replicas, groups, strict=True):
+                found.update({tensor.key: added for tensor in group})
         return found
 
-    @property
-    def digest(self) -> str:
-        """Equal on ranks with the same rule."""
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self, enc_hook=_dtype_name))
+    def digest(self, listed: Sequence[StatePiece]) -> str:
+        """Return a digest that is equal on ranks with the same rule and the same other pieces ``listed``."""
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode((self, listed), enc_hook=_dtype_name))
 
     @property
     def most_chunks(self) -> int:
         """Most chunks of a file with a digest: a single record contains the digests of all files."""
-        return max(1, _MOST_CHUNKS // self.ranks)
+        return max(1, _MOST_CHUNKS_BY_RULE // self.ranks)
 
     def pieces(self, rank: int) -> list[StatePiece]:
         """Return the parts in the file of ``rank``, in order. Listed pieces come at the end of the file."""
-        parts: list[StatePiece] = []
-        for key, tensor in self.by_key.items():
-            (offsets, sizes), lowest = tensor.box(rank)
-            if lowest + self.writers[key] == rank and math.prod(sizes):
-                parts.append(StatePiece(key, tensor.shape, tensor.dtype, offsets, sizes))
-        return parts
+        parts = (tensor.piece(rank) for tensor in self.tensors)
+        return [one for one, lowest in parts if lowest + self.writers[one.key] == rank and one.size_bytes]
 
     def places(self, rank: int, suffix: str) -> dict[dcp.MetadataIndex, Any]:
         """Return the place of each part of ``rank``. ``suffix``: of the names of files."""
@@ -316,33 +316,23 @@ def read_layout(data: bytes, uri: str) -> dcp.Metadata:
         raise CorruptCheckpointError(f"checkpoint {uri!r}: its index is damaged: {e}") from e
     entries, paths = dict(listed.state_dict_metadata), dict(listed.planner_data or {})
     for key, tensor in layout.by_key.items():
-        shape, chunks = torch.Size(tensor.shape), cast("Any", _Chunks(tensor))
-        entries.setdefault(key, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=tensor.dtype), shape, chunks))
+        entries.setdefault(key, _SplitEntry(tensor))
         paths[key] = tensor.path
     places: Any = _Places(layout, suffix, listed.storage_data)
     return dcp.Metadata(entries, paths, places)
 
 
 @final
-class _Chunks(Sequence[dcp.ChunkStorageMetadata]):
-    """The parts of a tensor, as DCP lists the parts."""
+class _SplitEntry(dcp.TensorStorageMetadata):
+    """The entry of a tensor in an index of DCP, with the list of the parts made on demand."""
 
     def __init__(self, tensor: SplitTensor) -> None:
         self.tensor = tensor
+        self.properties, self.size = dcp.TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape)
 
     @functools.cached_property
-    def _all(self) -> Sequence[dcp.ChunkStorageMetadata]:
-        return _chunks(self.tensor.boxes())
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._all[number]
-
-
-def _chunks(boxes: Iterable[tuple[Box, int]]) -> list[dcp.ChunkStorageMetadata]:
-    return [dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in boxes]
+    def chunks(self) -> list[dcp.ChunkStorageMetadata]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return [chunk for chunk, _ in self.tensor.parts()]
 
 
 @final
@@ -358,7 +348,7 @@ class _Places(Mapping[dcp.MetadataIndex, Any]):
         if (listed := self._listed.get(index)) is not None:
             return listed
         tensor = self._layout.by_key[index.fqn]
-        for _, lowest in tensor.boxes((tuple(index.offset or ()), (1,) * len(tensor.shape))):
+        for _, lowest in tensor.parts((tuple(index.offset or ()), (1,) * len(tensor.shape))):
             return self._of_rank(lowest + self._layout.writers[tensor.key])[index]
         raise KeyError(index)
 
@@ -373,5 +363,6 @@ class _Places(Mapping[dcp.MetadataIndex, Any]):
 
 def chunks_at(stored: dcp.TensorStorageMetadata, wanted: Box) -> Sequence[dcp.ChunkStorageMetadata]:
     """Return parts of a tensor: with a rule only the parts with elements in ``wanted``, otherwise all parts."""
-    chunks: Any = stored.chunks
-    return _chunks(chunks.tensor.boxes(wanted)) if isinstance(chunks, _Chunks) else chunks
+    if isinstance(stored, _SplitEntry):
+        return [chunk for chunk, _ in stored.tensor.parts(wanted)]
+    return stored.chunks

@@ -35,7 +35,7 @@ from composerlite._torch_compat import (
 )
 from composerlite.checkpoint.format.packing import Sink
 from composerlite.checkpoint.format.zip_file import ZipRecord, layout, trailer
-from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, check_shape, is_loadable
+from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, check_shape, is_loadable, name_of
 from composerlite.devices import shared_ring
 from composerlite.dist import is_dense, is_distributed_tensor
 from composerlite.errors import SaveError
@@ -292,13 +292,12 @@ class Pickled(pickle.Pickler):
             return collections.defaultdict, (obj.default_factory, dict(obj))
         if isinstance(obj, np.dtype) and obj.kind in "mMV":
             raise SaveError(f"numbers of the numpy type {obj} cannot be saved. Keep the fields, or integers or text.")
-        if self._must_load and not (isinstance(obj, _NAMED) and is_loadable(obj)):
-            self._has_objects = True
-        if isinstance(obj, _NAMED):
-            if not self._must_load:
-                _warn_if_not_loadable(obj)
-        elif isinstance(obj, Tensor):
+        if isinstance(obj, Tensor):
             check_savable(obj)
+        if self._must_load:
+            self._has_objects |= not (isinstance(obj, _NAMED) and is_loadable(obj))
+        elif isinstance(obj, _NAMED):
+            _warn_if_not_loadable(obj)
         return NotImplemented
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
@@ -333,7 +332,7 @@ def _warn_if_not_loadable(thing: Any) -> None:
         log.warning(
             "the checkpoint holds %s: it loads only after torch.serialization.add_safe_globals([%s]), or with "
             "trust_checkpoint=True",
-            _name(thing),
+            name_of(thing),
             thing.__qualname__,
         )
 
@@ -351,9 +350,10 @@ def check_savable(tensor: Tensor) -> None:
     kind = type(tensor)
     if is_distributed_tensor(tensor):
         raise SaveError(
-            f"a distributed tensor of the shape {tuple(tensor.shape)} with parts of {_name(type(local_part(tensor)))} "
-            "cannot be saved here. Keep a tensor that is distributed over ranks in a dict with text as keys, or in a "
-            "list, of the state, where each rank writes its own part, and parts of another class as plain tensors."
+            f"a distributed tensor of the shape {tuple(tensor.shape)} with parts of "
+            f"{name_of(type(local_part(tensor)))} cannot be saved here. Keep a tensor that is distributed over ranks "
+            "in a dict with text as keys, or in a list, of the state, where each rank writes its own part, and parts "
+            "of another class as plain tensors."
         )
     if is_lazy(tensor):
         return
@@ -362,7 +362,7 @@ def check_savable(tensor: Tensor) -> None:
     if kind not in (Tensor, nn.Parameter):
         if not is_loadable(kind):
             raise SaveError(
-                f"a tensor of the class {_name(kind)} would be saved, and refused when it is loaded. If it can be "
+                f"a tensor of the class {name_of(kind)} would be saved, and refused when it is loaded. If it can be "
                 f"pickled, allow it where the script begins: torch.serialization.add_safe_globals([{kind.__name__}])."
             )
     elif tensor.is_quantized or tensor.dtype not in savable_dtypes():
@@ -372,7 +372,3 @@ def check_savable(tensor: Tensor) -> None:
         )
     elif tensor.layout is not torch.strided and tensor.layout not in _SPARSE:
         raise SaveError(f"a tensor of the layout {tensor.layout} cannot be saved. Keep tensor.to_dense().")
-
-
-def _name(kind: Any) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -5,9 +5,7 @@ Reads every file of ``torch.save`` since torch 1.6.
 
 from __future__ import annotations
 
-import ctypes
 import io
-import itertools
 import pickle
 import sys
 import weakref
@@ -17,11 +15,12 @@ from typing import Any, Protocol, TypeVar, final
 import torch
 from isal import isal_zlib
 
-from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
+from composerlite.checkpoint.format.byte_sources import ByteSource, MemoryFile
 from composerlite.checkpoint.format.zip_file import ZipRecord, entries
-from composerlite.checkpoint.trust.unpickler import RefusedError, RestrictedUnpickler, storage_dtype
+from composerlite.checkpoint.trust.unpickler import STORAGE_DTYPES, RefusedError, RestrictedUnpickler
 from composerlite.devices import RingSlots, shared_ring
 from composerlite.errors import CorruptCheckpointError, UntrustedCheckpointError
+from composerlite.storage.disk.memory import address_of, memory_at
 from composerlite.types import Piece, batches
 
 T = TypeVar("T")
@@ -115,7 +114,7 @@ class TorchFile:
         data = self._small("data.pkl")
         try:
             reader = RestrictedUnpickler(data, self.storage, types, read_now=self.read_now)
-            self.contents = _trusted(data, self) if trust else reader.load()
+            self.contents = _trusted(data, self.storage) if trust else reader.load()
         except (ValueError, LookupError, EOFError, pickle.UnpicklingError) as e:
             raise CorruptCheckpointError(f"its contents cannot be read: {e}") from e
         self._known = {}  # from here on only the contents keep storages alive
@@ -163,13 +162,10 @@ class TorchFile:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
         """
         records = self.records
-        wanted = [(records[name], address) for name, address in (places or {}).items()]
-        for name, storage in self.unread.items():
-            if storage.device.type != "meta":
-                wanted.append((records[name], storage.data_ptr()))
+        wanted = [(name, one.data_ptr()) for name, one in self.unread.items() if one.device.type != "meta"]
+        wanted += (places or {}).items()
         self.unread.clear()
-        wanted.sort(key=lambda one: one[0].offset)
-        self._read_parts([(record, 0, address, record.size) for record, address in wanted])
+        self._read_parts([(records[name], 0, address, records[name].size) for name, address in wanted])
         if not sieves:
             return
         slot_bytes = min(_SIEVED_BYTES, sum(records[name].size for name in sieves))
@@ -188,7 +184,7 @@ class TorchFile:
                     sieves[name].take(start, one, slots)
 
     def _read_parts(self, parts: Sequence[tuple[ZipRecord, int, int, int]]) -> None:
-        """Read parts of records, in the order of the file, and compare the CRC-32 of a record after its last part.
+        """Read parts of records, and compare the CRC-32 of a record after its last part.
 
         The places of data depend on headers, so headers are verified with the first parts.
 
@@ -197,15 +193,13 @@ class TorchFile:
         """
         headers = [(record, bytearray(len(record.header))) for record, start, _, _ in parts if start == 0]
         wanted: list[Piece] = [(record.offset + start, place, size) for record, start, place, size in parts if size]
-        for record, header in headers:
-            wanted.append((record.start, ctypes.addressof(ctypes.c_char.from_buffer(header)), len(header)))
+        wanted += [(record.start, address_of(header), len(header)) for record, header in headers]
         if wanted:
             self._source.read_into(sorted(wanted), self.progress)
         if any(bytes(header) != record.header for record, header in headers):
             raise CorruptCheckpointError("it changed while it was read")
         for record, start, place, size in parts if self._check_sums else ():
-            part = (ctypes.c_char * size).from_address(place)
-            crc = isal_zlib.crc32(part, self._sums.pop(record.name, 0))
+            crc = isal_zlib.crc32(memory_at(place, size), self._sums.pop(record.name, 0))
             if start + size < record.size:
                 self._sums[record.name] = crc
             else:
@@ -229,9 +223,9 @@ def in_slots(
 ) -> Iterator[list[tuple[T, int, torch.Tensor]]]:
     """Yield ``parts`` (owner, start, size in bytes) in batches, each part with memory in a slot instead of a size."""
     for batch in batches(parts, slot_bytes, lambda part: part[2]):
-        slot = slots.next()
-        ends = itertools.accumulate(size for *_, size in batch)
-        yield [(owner, start, slot[end - size : end]) for (owner, start, size), end in zip(batch, ends, strict=True)]
+        sizes = [size for *_, size in batch]
+        places = slots.next()[: sum(sizes)].split(sizes)
+        yield [(owner, start, place) for (owner, start, _), place in zip(batch, places, strict=True)]
 
 
 def _compare_sum(record: ZipRecord, crc: int) -> None:
@@ -239,15 +233,15 @@ def _compare_sum(record: ZipRecord, crc: int) -> None:
         raise CorruptCheckpointError(f"the bytes of its record {record.name!r} have another CRC-32 than it says")
 
 
-def _trusted(data: bytes, storages: TorchFile) -> Any:
+def _trusted(data: bytes, load_storage: Callable[[Any], Any]) -> Any:
     """Load the pickle with pickle itself, which runs all code in the pickle."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            return storage_dtype(module, name) or super().find_class(module, name)
+            return STORAGE_DTYPES.get(f"{module}.{name}") or super().find_class(module, name)
 
         def persistent_load(self, pid: Any) -> Any:
-            return storages.storage(pid)
+            return load_storage(pid)
 
     return Unpickler(io.BytesIO(data), encoding="utf-8").load()
 
@@ -269,6 +263,6 @@ def item_contents(data: bytes | bytearray) -> Any:
         CorruptCheckpointError: the item is no torch file, or is damaged according to its checksums.
         RefusedError: the item names a class or function outside of the allowed list.
     """
-    file = TorchFile(UnverifiedFile(io.BytesIO(data)), len(data), check_sums=True)
+    file = TorchFile(MemoryFile(data), len(data), check_sums=True)
     file.read()
     return file.contents

@@ -14,7 +14,6 @@ MOST_HEADER_BYTES = 100_000_000
 Read = Callable[[str, int, int], bytes]
 """Reads bytes of a file: name, offset, number of bytes."""
 WEIGHTS_SUFFIX = ".safetensors"
-_INDEX_SUFFIX = f"{WEIGHTS_SUFFIX}.index.json"
 TORCH_SUFFIX = ".bin"
 _OF_TORCH = re.compile(r"(?:diffusion_)?pytorch_model(?:-\d+-of-\d+)?\.bin|.+\.bin\.index\.json")
 """Names of weights in the format of torch, and of the index."""
@@ -38,7 +37,7 @@ def holds_weights(names: Collection[str]) -> bool:
 
 def are_safetensors(names: Collection[str]) -> bool:
     """Return true for the names of a folder with weights in safetensors."""
-    return any(name.endswith((WEIGHTS_SUFFIX, _INDEX_SUFFIX)) for name in names)
+    return any(name.endswith((WEIGHTS_SUFFIX, f"{WEIGHTS_SUFFIX}.index.json")) for name in names)
 
 
 def weight_files(names: Collection[str], size: Callable[[str], int], read: Read) -> list[str]:

@@ -8,7 +8,6 @@ read after a check of the places in the directory.
 from __future__ import annotations
 
 import functools
-import io
 import os
 import struct
 import zipfile
@@ -136,11 +135,8 @@ class SourceFile:
         self._position = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
-        """Change the position; from the end if ``whence`` is ``os.SEEK_END``."""
-        position = offset + (self._size_bytes if whence == os.SEEK_END else 0)
-        if position < 0:
-            raise io.UnsupportedOperation("a position before the beginning")  # an OSError and a ValueError
-        self._position = position
+        """Change the position; from the end if ``whence`` is ``os.SEEK_END``. Before the beginning counts as 0."""
+        self._position = max(0, offset + (self._size_bytes if whence == os.SEEK_END else 0))
 
     def tell(self) -> int:
         """Return the position."""
@@ -175,9 +171,8 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
     try:
         archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)), metadata_encoding="utf-8")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
-        failed = e.__context__  # zipfile says of a failed read that the file is no archive
-        if isinstance(failed, OSError) and not isinstance(failed, io.UnsupportedOperation):
-            raise failed from None
+        if isinstance(e.__context__, OSError):  # zipfile says of a failed read that the file is no archive
+            raise e.__context__ from None
         raise CorruptCheckpointError(
             f"it is cut off, or no zip archive, the format of torch.save since torch 1.6: {e}"
         ) from e

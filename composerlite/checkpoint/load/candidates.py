@@ -125,11 +125,8 @@ def list_checkpoints(
             listing.known.append(Candidate(one, number, folder / one.name, source, IN_REPLICAS))
         for position, bucket in enumerate(place.buckets):
             latest = None if whole_buckets else _latest(bucket, run_name)
-            if latest is not None:
-                found, listing.is_complete = [latest], False
-            else:
-                found = _records(bucket, run_name, listing)
-            for one in found:
+            listing.is_complete &= latest is None
+            for one in _records(bucket, run_name, listing) if latest is None else [latest]:
                 uri = bucket.catalog.place.uri(one.name)
                 path = uri if one.is_directory else folder / one.name
                 listing.known.append(Candidate(one, number, path, uri, IN_BUCKET, position))
@@ -150,8 +147,7 @@ def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     records, faults = catalog.manifests_and_faults(later)
     has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
     without_record = {*later}.difference(m.deciders[0] for m in records)
-    names = name_pattern(bucket.template, run_name)
-    has_unrecorded = any(names.fullmatch(path) for path in without_record)
+    has_unrecorded = any(map(name_pattern(bucket.template, run_name).fullmatch, without_record))
     return None if has_newer or has_unrecorded or faults else latest
 
 
@@ -176,11 +172,10 @@ def _records(place: RunPlace, run_name: str, listing: Listing) -> list[Manifest]
     """
     catalog, names = place.catalog, name_pattern(place.template, run_name)
     records, faults = catalog.manifests_and_faults()
-    found = {name: fault for name, fault in faults.items() if names.fullmatch(name) is not None}
-    for fault in found.values():
-        if isinstance(fault, NewerManifestError):
-            raise fault
-    errors: dict[str, CheckpointError | OSError] = {**found}
+    errors: dict[str, CheckpointError | OSError] = {name: e for name, e in faults.items() if names.fullmatch(name)}
+    for error in errors.values():
+        if isinstance(error, NewerManifestError):
+            raise error
     with_record = {file.path for record in records for file in record.files} | faults.keys()
     for name in catalog.files():
         match = names.fullmatch(name)

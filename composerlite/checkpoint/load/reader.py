@@ -6,15 +6,16 @@ import contextlib
 import logging
 import os
 import pkgutil
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, final
 
 from composerlite import dist
-from composerlite.checkpoint.foreign.deepspeed import merged_contents, read_pieces
+from composerlite.checkpoint.foreign.deepspeed import merged_contents
 from composerlite.checkpoint.format.archive import stand_ins
-from composerlite.checkpoint.format.byte_sources import ByteSource, UnverifiedFile
-from composerlite.checkpoint.format.packing import is_packed, unpacked
+from composerlite.checkpoint.format.byte_sources import ByteSource, Window
+from composerlite.checkpoint.format.packing import unpacked
 from composerlite.checkpoint.format.torch_reader import MapLocation, TorchFile, untrusted
 from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.place.catalog import record_in
@@ -26,7 +27,7 @@ from composerlite.errors import (
     CorruptCheckpointError,
     UntrustedCheckpointError,
 )
-from composerlite.storage import ParallelReader, verify_file
+from composerlite.storage import ParallelReader
 from composerlite.storage.progress import progress_of
 from composerlite.types import Piece, StateDict
 
@@ -38,16 +39,12 @@ class RawFile(NamedTuple):
 
     Attributes:
         source: reads bytes, verified if the checkpoint has a record.
-        size_bytes: size of the torch file.
         check_sums: compare the bytes with the checksums in the file, since no record verifies the bytes.
-        verified: numbers of the chunks of the file that were read and verified so far.
         progress: shows the bytes read in the progress bar.
     """
 
-    source: ByteSource
-    size_bytes: int
+    source: Window
     check_sums: bool
-    verified: Collection[int] = ()
     progress: OnBytes = int
 
 
@@ -88,13 +85,12 @@ def opened(
             if group.is_first:
                 raw = stack.enter_context(_opened_bytes(path, progress_bar=progress_bar))
         if raw is not None and group.size == 1:
-            file = TorchFile(
-                raw.source, raw.size_bytes, map_location=map_location, trust=trust, check_sums=raw.check_sums
-            )
+            source, check_sums = raw.source, raw.check_sums
+            file = TorchFile(source, source.size_bytes, map_location=map_location, trust=trust, check_sums=check_sums)
         else:
             file = shared_file(raw, together, trust=trust)
         if raw is not None:
-            file.progress, file.verified = raw.progress, raw.verified
+            file.progress, file.verified = raw.progress, raw.source.verified
         with group.all_or_none(f"reading {together}"):
             yield file
 
@@ -110,17 +106,9 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
         digest = None if manifest is None else manifest.files[0].digest
         if digest is None:
             log.warning("checkpoint %s has no record: loading it unverified", path)
-        if not is_packed(path):
-            with ParallelReader(path, digest) as source:
-                yield RawFile(source, source.size_bytes, digest is None, source.verified, progress)
-            return
-        verified: Collection[int] = ()
-        if digest is not None:
-            verify_file(path, digest)
-            verified = range(max(1, len(digest.chunk_digests(str(path)))))
         size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-        with unpacked(path, size_bytes=size_bytes) as inner:
-            yield RawFile(inner, inner.size_bytes, digest is None, verified, progress)
+        with unpacked(path, digest, size_bytes=size_bytes) as inner:
+            yield RawFile(inner, digest is None, progress)
 
 
 def check_exists(path: Path) -> None:
@@ -149,13 +137,10 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
     """
     path = Path(path)
     check_exists(path)
-    with readable(path), path.open("rb", buffering=0) as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        torch_file = TorchFile(
-            UnverifiedFile(file), size_bytes, map_location=map_location, trust=trust_checkpoint, check_sums=True
-        )
-        torch_file.read()
-        return torch_file.contents
+    with readable(path), ParallelReader(path) as source:
+        file = TorchFile(source, source.size_bytes, map_location=map_location, trust=trust_checkpoint, check_sums=True)
+        file.read()
+        return file.contents
 
 
 @contextlib.contextmanager
@@ -185,59 +170,58 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
         CheckpointError: the file cannot be read; on every rank.
     """
     group = dist.get_group()
-    source = _SharedBytes(None if raw is None else raw.source, f"reading {what}")
+    headers: dict[tuple[int, int], bytes] = {}  # by offset and size
 
     def described() -> tuple[int, bool, dict[tuple[int, int], bytes]]:
         """Read the headers; return the size of the file, whether to compare checksums, and the headers."""
         assert raw is not None
+        file = raw.source
+
+        def read(offset: int, size: int) -> bytes:
+            return headers.setdefault((offset, size), file.read(offset, size))
+
         try:
             if trust:  # the code in the file would run here, and again on every rank
-                entries(raw.size_bytes, source.read, is_whole=raw.check_sums)
+                entries(file.size_bytes, read, is_whole=raw.check_sums)
             else:
-                TorchFile(source, raw.size_bytes, map_location="meta", check_sums=raw.check_sums)
+                noted: Any = SimpleNamespace(read=read)  # no tensor is read here
+                TorchFile(noted, file.size_bytes, map_location="meta", check_sums=raw.check_sums)
         except RefusedError as e:  # this error of rank 0 cannot be sent to the other ranks
             raise untrusted(f"checkpoint {what!r}", e, may_trust=True) from e
-        return raw.size_bytes, raw.check_sums, source.headers
+        return file.size_bytes, raw.check_sums, headers
 
-    size_bytes, check_sums, source.headers = group.from_first(f"opening {what}", described)
-    source.is_shared = True
+    size_bytes, check_sums, headers = group.from_first(f"opening {what}", described)
+    source = _SharedBytes(cast("ByteSource", None if raw is None else raw.source), headers, f"reading {what}")
     # The other ranks get bytes that rank 0 has compared with the sums.
     return TorchFile(source, size_bytes, trust=trust, check_sums=check_sums and group.is_first)
 
 
 @final
-class _SharedBytes:
-    """The bytes of a file that rank 0 reads for all ranks.
+class _SharedBytes(NamedTuple):
+    """The bytes of a file that rank 0 reads for all ranks. Reads are collective.
 
     Rank 0 first reads the headers, everything except tensors, to broadcast all headers at once: otherwise each small
     read of a header would be a separate broadcast.
 
     Attributes:
-        headers: the headers read so far, by offset and size.
-        is_shared: every rank has the headers. From now on reads are collective.
-
-    Args:
-        source: the bytes of the file, on rank 0; ``None`` on the other ranks.
+        source: the bytes of the file, used on rank 0 alone.
+        headers: the headers, by offset and size.
         what: the operation, for errors of ranks.
     """
 
-    def __init__(self, source: ByteSource | None, what: str) -> None:
-        self._source = cast("ByteSource", source)  # used on rank 0 alone
-        self._what = what
-        self.headers: dict[tuple[int, int], bytes] = {}
-        self.is_shared = False
+    source: ByteSource
+    headers: Mapping[tuple[int, int], bytes]
+    what: str
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""
-        if not self.is_shared:
-            return self.headers.setdefault((offset, size), self._source.read(offset, size))
         if (data := self.headers.get((offset, size))) is not None:
             return data
-        return dist.get_group().from_first(self._what, lambda: self._source.read(offset, size))
+        return dist.get_group().from_first(self.what, lambda: self.source.read(offset, size))
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
         """Fill memory on every rank. ``progress`` is called on rank 0, with each number of bytes."""
-        dist.transfers.broadcast_memory(self._what, targets, lambda pieces: self._source.read_into(pieces, progress))
+        dist.transfers.broadcast_memory(self.what, targets, lambda pieces: self.source.read_into(pieces, progress))
 
 
 # ── files of DeepSpeed's engine ──────────────────────────────────────────────────────────────────────────────────────
@@ -256,24 +240,17 @@ def deepspeed_contents(place: Place, folder: str, *, trust: bool = False) -> Sta
         IncompatibleCheckpointError: layers or experts are split over ranks.
         UntrustedCheckpointError: a file holds a type that is not known to be safe.
     """
-    uri = place.uri(folder)
+    source = f"checkpoint {place.uri(folder)!r}"
 
-    def read(name: str, prune: Callable[[StateDict], StateDict]) -> StateDict:
+    def read(name: str) -> StateDict:
         path = f"{folder}/{name}"
-        here = place.path_of(path)
-        if here is not None:
+        if (here := place.path_of(path)) is not None:
             validate(here)
-        shown = Path(place.uri(path)) if here is None else here
-        with readable(shown), place.opened(path, None, threads=1) as source:
-            file = TorchFile(source, place.size(path), trust=trust, check_sums=True, types=stand_ins())
-            return read_states(file, prune)
+        with readable(Path(place.uri(path))), place.opened(path, None, threads=1) as data:
+            return read_states(TorchFile(data, place.size(path), trust=trust, check_sums=True, types=stand_ins()))
 
-    pieces = read_pieces(place.names(folder), read, f"checkpoint {uri!r}")
-    try:
-        contents = merged_contents(pieces)
-    except CorruptCheckpointError as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: {e}") from e
-    log.info("checkpoint %s of DeepSpeed: merged what %d ranks have saved", uri, len(pieces))
+    contents = merged_contents(place.names(folder), read, source)
+    log.info("%s of DeepSpeed: merged the files of all ranks", source)
     return contents
 
 

@@ -124,7 +124,6 @@ def find_checkpoint(
 
             path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
             torch.save(deepspeed_contents(place, save, trust=trust), path)
-            return Located(name, "file", path)
         if path is not None:
             return Located(name, "file", path)  # reading raises the error
         raise CheckpointNotFoundError(
@@ -227,20 +226,17 @@ def fetched(
         yield _resolved(text)
         return
     with tempfile.TemporaryDirectory(prefix="composerlite-", dir=near) as folder:
-        if _is_address(text, object_store):
-            target = Path(folder) / (PurePosixPath(text.partition("?")[0]).name or "checkpoint.pt")
-            what = f"downloading {without_secrets(text)}"
-            try:
+        try:
+            if _is_address(text, object_store):
+                target = Path(folder) / (PurePosixPath(text.partition("?")[0]).name or "checkpoint.pt")
+                what = f"downloading {without_secrets(text)}"
                 with download_bar(progress_bar) as update:
                     RetryPolicy().run(lambda: download_url(text, target, update), what)
-            except FileNotFoundError as e:
-                raise CheckpointNotFoundError(str(e)) from e
-        else:
-            with place_of(text, object_store) as (place, name):
-                try:
+            else:
+                with place_of(text, object_store) as (place, name):
                     target = _download(place, name, Path(folder), progress_bar)
-                except FileNotFoundError as e:
-                    raise CheckpointNotFoundError(f"there is no checkpoint {place.uri(name)}: {e}") from e
+        except FileNotFoundError as e:
+            raise CheckpointNotFoundError(f"there is no checkpoint {without_secrets(text)}: {e}") from e
         yield target
 
 
@@ -277,8 +273,6 @@ def get_file(
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{str(target)!r}: there is no folder {str(target.parent)!r}: make it first.")
     with fetched(path, object_store, progress_bar=progress_bar, near=target.parent) as source:
-        if not source.is_file():
-            raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
         _put(source, target, is_local=_is_local(str(path), object_store))
 
 
@@ -317,12 +311,10 @@ def download_checkpoint(
         raise ConfigError(f"{str(path)!r}: sharded checkpoints are not downloaded yet; load them from where they are")
     folder = Path(node_checkpoint_folder)
     with fetched(path, object_store, progress_bar=progress_bar, near=folder) as source:
-        if not source.is_file():
-            raise CheckpointNotFoundError(f"there is no file {str(path)!r}")
         extracted = folder / "checkpoint" if is_tar(source) else None
         target = folder / _PLAIN_NAME if extracted is None else extracted / _ARCHIVED_NAME
         target.parent.mkdir(exist_ok=True)
-        if is_packed(source):
+        if source.is_file() and is_packed(source):
             with unpacked(source) as inner, atomic_write(target) as file:
                 for start in range(0, inner.size_bytes, 1 << 20):
                     file.write(inner.read(start, min(1 << 20, inner.size_bytes - start)))
@@ -332,7 +324,13 @@ def download_checkpoint(
 
 
 def _put(source: Path, target: Path, *, is_local: bool) -> None:
-    """Make the file ``source`` available as ``target``: link to a file of this machine, or move a download."""
+    """Make the file ``source`` available as ``target``: link to a file of this machine, or move a download.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+    """
+    if not source.is_file():
+        raise CheckpointNotFoundError(f"there is no file {str(source)!r}")
     if is_local:
         with staged_symlink(target, str(source.resolve())):
             pass

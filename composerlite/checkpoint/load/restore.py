@@ -62,8 +62,7 @@ def read_checkpoint(
     """
     path = Path(path)
     ignore_keys = check_ignore_keys(ignore_keys, argument="ignore_keys")
-    opening = opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar)
-    with opening as file:
+    with opened(path, map_location=map_location, trust=trust_checkpoint, progress_bar=progress_bar) as file:
         check_kind(file.contents, str(path))
         file.contents = without(file.contents, ignore_keys)
         file.read()
@@ -168,8 +167,7 @@ def read_in_place(
             folder, step = place.opened(object_store)
             return load_directory(folder, plan, step)
         assert place.path is not None
-        opening = opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name)
-        with opening as file:
+        with opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name) as file:
             with group.all_or_none("comparing the checkpoint with the run"):
                 wanted, live = plan.matched(file.contents)
             file.contents, addresses, sieves = placed(wanted, live, file.unread, file.ring)
@@ -222,12 +220,13 @@ def placed(
     taken: set[int] = set()
     for storage, pairs in groups.items():
         name, target = names.get(storage), pairs[0][1]
+        forms = {_form_in_place(*pair) for pair in pairs}
         if name is None or target is None:
             continue
         if (targets := _distributed_targets(pairs, taken)) is not None:
             sieves[name] = _Rows(pairs[0][0], targets)
             replaced |= {id(saved): filled for (saved, _), filled in zip(pairs, targets, strict=True)}
-        elif all(_fits(pair, pairs[0]) for pair in pairs) and len(owners[target.untyped_storage().data_ptr()]) == 1:
+        elif len(forms) == 1 and None not in forms and len(owners[target.untyped_storage().data_ptr()]) == 1:
             if (copier := ring.copier_of(target.untyped_storage())) is None:
                 addresses[name] = target.data_ptr()
             else:
@@ -281,16 +280,15 @@ class _Rows:
     def __init__(self, saved: Tensor, targets: Sequence[Tensor]) -> None:
         self._dtype = saved.dtype
         self._row = tuple(saved.shape[1:])
-        self._parts = [dist.local_shard(target) for target in targets]
+        parts = map(dist.local_shard, targets)
+        # A tensor without dimensions counts as one row.
+        self._parts = [part if part.offsets else ((0,), (1,), part.local.view(-1)) for part in parts]
         self.step_bytes = math.prod(self._row) * saved.itemsize
 
     def take(self, start: int, part: Tensor, slots: RingSlots) -> None:
         first = start // self.step_bytes
         rows = part.view(self._dtype).view(-1, *self._row)
         for offsets, lengths, local in self._parts:
-            if not offsets:  # a tensor without dimensions
-                local.copy_(rows[0])
-                continue
             begin = max(offsets[0], first)
             end = min(offsets[0] + lengths[0], first + len(rows))
             if begin >= end:
@@ -301,24 +299,16 @@ class _Rows:
             local[begin - offsets[0] : end - offsets[0]].copy_(wanted)
 
 
-def _fits(pair: _Pair, first: _Pair) -> bool:
-    """Return true if the bytes of a saved storage can replace the bytes of the live tensor.
+def _form_in_place(saved: Tensor, live: Tensor | None) -> object:
+    """Return the memory and the form of a live tensor whose bytes the bytes of the saved storage can replace.
 
-    Args:
-        pair: a saved tensor in the storage, and the live tensor.
-        first: the first such pair. All pairs must have the same elements.
+    ``None``: they cannot. All tensors in the storage must have the same result.
     """
-    (saved, live), (first_saved, first_live) = pair, first
-    if live is None or first_live is None or not _is_plain(live) or live.is_meta or not _is_whole(saved):
-        return False
-    return (
-        live.device == first_live.device
-        and live.data_ptr() == first_live.data_ptr()
-        and live.shape == saved.shape
-        and live.stride() == saved.stride() == first_saved.stride()
-        and live.dtype is saved.dtype is first_saved.dtype
-        and not (live.is_conj() or live.is_neg())
-    )
+    if live is None or not _is_plain(live) or live.is_meta or live.is_conj() or live.is_neg() or not _is_whole(saved):
+        return None
+    if (live.shape, live.stride(), live.dtype) != (saved.shape, saved.stride(), saved.dtype):
+        return None
+    return live.device, live.data_ptr(), live.stride(), live.dtype
 
 
 def _is_plain(tensor: Tensor) -> bool:

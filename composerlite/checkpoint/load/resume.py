@@ -296,8 +296,7 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
         OSError: a checkpoint cannot be read.
         CheckpointError: there are checkpoints, and none is usable.
     """
-    found: list[tuple[str, CheckpointError | OSError]] = []
-    found += [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
+    found = [(catalog.place.uri(name), error) for catalog, name, error in listing.damaged + listing.unusable]
     for one, error in rejected:
         if not (isinstance(error, _IncompleteError) and places[one.place_number].in_memory):
             found.append((one.source, error))

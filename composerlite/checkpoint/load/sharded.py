@@ -26,10 +26,10 @@ from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, Request, requests_of, safe_contents
 from composerlite.checkpoint.place.directory import ON_ALL_NODES, ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.node_disks import read_part, write_part
-from composerlite.checkpoint.record.record import FileRecord
 from composerlite.dist import Group, empty_shard_like, exchange, group_of, is_dense
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError
-from composerlite.types import StateDict, batches
+from composerlite.storage.disk.reader import units_of
+from composerlite.types import Piece, StateDict, batches
 
 _PARCEL_BYTES = 1 << 20
 """Most bytes of tensors that are sent together. Larger tensors are sent alone."""
@@ -104,19 +104,19 @@ def check_one_index(digests: Sequence[str], uri: str) -> None:
 
 def as_in_a_file(contents: StateDict) -> StateDict:
     """Return the contents of a run's directory in the form of a file: with empty dicts, and a list of generators."""
-    generators = contents.get("rng")
-    by_rank = cast("StateDict", generators) if isinstance(generators, dict) else {}
-    if by_rank and all(key.isdecimal() for key in by_rank):  # a rank saves its generators under its number
-        contents = {**contents, "rng": [by_rank[key] for key in sorted(by_rank, key=int)]}
-    state = contents.get("state")
+    by_rank: Any = contents.get("rng")
+    if isinstance(by_rank, dict) and by_rank and all(key.isdecimal() for key in cast("StateDict", by_rank)):
+        # A rank saves its generators under its number.
+        contents = {**contents, "rng": [by_rank[key] for key in sorted(cast("StateDict", by_rank), key=int)]}
+    state: Any = contents.get("state")
     if isinstance(state, dict):
-        for optimizer in cast("StateDict", state).get("optimizers", {}).values():
+        state = cast("StateDict", state)
+        for optimizer in state.get("optimizers", {}).values():
             if isinstance(optimizer, dict):
                 cast("StateDict", optimizer).setdefault("state", {})
-        if isinstance(algorithms := cast("StateDict", state).get("algorithms"), list):
-            pairs = cast("list[Any]", algorithms)
-            state["algorithms"] = [tuple(cast("Any", pair)) if isinstance(pair, list) else pair for pair in pairs]
-        if isinstance(state.get("dataset_state"), dict):  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(pairs := state.get("algorithms"), list):
+            state["algorithms"] = [tuple(pair) if isinstance(pair, list) else pair for pair in cast("list[Any]", pairs)]
+        if isinstance(state.get("dataset_state"), dict):
             state["dataset_state"] = {"train": None, "eval": {}, **state["dataset_state"]}
     return contents
 
@@ -126,16 +126,15 @@ def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor
 
     No two tensors are read into the same memory, since the order of the reads would decide the result.
     """
-    if live is None or is_lazy(live) or live.shape != unread.shape or live.is_meta:
-        return torch.empty(unread.shape, dtype=unread.dtype)
-    dist.shards.make_fillable(live)
-    local = dist.local_shard(live).local
-    address = local.data_ptr() if local.numel() else 0
-    if live.dtype is unread.dtype and is_dense(local) and address not in taken:
-        taken |= {address} - {0}
-        return live
-    if dist.is_distributed_tensor(live):
-        return dist.empty_shard_like(live, unread.dtype)
+    if live is not None and not is_lazy(live) and live.shape == unread.shape and not live.is_meta:
+        dist.shards.make_fillable(live)
+        local = dist.local_shard(live).local
+        address = local.data_ptr() if local.numel() else 0
+        if live.dtype is unread.dtype and is_dense(local) and address not in taken:
+            taken |= {address} - {0}
+            return live
+        if dist.is_distributed_tensor(live):
+            return dist.empty_shard_like(live, unread.dtype)
     return torch.empty(unread.shape, dtype=unread.dtype)
 
 
@@ -216,23 +215,54 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
         reader: of the checkpoint.
         state: tensors to fill, and values to replace, by the keys of the index.
         group: the ranks of the load.
+
+    Raises:
+        IncompatibleCheckpointError: on every rank, if the checkpoint does not fit the state of a rank.
+        CheckpointError: ranks have read different indexes, or data cannot be read.
     """
-    requests, transfers = plan_load(reader, state, group)
+    own: list[Request] = []
+    shared: dict[Ranks, list[Request]] = {}
 
-    def read() -> None:
-        for key, data in reader.read(requests).items():
+    def report() -> tuple[str, dict[bytes, int]]:
+        own.extend(requests_of(reader.read_metadata(), state, reader.uri))
+        if group.exchanges:
+            shared.update(shared_requests(own, state))
+        return reader.index_digest, digests_of(shared, reader.place)
+
+    def all_alike(reports: Sequence[tuple[str, Mapping[bytes, int]]]) -> bool:
+        """Return true if all ranks of each set have reported the same requests."""
+        check_one_index([version for version, _ in reports], reader.uri)
+        senders = Counter(digest for _, report in reports for digest in report)
+        return all(senders[digest] == count for _, report in reports for digest, count in report.items())
+
+    transfers: list[tuple[tuple[int, Ranks], dist.TensorTransfer]] = []
+    if group.all_reduce("planning a load", report, all_alike):  # otherwise each rank reads all of its own requests
+        common = {id(request) for requests in shared.values() for request in requests}
+        own = [request for request in own if id(request) not in common]
+        for ranks, requests in shared.items():
+            requests.sort(key=lambda one: (one.place.relative_path, one.place.offset, one.piece.fqn))
+            total, done = sum(one.target.nbytes for one in requests), 0
+            # Each rank reads requests that are next to each other in a file, and about as many bytes as the others.
+            most = min(_PARCEL_BYTES, total // (_LEAST_PARCELS * len(ranks)))
+            for parcel in batches(requests, most, lambda one: one.target.nbytes):
+                rank, place_in_share = divmod(done * len(ranks), total)
+                tensors = [one.target for one in parcel]
+                # All ranks make their transfers in one order, in which the readers take turns.
+                transfers.append(((place_in_share, ranks), dist.TensorTransfer(ranks[rank], ranks, tensors)))
+                done += sum(tensor.nbytes for tensor in tensors)
+                if ranks[rank] == group.rank:
+                    own += parcel
+    with group.all_or_none("reading a sharded checkpoint"):
+        for key, data in reader.read(own).items():
             state[key] = safe_contents(data, key, reader.uri)
-
-    group.agree("reading a sharded checkpoint", read)
     if group.exchanges:
-        exchange(f"checkpoint {reader.uri!r}", transfers)
+        exchange(f"checkpoint {reader.uri!r}", [one for _, one in sorted(transfers, key=lambda pair: pair[0])])
 
 
 def load_flat(reader: RemoteFileSystemReader, keys: Iterable[str]) -> dict[str, Any]:
     """Return the tensors and values of ``keys`` of the index, whole, in host memory. Not collective."""
     state = unread(reader.read_metadata(), keys)
-    if state:
-        load_leaves(reader, state, group=Group())
+    load_leaves(reader, state, group=Group())
     return state
 
 
@@ -247,64 +277,6 @@ def unread(metadata: Metadata, keys: Iterable[str], *, device: str = "cpu") -> d
 
 
 # ── several ranks want the same numbers ──────────────────────────────────────────────────────────────────────────────
-def plan_load(
-    reader: RemoteFileSystemReader, state: Mapping[str, Any], group: dist.Group
-) -> tuple[list[Request], list[dist.TensorTransfer]]:
-    """Plan which requests this rank reads, and the transfers between ranks after the reads. Collective.
-
-    Args:
-        reader: of the checkpoint.
-        state: tensors to be filled, and other values, by the keys of the index.
-        group: the ranks that load together.
-
-    Returns:
-        The requests that this rank reads, and the transfers in which this rank sends or receives.
-
-    Raises:
-        IncompatibleCheckpointError: on every rank, if the checkpoint does not fit the state of a rank.
-        CheckpointError: ranks have read different indexes.
-    """
-    made: list[Request] = []
-    shared: dict[Ranks, list[Request]] = {}
-
-    def report() -> tuple[str, dict[bytes, int]]:
-        made.extend(requests_of(reader.read_metadata(), state, reader.uri))
-        if group.exchanges:
-            shared.update(shared_requests(made, state))
-        return reader.index_digest, digests_of(shared, reader.place)
-
-    def all_alike(reports: Sequence[tuple[str, Mapping[bytes, int]]]) -> bool:
-        """Return true if all ranks of each set have reported the same requests."""
-        check_one_index([version for version, _ in reports], reader.uri)
-        senders = Counter(digest for _, report in reports for digest in report)
-        return all(senders[digest] == count for _, report in reports for digest, count in report.items())
-
-    if not group.all_reduce("planning a load", report, all_alike):
-        return made, []  # each rank reads all of its own requests
-    places = reader.read_metadata().storage_data
-    common = {id(request) for requests in shared.values() for request in requests}
-    own = [request for request in made if id(request) not in common]
-    transfers: list[tuple[tuple[int, Ranks], dist.TensorTransfer]] = []
-    for ranks, requests in shared.items():
-        requests.sort(key=lambda one: (places[one.piece].relative_path, places[one.piece].offset, one.piece.fqn))
-        total, done = sum(map(_bytes_of, requests)), 0
-        # Each rank reads requests that are next to each other in a file, and about as many bytes as the others.
-        for parcel in batches(requests, min(_PARCEL_BYTES, total // (_LEAST_PARCELS * len(ranks))), _bytes_of):
-            rank, place_in_share = divmod(done * len(ranks), total)
-            tensors = [request.target for request in parcel if request.target is not None]
-            # All ranks make their transfers in one order, in which the readers take turns.
-            transfers.append(((place_in_share, ranks), dist.TensorTransfer(ranks[rank], ranks, tensors)))
-            done += sum(map(_bytes_of, parcel))
-            if ranks[rank] == group.rank:
-                own += parcel
-    transfers.sort(key=lambda pair: pair[0])
-    return own, [transfer for _, transfer in transfers]
-
-
-def _bytes_of(request: Request) -> int:
-    return 0 if request.target is None else request.target.nbytes
-
-
 def shared_requests(requests: Iterable[Request], state: Mapping[str, Any]) -> dict[Ranks, list[Request]]:
     """Return the requests that other ranks should have too, by the ranks, from the placements of tensors.
 
@@ -317,7 +289,7 @@ def shared_requests(requests: Iterable[Request], state: Mapping[str, Any]) -> di
     found: dict[Ranks, list[Request]] = {}
     known: dict[Any, Ranks] = {}
     for request in requests:
-        if request.target is None:
+        if request.piece.offset is None:
             continue
         tensor: Any = state[request.piece.fqn]
         form = (id(tensor.device_mesh), tensor.placements) if dist.is_distributed_tensor(tensor) else None
@@ -342,7 +314,6 @@ def digests_of(shared: Mapping[Ranks, Iterable[Request]], place: str) -> dict[by
         texts = sorted(
             repr((one.piece.fqn, one.piece.offset, one.offsets, tuple(one.target.shape), one.target.dtype))
             for one in requests
-            if one.target is not None
         )
         digests[xxhash.xxh3_128_digest("\n".join([repr(ranks), place, *texts]).encode())] = len(ranks)
     return digests
@@ -367,17 +338,15 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
     group, here, record = dist.get_group(), reader.folder.path, reader.manifest
     if group.size == 1 or here is None or not group.broadcast(record is not None and record.node is not None):
         return
-    lacks: dict[str, list[tuple[int, int]]] = {}
+    lacks: dict[str, list[Piece]] = {}
     with group.all_or_none(f"looking for the parts of {source}"):
         if record is None:
             raise CheckpointNotFoundError(f"{source} has no record in {str(here)!r}")
         files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
         has = frozenset(name for name in files if reader.folder.has(name))
-        metadata = reader.read_metadata()
-        for request in requests_of(metadata, wanted, reader.uri):
-            place = metadata.storage_data[request.piece]
+        for _, place, *_ in requests_of(reader.read_metadata(), wanted, reader.uri):
             if place.relative_path not in has:
-                lacks.setdefault(place.relative_path, []).append((place.offset, place.offset + place.length))
+                lacks.setdefault(place.relative_path, []).append((place.offset, 0, place.length))
         reader.brought = target = reader.brought or reader.temporary_folder()
         for name in lacks:  # sparse, of the full size
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -386,15 +355,18 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
     everyone = group.gather((has, lacks))
     with group.all_or_none(f"looking for the parts of {source}"):
         moves: list[dist.Move] = []  # the same on every rank
-        for rank, (_, ranges_of) in enumerate(everyone):
-            for name, ranges in ranges_of.items():
+        for rank, (_, pieces_of) in enumerate(everyone):
+            for name, pieces in pieces_of.items():
                 holders = [other for other, (names, _) in enumerate(everyone) if name in names]
                 if not holders:
                     raise IncompatibleCheckpointError(
                         f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of "
                         f"its run, and no rank of this one has it. {ON_ALL_NODES}"
                     )
-                for begin, end in _merged(ranges, files[name]):
+                size = files[name].size_bytes
+                # The reader verifies whole chunks.
+                chunk = files[name].chunk_bytes or max(1, size)
+                for begin, end in units_of(sorted(pieces), chunk_bytes=chunk, size_bytes=size, unit_bytes=size):
                     moves.append(dist.Move(holders[len(moves) % len(holders)], rank, name, begin, end - begin))
         for name in {move.name for move in moves if move.source == group.rank}:
             validate(here / name)
@@ -405,16 +377,3 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
             lambda name, offset, size: read_part(here / name, offset, size),
             lambda name, offset, data: write_part(target / name, offset, data),
         )
-
-
-def _merged(ranges: Iterable[tuple[int, int]], record: FileRecord) -> list[tuple[int, int]]:
-    """Return the ranges without overlaps, extended to whole chunks, since the reader verifies whole chunks."""
-    chunk = record.chunk_bytes or max(1, record.size_bytes)
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        begin, end = begin // chunk * chunk, min(-(-end // chunk) * chunk, record.size_bytes)
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged

@@ -16,7 +16,6 @@ import math
 import operator
 import os
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -36,7 +35,7 @@ from composerlite.checkpoint.format.sharded_layout import chunks_at, item_place
 from composerlite.checkpoint.format.torch_reader import in_slots, item_contents, untrusted
 from composerlite.checkpoint.load.reader import validate
 from composerlite.checkpoint.place.directory import INDEX, MODEL, ON_ALL_NODES, PathOrUri, ShardedDirectory
-from composerlite.checkpoint.place.place import Folder
+from composerlite.checkpoint.place.place import Folder, OnBytes
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.checkpoint.trust.unpickler import RefusedError
 from composerlite.devices import DeviceCopier, DeviceRing, shared_ring
@@ -70,21 +69,23 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class Request(NamedTuple):
-    """A request of a rank for a part of a stored tensor, or for a value.
+    """A request of a rank for a part of a stored tensor, or for the bytes of a value.
 
     Attributes:
-        piece: key and offsets of the stored piece.
-        target: memory for the part, of the shape of the part; ``None`` for a value.
+        piece: key and offsets of the stored piece. A value has no offsets.
+        place: place of the piece: file, offset in the file, and bytes.
+        target: memory for the part, of the shape of the part.
         sizes: of the stored piece, by dimension.
         dtype: of the stored piece.
         offsets: where the part begins in the stored piece, by dimension.
     """
 
     piece: MetadataIndex
-    target: Tensor | None = None
-    sizes: tuple[int, ...] = ()
-    dtype: torch.dtype | None = None
-    offsets: tuple[int, ...] = ()
+    place: Any
+    target: Tensor
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
 
 
 def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[Request]:
@@ -96,7 +97,9 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
         uri: of the checkpoint, for errors.
 
     Raises:
-        IncompatibleCheckpointError: the checkpoint does not have a key, or has a tensor of another shape.
+        IncompatibleCheckpointError: the checkpoint does not have a key, has a tensor of another shape, or has
+            transformed data.
+        CorruptCheckpointError: the index does not have the place of a piece.
     """
     found: list[Request] = []
     for key, value in state.items():
@@ -104,7 +107,9 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
         if stored is None:
             raise IncompatibleCheckpointError(f"checkpoint {uri!r} has no key {key!r}.")
         if not isinstance(stored, TensorStorageMetadata):
-            found.append(Request(MetadataIndex(key)))
+            place = _place_of(metadata, MetadataIndex(key), uri)
+            data = torch.empty(place.length, dtype=torch.uint8, device="cpu")
+            found.append(Request(MetadataIndex(key), place, data, (place.length,), data.dtype, (0,)))
             continue
         if not isinstance(value, Tensor) or value.shape != stored.size:
             here = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -120,9 +125,22 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
                 for dim, (begin, end) in enumerate(spans):
                     target = target.narrow(dim, begin - starts[dim], end - begin)
                 offsets = tuple(begin - at for (begin, _), at in zip(spans, chunk.offsets, strict=True))
-                index, dtype = MetadataIndex(key, chunk.offsets), stored.properties.dtype
-                found.append(Request(index, target, tuple(chunk.sizes), dtype, offsets))
+                index, dtype, sizes = MetadataIndex(key, chunk.offsets), stored.properties.dtype, tuple(chunk.sizes)
+                found.append(Request(index, _place_of(metadata, index, uri), target, sizes, dtype, offsets))
     return found
+
+
+def _place_of(metadata: Metadata, piece: MetadataIndex, uri: str) -> Any:
+    """Return the place of a piece. Raises as :func:`requests_of`."""
+    place = metadata.storage_data.get(piece)
+    if place is None:
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: {piece.fqn!r} has no data.")
+    if place.transform_descriptors:
+        raise IncompatibleCheckpointError(
+            f"checkpoint {uri!r}: {piece.fqn!r} is stored with {list(place.transform_descriptors)}: read the "
+            "checkpoint with torch.distributed.checkpoint."
+        )
+    return place
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,11 +185,8 @@ class RemoteFileSystemReader(StorageReader, Closing):
         self.folder = ShardedDirectory.of(path, threads=thread_count)
         self.bytes_read = 0
         self.ring = shared_ring
-        self._lock = threading.Lock()
         self._resources = contextlib.ExitStack()
-        if pre_download and work_dir is None:
-            work_dir = self.temporary_folder()
-        self._copies = Path(work_dir) if pre_download and work_dir is not None else None
+        self._copies = Path(work_dir or self.temporary_folder()) if pre_download else None
         """Folder for copies of checkpoints."""
         self.reset()
 
@@ -252,7 +267,7 @@ class RemoteFileSystemReader(StorageReader, Closing):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of ``plan`` and pass them to ``planner``. Raises as :meth:`read` does.
+        """Read the items of ``plan`` and pass them to ``planner``. Raises as :func:`requests_of` and :meth:`read` do.
 
         Args:
             plan: items to read.
@@ -261,26 +276,26 @@ class RemoteFileSystemReader(StorageReader, Closing):
         Returns:
             A future that is done.
         """
-        stored = self.read_metadata().state_dict_metadata
+        metadata = self.read_metadata()
         requests: list[Request] = []
         for item in plan.items:
+            key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                requests.append(Request(item.storage_index))
+                requests += requests_of(metadata, {key: None}, self.uri)
                 continue
-            target, entry = planner.resolve_tensor(item).detach(), stored[item.storage_index.fqn]
+            target, entry = planner.resolve_tensor(item).detach(), metadata.state_dict_metadata[key]
             if tuple(target.shape) != tuple(item.lengths) or not isinstance(entry, TensorStorageMetadata):
                 raise IncompatibleCheckpointError(
                     f"{item.dest_index.fqn!r}: {tuple(item.lengths)} is to go to {tuple(target.shape)}"
                 )
             at = tuple(item.storage_index.offset or ())
-            pieces = [piece for piece in chunks_at(entry, (at, (1,) * len(at))) if tuple(piece.offsets) == at]
-            if not pieces:
-                raise CorruptCheckpointError(f"{item.storage_index.fqn!r} has no part at {item.storage_index.offset}")
-            sizes, offsets = tuple(pieces[0].sizes), tuple(item.storage_offsets)
-            requests.append(Request(item.storage_index, target, sizes, entry.properties.dtype, offsets))
+            place, offsets = _place_of(metadata, item.storage_index, self.uri), tuple(item.storage_offsets)
+            chunks = chunks_at(entry, (at, (1,) * len(at)))
+            sizes = next(tuple(chunk.sizes) for chunk in chunks if tuple(chunk.offsets) == at)
+            requests.append(Request(item.storage_index, place, target, sizes, entry.properties.dtype, offsets))
         values = self.read(requests)
         for item, request in zip(plan.items, requests, strict=True):
-            if request.target is None:
+            if item.type is LoadItemType.BYTE_IO:
                 data = values[item.storage_index.fqn]
                 safe_contents(data, item.storage_index.fqn, self.uri)  # the planner of DCP would run code in the bytes
                 planner.load_bytes(item, io.BytesIO(data))
@@ -295,31 +310,19 @@ class RemoteFileSystemReader(StorageReader, Closing):
 
         Raises:
             CorruptCheckpointError: the bytes differ from the saved bytes, or a file is gone.
-            IncompatibleCheckpointError: a file is on the disk of another node, or the data were transformed.
+            IncompatibleCheckpointError: a file is on the disk of another node.
             UntrustedCheckpointError: an item names an unknown type, or the validation function refused a file.
         """
-        places = self.read_metadata().storage_data
         if self.manifest is None and not self.bytes_read:
             log.warning("checkpoint %s has no record: loading it unverified", self.uri)
-        files: dict[str, list[_Item]] = {}
+        files: dict[str, list[Request]] = {}
         for request in requests:
-            name, place = request.piece.fqn, places.get(request.piece)
-            if place is None:
-                raise CorruptCheckpointError(f"checkpoint {self.uri!r}: {name!r} has no data.")
-            if place.transform_descriptors:
-                raise IncompatibleCheckpointError(
-                    f"checkpoint {self.uri!r}: {name!r} is stored with {list(place.transform_descriptors)}: read the "
-                    "checkpoint with torch.distributed.checkpoint."
-                )
-            files.setdefault(place.relative_path, []).append(_Item(place.offset, place.length, request))
-        values: dict[str, bytes] = {}
+            files.setdefault(request.place.relative_path, []).append(request)
         with WorkerPool(max(1, min(len(files), self._threads)), name="checkpoint-load") as pool:
             share = max(1, self._threads // max(1, len(files)))
-            for done in [
-                pool.submit(functools.partial(self._read_file, name, wanted, share)) for name, wanted in files.items()
-            ]:
-                values.update(done.result())
-        return values
+            jobs = [pool.submit(functools.partial(self._read_file, *one, share)) for one in files.items()]
+            self.bytes_read += sum(job.result() for job in jobs)
+        return {one.piece.fqn: one.target.numpy().tobytes() for one in requests if one.piece.offset is None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -331,18 +334,17 @@ class RemoteFileSystemReader(StorageReader, Closing):
         self.folder.close()
         self._resources.close()
 
-    def _read_file(self, name: str, items: list[_Item], threads: int) -> dict[str, bytes]:
-        """Fulfil the requests to a file; return the bytes of the values in the file by key."""
+    def _read_file(self, name: str, requests: list[Request], threads: int) -> int:
+        """Fulfil the requests to a file; return the number of bytes read."""
         record = self._records.get(self.folder.at(name))
         if record is None and self.manifest is not None:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}: its record does not have the file {name!r}.")
         try:
             with self._opened(name, record, threads) as source:
-                values = self._read_items(source, items, is_ours=record is not None)
+                size_bytes = self._read_items(source, requests, is_ours=record is not None)
                 if isinstance(source, ParallelReader):
-                    with self._lock:
-                        self.verified.setdefault(name, set()).update(source.verified)
-            return values
+                    self.verified.setdefault(name, set()).update(source.verified)
+            return size_bytes
         except FileNotFoundError as e:
             raise CorruptCheckpointError(
                 f"checkpoint {self.uri!r}: its file {name!r} is gone. If another process replaced the checkpoint "
@@ -353,12 +355,12 @@ class RemoteFileSystemReader(StorageReader, Closing):
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"checkpoint {self.uri!r}, file {name!r}: {e}") from e
 
-    def _read_items(self, source: ByteSource, items: Iterable[_Item], *, is_ours: bool) -> dict[str, bytes]:
-        """Fill the targets of all requests to one file; return the bytes of the values by key.
+    def _read_items(self, source: ByteSource, requests: Iterable[Request], *, is_ours: bool) -> int:
+        """Fill the targets of all requests to one file; return the number of bytes read.
 
         Args:
             source: the file.
-            items: the requests, with the places of their pieces.
+            requests: requests to the file.
             is_ours: this package wrote the file, so the place of numbers in an item is known. Items of another program
                 are read as a whole.
 
@@ -367,98 +369,77 @@ class RemoteFileSystemReader(StorageReader, Closing):
                 shape.
             RefusedError: an item names an unknown type.
         """
-        values: dict[str, bytes] = {}
-        for batch in batches(sorted(items, key=lambda item: item.offset), _BATCH_BYTES, lambda item: item.size_bytes):
-            targets: list[_Target] = []
-            whole: list[tuple[Request, Tensor]] = []
+        counts: list[int] = []
+        ordered = sorted(requests, key=lambda one: one.place.offset)
+        for batch in batches(ordered, _BATCH_BYTES, lambda one: one.place.length):
+            targets = [_target_of(request, self.ring, is_ours=is_ours, is_raw=self._is_raw) for request in batch]
             pieces: list[Piece] = []
-            for offset, item_bytes, request in batch:
-                sizes, dtype, start = request.sizes, request.dtype, None  # start: of the numbers in the item
-                if self._is_raw and dtype is not None:
-                    start = 0
-                elif is_ours and dtype is not None and math.prod(sizes) * dtype.itemsize < item_bytes:
-                    start, size_bytes = item_place(sizes, dtype)
-                    start = start if size_bytes == item_bytes else None
-                if start is None:
-                    data = torch.empty(item_bytes, dtype=torch.uint8)
-                    whole.append((request, data))
-                    pieces.append((offset, data.data_ptr(), item_bytes))
-                else:
-                    targets.append(_target_of(request, offset + start, self.ring))
             for target in targets:
-                if target.copier is None:
-                    address = target.memory.data_ptr()
-                    for offset, size in target.runs:
-                        pieces.append((offset, address, size))
-                        address += size
-            if pieces:
-                source.read_into(pieces, self._count)
-            for (piece, tensor, sizes, _, offsets), data in whole:
-                if tensor is None:
-                    values[piece.fqn] = data.numpy().tobytes()
-                    continue
-                part: Any = item_contents(data.numpy().tobytes())
-                if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
-                    raise CorruptCheckpointError(f"{piece.fqn!r} is not the tensor that the index says")
-                for dim, (begin, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
-                    part = part.narrow(dim, begin, length)
-                tensor.copy_(part)
-            for target in targets:
-                if target.memory is not target.tensor:
-                    target.tensor.copy_(target.memory.as_strided(target.tensor.shape, target.strides))
-            self._read_to_devices(source, [target for target in targets if target.copier is not None])
-        return values
+                address = target.memory.data_ptr()
+                for offset, size in target.runs if target.copier is None else ():
+                    pieces.append((offset, address, size))
+                    address += size
+            source.read_into(pieces, counts.append)
+            for (piece, _, tensor, sizes, _, offsets), memory, numbers, _, _ in targets:
+                if numbers is None:
+                    part: Any = item_contents(memory.numpy().tobytes())
+                    if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
+                        raise CorruptCheckpointError(f"{piece.fqn!r} is not the tensor that the index says")
+                    for dim, (begin, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
+                        part = part.narrow(dim, begin, length)
+                    tensor.copy_(part)
+                elif numbers is not tensor:
+                    tensor.copy_(numbers)
+            self._read_to_devices(source, [target for target in targets if target.copier is not None], counts.append)
+        return sum(counts)
 
-    def _read_to_devices(self, source: ByteSource, targets: Sequence[_Target]) -> None:
+    def _read_to_devices(self, source: ByteSource, targets: Sequence[_Target], progress: OnBytes) -> None:
         """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
         if not targets:
             return
         # A target and the offset in its storage, the offset in the file, and bytes.
         cuts: list[tuple[tuple[_Target, int], int, int]] = []
         for target in targets:
-            begin = int(target.tensor.storage_offset()) * target.tensor.itemsize
+            begin = int(target.request.target.storage_offset()) * target.request.target.itemsize
             for offset, size in target.runs:
                 for start in range(0, size, _SLOT_BYTES):
                     cut = min(_SLOT_BYTES, size - start)
                     cuts.append(((target, begin), offset + start, cut))
                     begin += cut
-        with self.ring.slots(_SLOT_BYTES, targets[0].tensor.device, _SLOTS) as slots:
+        with self.ring.slots(_SLOT_BYTES, targets[0].request.target.device, _SLOTS) as slots:
             for batch in in_slots(slots, cuts, _SLOT_BYTES):
-                source.read_into([(offset, one.data_ptr(), one.nbytes) for _, offset, one in batch], self._count)
+                source.read_into([(offset, one.data_ptr(), one.nbytes) for _, offset, one in batch], progress)
                 for (target, begin), _, one in batch:
                     assert target.copier is not None
-                    slots.is_copied(target.copier, target.copier.load(one, target.tensor.untyped_storage(), begin))
+                    storage = target.request.target.untyped_storage()
+                    slots.is_copied(target.copier, target.copier.load(one, storage, begin))
 
     def _opened(
         self, name: str, record: FileRecord | None, threads: int
     ) -> contextlib.AbstractContextManager[ByteSource]:
         """Open a data file: in the directory, in ``brought``, in the bucket, or as a copy in ``work_dir``."""
-        here, path = self.folder.path, self.folder.at(name)
+        here, place, path = self.folder.path, self.folder.place, self.folder.at(name)
         digest = None if record is None else record.digest
         if here is not None and self.folder.has(name):
             validate(here / name)
         elif here is not None and self.brought is not None:  # the node with the file has validated the file
-            return Folder(self.brought).opened(name, digest, threads=threads)
+            place, path = Folder(self.brought), name
         elif here is not None and record is not None and record.node is not None:
             raise IncompatibleCheckpointError(
                 f"checkpoint {self.uri!r}: its file {name!r} was saved to the disk of node {record.node} of its run, "
                 f"and is not on this one. {ON_ALL_NODES}"
             )
-        if here is not None or self._copies is None:
-            return self.folder.place.opened(path, digest, threads=threads)
-        key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self.index_digest}".encode())
-        folder = self._copies / f"sharded-{key}"  # has files of this checkpoint, and of no other save or place
-        copy = folder / name
-        make_folder(copy.parent)
-        with FileLock(folder / ".lock", timeout=_FETCH_SECONDS):  # other ranks of this machine want the same files
-            if not copy.exists() or (digest is not None and copy.stat().st_size != digest.size_bytes):
-                self.folder.place.fetch(path, copy, digest)
-        validate(copy)
-        return Folder(folder).opened(name, digest, threads=threads)
-
-    def _count(self, size: int) -> None:
-        with self._lock:
-            self.bytes_read += size
+        elif here is None and self._copies is not None:
+            key = xxhash.xxh3_128_hexdigest(f"{self.uri}\0{self.index_digest}".encode())
+            folder = self._copies / f"sharded-{key}"  # has files of this checkpoint, and of no other save or place
+            copy = folder / name
+            make_folder(copy.parent)
+            with FileLock(folder / ".lock", timeout=_FETCH_SECONDS):  # other ranks of this machine want the same files
+                if not copy.exists() or (digest is not None and copy.stat().st_size != digest.size_bytes):
+                    place.fetch(path, copy, digest)
+            validate(copy)
+            place, path = Folder(folder), name
+        return place.opened(path, digest, threads=threads)
 
 
 FileSystemReaderWithValidation = RemoteFileSystemReader
@@ -496,45 +477,45 @@ _SLOTS = 2  # a slot is filled from the file while the other is copied to the de
 
 
 @final
-class _Item(NamedTuple):
-    """The place in a file of the piece that a request is for."""
-
-    offset: int
-    size_bytes: int
-    request: Request
-
-
-@final
 class _Target(NamedTuple):
-    """Place of the numbers of a request in the file, and their destination.
+    """The bytes of a request in the file, and their destination.
 
     Attributes:
-        tensor: to fill.
-        memory: ``tensor``, or memory to fill first and to copy to ``tensor``.
-        strides: strides of the numbers in ``memory``, in numbers and not bytes, by dimension.
-        runs: for each run of numbers next to each other in the file, offset and size in bytes, in order.
-        copier: copies to the device of ``tensor``, if there is one.
+        request: the request.
+        memory: the target of the request, or memory to fill first.
+        numbers: the numbers in ``memory``, in the shape of the target, to copy to the target; ``None``: the memory gets
+            the whole item, written by another program.
+        runs: for each run of bytes next to each other in the file, offset and size, in order.
+        copier: copies to the device of the target, if there is one.
     """
 
-    tensor: Tensor
+    request: Request
     memory: Tensor
-    strides: tuple[int, ...]
+    numbers: Tensor | None
     runs: list[tuple[int, int]]
     copier: DeviceCopier | None
 
 
-def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
+def _target_of(request: Request, ring: DeviceRing, *, is_ours: bool, is_raw: bool) -> _Target:
     """Prepare to fill the target of a request: directly if possible, else through memory of our own.
 
     Args:
-        request: for a part of a tensor.
-        first: offset in the file of the numbers of the stored piece, in row-major order.
+        request: the request.
         ring: memory for data that goes to devices.
+        is_ours: this package wrote the file.
+        is_raw: the file is a safetensors file.
     """
-    target, dtype, sizes, offsets = request.target, request.dtype, request.sizes, request.offsets
-    assert target is not None
-    assert dtype is not None
-    strides = _strides(sizes)
+    _, place, target, sizes, dtype, offsets = request
+    numbers_bytes = math.prod(sizes) * dtype.itemsize
+    # Values and safetensors are nothing but their bytes. Other items are files of torch.
+    is_raw = is_raw or request.piece.offset is None
+    start, item_bytes = 0, numbers_bytes if is_raw else -1
+    if not is_raw and is_ours and numbers_bytes < place.length:
+        start, item_bytes = item_place(sizes, dtype)
+    if item_bytes != place.length:
+        memory = torch.empty(place.length, dtype=torch.uint8)
+        return _Target(request, memory, None, [(place.offset, place.length)], None)
+    strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]  # in numbers, not in bytes
     inner = len(sizes)  # the dimensions from here on are wanted whole
     while inner > 0 and target.shape[inner - 1] == sizes[inner - 1]:
         inner -= 1
@@ -545,16 +526,13 @@ def _target_of(request: Request, first: int, ring: DeviceRing) -> _Target:
     is_short = len(starts) > 1 and count * dtype.itemsize < _LEAST_RUN_BYTES
     if is_short:
         starts, count = starts[:1], starts[-1] + count - starts[0]
-    runs = [(first + start * dtype.itemsize, count * dtype.itemsize) for start in starts]
+    runs = [(place.offset + start + first * dtype.itemsize, count * dtype.itemsize) for first in starts]
     is_plain = type(target) is Tensor and target.layout is torch.strided and target.is_contiguous()
     is_changed = target.dtype is not dtype or target.is_conj() or target.is_neg()
     if is_plain and not (is_short or is_changed or target.is_meta):
         copier = ring.copier_of(target.untyped_storage())
         if copier is not None or target.device.type == "cpu":
-            return _Target(target, target, strides, runs, copier)
+            return _Target(request, target, target, runs, copier)
     memory = torch.empty(len(starts) * count, dtype=dtype)
-    return _Target(target, memory, strides if is_short else _strides(target.shape), runs, None)
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    numbers = memory.as_strided(target.shape, strides) if is_short else memory.view(target.shape)
+    return _Target(request, memory, numbers, runs, None)

@@ -83,9 +83,26 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> StateDict:
         ConfigError: ``optim`` is no optimizer, or has parameters that ``model`` does not have; or the state cannot be
             saved.
     """
-    _check(model, optim)
-    with _prepared(optim, new_state=False):
-        return _state(model, optim)
+    if not hasattr(optim, "param_groups"):
+        raise ConfigError(
+            f"optim is of the type {type(optim).__name__}: expected one torch.optim.Optimizer. To save several, call "
+            "this once for each, with the part of the model that it trains and a directory of its own."
+        )
+    own, parameters = set(map(id, model.parameters())), _parameters(optim)
+    if others := [one for one in parameters if id(one) not in own]:
+        raise ConfigError(
+            f"{type(optim).__name__}: {len(others)} of its {len(parameters)} parameters are not those of the model, "
+            f"one of the shape {tuple(others[0].shape)} for example, and its state is saved by their names in the "
+            "model. Make the optimizer of model.parameters(), after anything that replaces these, as to_empty() does."
+        )
+    if keys := [key for key in cast("dict[Any, Any]", optim.state) if id(key) not in own]:
+        shown = f"a tensor of the shape {tuple(keys[0].shape)}" if isinstance(keys[0], Tensor) else repr(keys[0])
+        raise ConfigError(
+            f"{type(optim).__name__}: the key {shown} of its state is no parameter of the model, by whose names the "
+            "state is saved. Keep the value in a group, as optimizer.param_groups[0][name], or with a parameter, as "
+            "optimizer.state[parameter][name]."
+        )
+    return _state(model, optim, new_state=False)
 
 
 def optimizer_state_to_fill(
@@ -108,13 +125,12 @@ def optimizer_state_to_fill(
     kept = {} if strict else state["state"]
     made: StateDict = {}
     if not all(state["state"].get(name) for name in stored):
-        with _prepared(optim, new_state=True):
-            try:
-                made = _state(model, optim)["state"]
-            except TypeError as e:
-                raise IncompatibleCheckpointError(
-                    f"{type(optim).__name__} has a state after its first step only: let it make one, then load. ({e})"
-                ) from e
+        try:
+            made = _state(model, optim, new_state=True)["state"]
+        except TypeError as e:
+            raise IncompatibleCheckpointError(
+                f"{type(optim).__name__} has a state after its first step only: let it make one, then load. ({e})"
+            ) from e
     both = {**made, **state["state"]}
     state["state"] = {**kept, **{name: both[name] for name in stored if name in both}}
     return state
@@ -139,32 +155,10 @@ def set_optimizer_state(model: nn.Module, optim: Optimizer, state: StateDict) ->
         group.update({key: value for key, value in added.items() if key not in group})
 
 
-def _check(model: nn.Module, optim: Any) -> None:
-    """Raise if the state of ``optim`` cannot be saved by the names of the parameters of ``model``."""
-    if not hasattr(optim, "param_groups"):
-        raise ConfigError(
-            f"optim is of the type {type(optim).__name__}: expected one torch.optim.Optimizer. To save several, call "
-            "this once for each, with the part of the model that it trains and a directory of its own."
-        )
-    own, parameters = set(map(id, model.parameters())), _parameters(optim)
-    if others := [one for one in parameters if id(one) not in own]:
-        raise ConfigError(
-            f"{type(optim).__name__}: {len(others)} of its {len(parameters)} parameters are not those of the model, "
-            f"one of the shape {tuple(others[0].shape)} for example, and its state is saved by their names in the "
-            "model. Make the optimizer of model.parameters(), after anything that replaces these, as to_empty() does."
-        )
-    if keys := [key for key in optim.state if not isinstance(key, Tensor) or id(key) not in own]:
-        shown = f"a tensor of the shape {tuple(keys[0].shape)}" if isinstance(keys[0], Tensor) else repr(keys[0])
-        raise ConfigError(
-            f"{type(optim).__name__}: the key {shown} of its state is no parameter of the model, by whose names the "
-            "state is saved. Keep the value in a group, as optimizer.param_groups[0][name], or with a parameter, as "
-            "optimizer.state[parameter][name]."
-        )
-
-
-def _state(model: nn.Module, optim: Optimizer) -> StateDict:
+def _state(model: nn.Module, optim: Optimizer, *, new_state: bool) -> StateDict:
     try:
-        return cast("StateDict", get_optimizer_state_dict(model, optim, options=StateDictOptions(cpu_offload=True)))
+        with _prepared(optim, new_state=new_state):
+            return cast("StateDict", get_optimizer_state_dict(model, optim, options=StateDictOptions(cpu_offload=True)))
     except ValueError as e:
         raise ConfigError(
             f"{type(optim).__name__}: its state cannot be saved: {e}. A state may have tensors, numbers, text and "
@@ -236,17 +230,13 @@ def swap_param_keys(
     }
     if reverse:
         names = {new: old for old, new in names.items()}
-    if not names:
-        return
-    if not quiet:
-        for old, new in names.items():
-            log.info("renamed %s to %s", old, new)
-    if isinstance(state_dict.get("model"), dict):
-        _rename(state_dict["model"], names)
-    if isinstance(state_dict.get("optim"), dict):
-        optim = cast("StateDict", state_dict["optim"])
-        if isinstance(optim.get("state"), dict):
-            _rename(optim["state"], names)
+    for old, new in names.items() if not quiet else ():
+        log.info("renamed %s to %s", old, new)
+    _rename(state_dict.get("model"), names)
+    optim = state_dict.get("optim")
+    if isinstance(optim, dict):
+        optim = cast("StateDict", optim)
+        _rename(optim.get("state"), names)
         for group in cast("list[StateDict]", optim.get("param_groups", [])):
             group["params"] = [names.get(name, name) for name in group["params"]]
         flat: dict[str, str] = {}
@@ -257,11 +247,12 @@ def swap_param_keys(
         _rename(optim, flat)
 
 
-def _rename(state: StateDict, names: Mapping[str, str]) -> None:
-    """Rename keys, all at the same time, since two may be swapped."""
-    items = {names.get(key, key): value for key, value in state.items()}
-    state.clear()
-    state.update(items)
+def _rename(state: Any, names: Mapping[str, str]) -> None:
+    """Rename keys of a dict, all at the same time, since two may be swapped. Other values stay."""
+    if isinstance(state, dict):
+        items = {names.get(key, key): value for key, value in cast("StateDict", state).items()}
+        state.clear()
+        state.update(items)
 
 
 def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:

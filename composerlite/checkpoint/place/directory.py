@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any, Self, cast, final
 
 import xxhash
 
-from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN, WEIGHTS_INDEX
+from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TRAIN
 from composerlite.checkpoint.format.weight_files import holds_weights
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import read_index, record_in
@@ -43,7 +42,7 @@ from composerlite.errors import (
 )
 from composerlite.storage import FileDigest, ObjectStore, StagedFile, is_uri, make_folder, open_store, parse_uri
 from composerlite.storage.disk.files import temporary_name
-from composerlite.types import Closing
+from composerlite.types import Closing, StateDict
 
 log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
@@ -52,8 +51,6 @@ _SEEN_SECONDS = 20.0
 """Time until a network file system shows a new file on other machines."""
 LEAST_CHUNK_BYTES = 32 << 10
 """Smallest chunk with a digest. Small, because a read of a shard is often a single tensor among many."""
-MOST_CHUNKS = 1 << 15
-"""Largest number of chunks of a file. The digests of all chunks are in one record."""
 ON_ALL_NODES = (
     "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
     "nodes share, or to a bucket, to be free of that."
@@ -90,11 +87,13 @@ class Directory(Closing):
     Args:
         place: the place, closed together with the directory.
         name: name of the directory, below the place; empty: the place itself.
+        only: name of a file of weights, to read this file alone; ``None``: the whole directory.
     """
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Place, name: str, only: str | None = None) -> None:
         self.place = place
         self.name = name
+        self._only = only
 
     @classmethod
     def of(cls, place: object, *, threads: int | None = None) -> Self:
@@ -125,8 +124,8 @@ class Directory(Closing):
 
     @property
     def uri(self) -> str:
-        """Path or URI of the directory, for messages."""
-        return self.place.uri(self.name)
+        """Path or URI of the directory, or of the file of weights, for messages."""
+        return self.place.uri(self.at(self._only or ""))
 
     def at(self, name: str) -> str:
         """Return the path of the file ``name`` below the place."""
@@ -151,22 +150,13 @@ class ShardedDirectory(Directory):
     method is collective: the caller orders the calls of the ranks.
 
     Args:
-        place, name: as in :class:`Directory`.
-        only: name of the file of weights; ``None``: the whole directory.
+        place, name, only: as in :class:`Directory`.
     """
 
-    def __init__(self, place: Place, name: str, only: str | None = None) -> None:
-        super().__init__(place, name)
-        self._only = only
-        self._handle: SaveHandle | None = None
-        """The save that this process has begun."""
-        self._staged: StagedFile | None = None
-        """The deciding file of this save, in a folder."""
-
-    @property
-    def uri(self) -> str:
-        """Path or URI of the directory, or of the file of weights, for messages."""
-        return self.place.uri(self.at(self._only or ""))
+    _handle: SaveHandle | None = None
+    """The save that this process has begun."""
+    _staged: StagedFile | None = None
+    """The deciding file of this save, in a folder."""
 
     @property
     def path(self) -> Path | None:
@@ -288,8 +278,7 @@ class ShardedDirectory(Directory):
             FileNotFoundError: the temporary deciding file does not appear: the machines share no folder.
         """
         if self._handle is None and (folder := self.path) is not None:
-            decider = folder / handle.decider
-            staged = decider.with_name(temporary_name(decider.name, handle.id))
+            staged = folder / temporary_name(handle.decider, handle.id)
             deadline = time.monotonic() + _SEEN_SECONDS
             while not staged.exists():
                 if time.monotonic() > deadline:
@@ -303,11 +292,15 @@ class ShardedDirectory(Directory):
                 time.sleep(0.05)
         return self.place.write(file._replace(path=self.at(file.path)) for file in files)
 
-    def commit(self, index: bytes, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest) -> Manifest:
+    def commit(
+        self, index: bytes | StateDict, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest
+    ) -> Manifest:
         """Commit the checkpoint, in a process that called :meth:`begin`: put ``index`` with the record.
 
+        After an error the files are removed, as :meth:`abandon` does.
+
         Args:
-            index: content of the index.
+            index: content of the index: a dict for the index of weights in safetensors.
             files: digests of all other files, by name in the directory, each with the number of the node whose disk has
                 the file; ``None`` if there is one folder for all nodes.
             record: the record. ``record.files`` has only files outside of the directory, such as those in ``train/``.
@@ -320,20 +313,23 @@ class ShardedDirectory(Directory):
         """
         handle = self._handle
         assert handle is not None
-        own = [FileRecord.of(self.at(name), *what) for name, what in sorted(files.items())]
-        is_weights = handle.decider == WEIGHTS_INDEX
-        form = "step" if record.form == "step" else "weights" if is_weights else "sharded"
-        record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
-        data = seal_weights_index(record, json.loads(index)) if is_weights else seal_index(record, index)
-        decider = self.at(handle.decider)
-        replaced: list[str] = []  # an index of ours in another form comes first; indexes of other programs stay
-        if handle.overwrite:
-            with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
-                there = self.record()
-                replaced = [] if there is None else [file.path for file in there.files if file.path != decider]
-        else:
-            self.check_free(overwrite=False)
-        put_decider(self.place, decider, data, self._staged, overwrite=handle.overwrite)
+        try:
+            own = [FileRecord.of(self.at(name), *what) for name, what in sorted(files.items())]
+            form = "step" if record.form == "step" else "sharded" if isinstance(index, bytes) else "weights"
+            record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
+            data = seal_index(record, index) if isinstance(index, bytes) else seal_weights_index(record, index)
+            decider = self.at(handle.decider)
+            replaced: list[str] = []  # an index of ours in another form comes first; indexes of other programs stay
+            if handle.overwrite:
+                with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
+                    there = self.record()
+                    replaced = [] if there is None else [file.path for file in there.files if file.path != decider]
+            else:
+                self.check_free(overwrite=False)
+            put_decider(self.place, decider, data, self._staged, overwrite=handle.overwrite)
+        except BaseException:
+            self.abandon()
+            raise
         self._end()
         kept = {file.path for file in record.files}
         self.place.delete(path for path in replaced if path not in kept)

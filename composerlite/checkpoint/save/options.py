@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, final
 
 from composerlite.checkpoint.contents import IgnoreKeys, check_ignore_keys, remove_keys
@@ -25,26 +24,16 @@ DEFAULTS: Mapping[str, Any] = {
     "remote_file_name": OWN_REMOTE_NAME,
     "latest_filename": "latest-rank{rank}.pt",
     "latest_remote_file_name": OWN_REMOTE_LATEST,
-    "overwrite": False,
     "num_checkpoints_to_keep": -1,
-    "weights_only": False,
-    "ignore_keys": None,
-    "compat": None,
-    "asynchronous": True,
-    "staging_bytes": None,
-    "on_exception": False,
-    "in_memory": False,
-    "replication": None,
-    "failure_limit": 0,
-    "ephemeral_interval": None,
-    "keep_every": None,
-    "best_k": None,
-    "best_metric": None,
+    "num_remote_checkpoints_to_keep": -1,
     "best_mode": "max",
-    "staging_folder": None,
+    "asynchronous": True,
+    "failure_limit": 0,
     "num_concurrent_uploads": 1,
     "upload_timeout_in_seconds": 3600,
-    "num_remote_checkpoints_to_keep": -1,
+    **dict.fromkeys(("overwrite", "weights_only", "on_exception", "in_memory"), False),
+    **dict.fromkeys(("ephemeral_interval", "keep_every", "best_k", "best_metric"), None),
+    **dict.fromkeys(("ignore_keys", "compat", "staging_folder", "staging_bytes", "replication"), None),
 }
 """The options of a manager, with defaults. :class:`composerlite.callbacks.CheckpointSaver` documents the options."""
 
@@ -72,8 +61,7 @@ class Names:
 
     def __init__(self, options: Mapping[str, Any], *, has_link_here: bool) -> None:
         self.folder = folder = str(options["folder"])
-        given = options["staging_folder"]
-        staging = None if given is None else str(given)
+        staging = None if options["staging_folder"] is None else str(options["staging_folder"])
         check_variables(folder, argument="save_folder", allow_time=False)
         with naming("save_folder", folder):
             scheme, bucket, path = parse_uri(folder)
@@ -90,23 +78,20 @@ class Names:
             self.local_folder = f"{staging.rstrip('/')}/{self._path}".rstrip("/")
         elif scheme and not self._path:
             self.local_folder = "checkpoints"
-        filename = options["filename"]
+        self.filename = check_template(str(options["filename"]), argument="save_filename")
         link = options["latest_filename"]
-        self.filename = check_template(str(filename), argument="save_filename")
         if link is not None:
             link = check_template(str(link), argument="save_latest_filename")
         self.latest: str | None = link if has_link_here else None
         self._named_buckets: list[tuple[str, str]] = []  # URIs as names, each with the argument
-        remote = options["remote_file_name"]
-        remote_link = options["latest_remote_file_name"]
-        self.remote_filename = self._in_bucket(remote, OWN_REMOTE_NAME, self.filename, "save_remote_file_name")
+        self.remote_filename = self._in_bucket(options, "remote_file_name", self.filename)
         self.remote_latest: str | None = None
-        if link is not None or remote_link not in (None, OWN_REMOTE_LATEST):
-            argument = "save_latest_remote_file_name"
-            self.remote_latest = self._in_bucket(remote_link, OWN_REMOTE_LATEST, link or "", argument)
+        if link is not None or options["latest_remote_file_name"] not in (None, OWN_REMOTE_LATEST):
+            self.remote_latest = self._in_bucket(options, "latest_remote_file_name", link or "")
 
-    def _in_bucket(self, given: str | Path | None, default: str, here: str, argument: str) -> str:
-        """Return the template of a name in a bucket. ``here``: template of the name in the folder."""
+    def _in_bucket(self, options: Mapping[str, Any], option: str, here: str) -> str:
+        """Return the template of the name in a bucket that ``option`` gives. ``here``: the template in the folder."""
+        given, default, argument = options[option], DEFAULTS[option], f"save_{option}"
         if given is None or (given == default and self.bucket is not None):
             return f"{self._path.removeprefix('./').strip('/')}/{here}".lstrip("/")
         if given == default:
@@ -154,19 +139,13 @@ class Keep:
     def __init__(self, options: Mapping[str, Any]) -> None:
         number: int = options["num_checkpoints_to_keep"]
         self.in_bucket: int = options["num_remote_checkpoints_to_keep"]
-        every, best_k = options["keep_every"], options["best_k"]
         _check_number(number, argument="save_num_checkpoints_to_keep", or_all=True)
         _check_number(self.in_bucket, argument="save_num_remote_checkpoints_to_keep", least=1, or_all=True)
-        self.policy = retention_policy(
-            -1 if number == 0 else number,
-            keep_every=every,
-            best_k=best_k,
-            best_metric=options["best_metric"],
-            best_mode=options["best_mode"],
-        )
+        rules = {name: options[name] for name in ("keep_every", "best_k", "best_metric", "best_mode")}
+        self.policy = policy = retention_policy(-1 if number == 0 else number, **rules)
         self.none_here = number == 0
         self.any_ephemeral = options["ephemeral_interval"] is not None
-        self.deletes = every is not None or best_k is not None or number not in (-1, 0) or self.any_ephemeral
+        self.deletes = self.any_ephemeral or any(one is not None for one in (policy.last, policy.every, policy.best))
 
 
 @final
@@ -197,7 +176,6 @@ class SaveOptions:
         self.asynchronous: bool = options["asynchronous"]
         self.in_memory: bool = options["in_memory"]
         self.on_exception: bool = options["on_exception"]
-        self.best_metric: str | None = options["best_metric"]
         self.staging_bytes: int | None = options["staging_bytes"]
         if self.staging_bytes is not None:
             _check_number(self.staging_bytes, argument="save_staging_bytes")
@@ -212,16 +190,14 @@ class SaveOptions:
         timeout, most = options["upload_timeout_in_seconds"], timedelta.max.total_seconds()
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= most:
             raise ConfigError(
-                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds, more than 0, "
-                "as 3600 for an hour."
+                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds above 0, as 3600 for an hour."
             )
         self.upload_timeout = timeout
         self.ignore_keys = check_ignore_keys(options["ignore_keys"], argument="save_ignore_keys")
-        compat = options["compat"]
-        if compat not in (None, "composer"):
-            raise ConfigError(f"save_compat={compat!r}: expected 'composer' or None.")
-        if compat is not None:
+        if options["compat"] == "composer":
             self.ignore_keys = functools.partial(_for_composer, self.ignore_keys)
+        elif options["compat"] is not None:
+            raise ConfigError(f"save_compat={options['compat']!r}: expected 'composer' or None.")
         self.keep = Keep(options)
         self.names = Names(options, has_link_here=not self.keep.none_here)
 

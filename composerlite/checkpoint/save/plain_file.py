@@ -9,7 +9,7 @@ from typing import Any
 from composerlite.checkpoint.foreign.keys import tensors_of
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.torch_file import TorchImage
-from composerlite.storage import StagedFile, StreamWriter
+from composerlite.storage import StagedFile, StreamWriter, make_folder
 
 
 def write_torch(path: Path, contents: Any, *, overwrite: bool = True) -> None:
@@ -54,6 +54,7 @@ def write_safetensors(path: Path, contents: Mapping[str, Any], *, overwrite: boo
 
 
 def _write(path: Path, size_bytes: int, fill: Callable[[StreamWriter], None], *, overwrite: bool) -> None:
+    make_folder(path.parent)
     with StagedFile(path) as staged:
         with StreamWriter(staged.temporary, size_bytes) as sink:
             fill(sink)

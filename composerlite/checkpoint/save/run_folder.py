@@ -29,7 +29,6 @@ from composerlite.checkpoint.record.naming import (
     name_pattern,
     names_ahead,
     names_of_ranks,
-    varies,
 )
 from composerlite.checkpoint.record.record import Manifest, new_id
 from composerlite.checkpoint.save.form import Form
@@ -51,11 +50,10 @@ class RunFolder:
 
     Attributes:
         folder: path in the user's notation, with './' if given. :meth:`name` fills in the variables.
-        root: full path of the folder, even after a change of the working directory.
-        catalog: catalog of the checkpoints, by full path.
+        catalog: catalog of the checkpoints, by full path, even after a change of the working directory.
         filename: template of the names of checkpoints.
         latest: template of the name of the link to the newest checkpoint; ``None``: no link.
-        form: form of the checkpoints; ``None`` before :meth:`name`.
+        form: form of the checkpoints, after :meth:`name`.
         disks: groups of ranks with the same folder, if all ranks write and not all see the same folder.
         run_name: name of the run; empty before :meth:`name`.
         is_leader: true if this rank begins, commits and deletes checkpoints in the folder on the rank's disk.
@@ -67,18 +65,16 @@ class RunFolder:
         self._move_to(options.names.local_folder)
         self.filename, self.latest = options.names.filename, options.names.latest
         self.disks: Disks | None = None
-        self.form: Form | None = None
         self.is_leader = False
         self.run_name = ""
 
     def _move_to(self, folder: str) -> None:
         self.folder = folder
-        self.root = self._started_in / folder
-        self.catalog = Catalog(self.root)
+        self.catalog = Catalog(self._started_in / folder)
 
     # ── before training ──────────────────────────────────────────────────────────────────────────────────────────
-    def name(self, state: TrainingState, *, directory: str | None) -> Form:
-        """Fill in the names, and return the form of the checkpoints.
+    def name(self, state: TrainingState, *, directory: str | None) -> None:
+        """Choose the form of the checkpoints, and fill in the names.
 
         Args:
             state: state of the run.
@@ -88,8 +84,7 @@ class RunFolder:
             ConfigError: checkpoints of this form cannot have the names, or the state cannot be saved.
         """
         self.run_name = state.run_name
-        folder = self._options.names.local_folder
-        self._move_to(format_name_with_dist(folder, state.run_name, **FIRST_RANK))
+        self._move_to(format_name_with_dist(self._options.names.local_folder, state.run_name, **FIRST_RANK))
         try:
             check_name(self.catalog.place, names_of_ranks(self.filename, state)[0])  # must be readable from a record
         except ConfigError as e:
@@ -98,29 +93,16 @@ class RunFolder:
         form.check(weights_only=self._options.weights_only, ignore_keys=self._options.ignore_keys)
         template = form.template(self.filename)
         if form.kind == "sharded" and directory is not None:
-            name = check_template(directory, argument="sharded_ckpt_prefix_dir")
-            template = str(Path(template).with_name(name))
+            template = str(Path(template).with_name(check_template(directory, argument="sharded_ckpt_prefix_dir")))
         self.filename = template
         if self.latest is not None:
             self.latest = form.template(self.latest, "save_latest_filename")
             name = names_of_ranks(self.latest, state)[0]
             if template != self.latest and name_pattern(template, state.run_name).fullmatch(name):
                 raise ConfigError(
-                    f"save_latest_filename={self.latest!r} is a name that checkpoints have with "
-                    f"save_filename={template!r}, and the link to "
-                    "the newest would be in the way of one. Choose another."
+                    f"save_latest_filename={self.latest!r} is a name that checkpoints have with save_filename="
+                    f"{template!r}, and the link to the newest would be in the way of one. Choose another."
                 )
-        return form
-
-    def check_remote_name(self) -> None:
-        """Raise ConfigError if names vary in the folder but not in the bucket, unless the run may overwrite."""
-        remote = self._options.names.remote_filename
-        if varies(self.filename) and not varies(remote) and not self._options.overwrite:
-            raise ConfigError(
-                f"save_remote_file_name={remote!r} is the same each time, and save_filename="
-                f"{self.filename!r} is not: the second checkpoint would replace the first in the bucket. Put "
-                "{epoch} or {batch} into it, or pass save_overwrite=True to have the newest alone there."
-            )
 
     def key(self, buckets: Sequence[Bucket], *, share: bool) -> str:
         """Return a unique key of the folder, or of the bucket if the folder stages uploads. Collective.
@@ -137,17 +119,17 @@ class RunFolder:
         if in_bucket and group.is_first:
             place = buckets[0]
         writes = group.is_first or (share and not in_bucket and dist.get_local_rank() == 0)
-        with group.all_or_none("marking the folder of checkpoints"):
-            known = place.read(_MARK) if writes and place.exists(_MARK) else None
+        step = "marking the folder of checkpoints"
+        known = group.agree(step, lambda: place.read(_MARK) if writes and place.exists(_MARK) else None)
         number = next((mark for mark in group.gather(known) if mark is not None), group.broadcast(new_id().encode()))
-        with group.all_or_none("marking the folder of checkpoints"):
+        with group.all_or_none(step):
             if writes and known is None:
                 with contextlib.suppress(FileExistsError):  # another rank or another launch was first
                     place.put(_MARK, number, create_only=True)
 
         def hashed() -> str:
-            uris = " ".join(bucket.uri() for bucket in buckets)
-            return xxhash.xxh3_64_hexdigest(place.read(_MARK) + os.fsencode(self.root.resolve()) + uris.encode())
+            folder, uris = os.fsencode(self.catalog.folder.resolve()), " ".join(bucket.uri() for bucket in buckets)
+            return xxhash.xxh3_64_hexdigest(place.read(_MARK) + folder + uris.encode())
 
         return group.from_first("telling the folder in memory from others", hashed)
 
@@ -160,47 +142,37 @@ class RunFolder:
             ConfigError: another user owns the folder or may write to the folder.
         """
         self._move_to(f"{self.folder}-{key}")
-        with dist.get_group().all_or_none("preparing the folder in memory"):
-            if dist.get_local_rank() == 0:
-                make_private(self.root, levels=len(Path(state.run_name).parts) + 1)
+        make_private(self.catalog.folder, levels=len(Path(state.run_name).parts) + 1)
 
     def prepare(self, state: TrainingState) -> None:
         """Make the folder, check writes and the name of the link, and note the target bucket. Call on rank 0.
+
+        The note is a file with the bucket of the run, since another run may have the same name.
 
         Raises:
             ConfigError: the folder cannot be made or written to, has checkpoints of this run for another bucket, or has
                 a file or directory with the name of the link to the newest checkpoint.
         """
+        names, place, note = self._options.names, self.catalog.place, self._note(state.run_name)
         try:
-            make_folder(self.root)
-            with tempfile.TemporaryFile(dir=self.root):
+            make_folder(self.catalog.folder)
+            with tempfile.TemporaryFile(dir=self.catalog.folder):
                 pass
-            if self._options.names.bucket is not None:
-                self._stage_for(self._options.names.bucket, state.run_name)
+            if names.bucket is not None:
+                before = place.read(note).decode(errors="replace") if place.exists(note) else names.bucket
+                if before != names.bucket and any(one.run_name == state.run_name for one in self.catalog.manifests()):
+                    raise ConfigError(
+                        f"save_folder={names.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
+                        f"{state.run_name!r} that were saved for {before}, not for {names.bucket}. Give this run "
+                        f"another run_name or save_staging_folder; or remove {place.uri(note)!r} if they are its own."
+                    )
+                place.put(note, names.bucket.encode())
         except OSError as e:
             raise ConfigError(f"save_folder={self.folder!r} cannot be written to: {e}. Choose another folder.") from e
         if self.latest is not None:
-            self.catalog.place.check_link(names_of_ranks(self.latest, state)[0])
+            place.check_link(names_of_ranks(self.latest, state)[0])
 
-    def _stage_for(self, bucket: str, run_name: str) -> None:
-        """Write a note with the target bucket of ``run_name`` to the folder: another run may have the same name.
-
-        Raises:
-            ConfigError: the folder has checkpoints of ``run_name`` for another bucket.
-        """
-        place, note = self.catalog.place, self._note(run_name)
-        before = place.read(note).decode(errors="replace") if place.exists(note) else None
-        if before == bucket:
-            return
-        if before is not None and any(one.run_name == run_name for one in self.catalog.manifests()):
-            raise ConfigError(
-                f"save_folder={self._options.names.folder!r}: {self.folder!r} on this machine has checkpoints of the "
-                f"run {run_name!r} that were saved for {before}, not for {bucket}. Give this run another run_name or "
-                f"save_staging_folder; or remove {place.uri(note)!r} if they are its own."
-            )
-        place.put(note, bucket.encode())
-
-    def find_disks(self, form: Form) -> None:
+    def find_disks(self) -> None:
         """Find the ranks with the same folder, make missing folders, and remove files of killed processes. Collective.
 
         If a disk has data files of a save without the record, a kill interrupted the save or a deletion: the checkpoint
@@ -209,30 +181,28 @@ class RunFolder:
         Raises:
             ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
         """
-        self.disks = form.disks(Path(self.folder))
+        self.disks = self.form.disks(Path(self.folder))
         self.is_leader = dist.get_group().is_first if self.disks is None else self.disks.is_folder_leader
-        group = dist.get_group()
+        group, place = dist.get_group(), self.catalog.place
         own: list[Manifest] = []
         unnamed: list[str] = []
         with group.all_or_none("looking for what killed processes have left"):
             if self.is_leader:
                 own = [one for one in self.catalog.manifests() if one.run_name == self.run_name]
-                self.catalog.place.sweep(timedelta())  # temporary files of killed processes
-                names = name_pattern(self.filename, self.run_name)
-                unnamed = garbage(self.catalog.place, self.catalog.place.files(), names)
+                place.sweep(timedelta())  # temporary files of killed processes
+                unnamed = garbage(place, place.files(), name_pattern(self.filename, self.run_name))
         if self.disks is not None:
             first = group.broadcast({one.id for one in own})
             partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
             with group.all_or_none("removing checkpoints that some disks lack"):
                 for one in own:
-                    is_deleted = not group.is_first and first and one.id not in first
-                    if one.node is not None and (one.id in partial or is_deleted):
-                        delete_checkpoint(self.catalog.place, one)
+                    if one.node is not None and (one.id in partial or (first and one.id not in first)):
+                        delete_checkpoint(place, one)
         with group.all_or_none("removing what killed processes have left"):
-            self.catalog.place.delete(unnamed, folders=True)  # last: these files name the partial checkpoints
+            place.delete(unnamed, folders=True)  # last: these files name the partial checkpoints
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
-    def catch_up(self, newest_name: str | None, state: TrainingState) -> None:
+    def catch_up(self, newest: Manifest | None, state: TrainingState) -> None:
         """Point ``latest`` to the newest checkpoint of the run if a kill came between the commit and the link.
 
         Also makes a missing link, and replaces a broken link, unless the link leads out of the folder. If the newest
@@ -242,26 +212,24 @@ class RunFolder:
         if self.latest is None:
             return
         place, name = self.catalog.place, names_of_ranks(self.latest, state)[0]
-        path = self.root / name
+        path = self.catalog.folder / name
         leads_to = place.target_of(name) if path.is_symlink() else None
         if leads_to is not None and leads_to.startswith("../"):
             return
-        if newest_name is None:
-            if leads_to is not None and not path.exists():
+        is_broken = leads_to is not None and not path.exists()
+        if newest is None:
+            if is_broken:
                 path.unlink()
             return
-        newest = next(iter(self.catalog.manifests([newest_name])), None)
-        if newest is None:
+        if not place.exists(newest.deciders[0]) or (newest.template != self.filename and not is_broken):
             return
-        if newest.template != self.filename and (leads_to is None or path.exists()):
-            return
-        if leads_to is not None and path.exists():
+        if leads_to is not None and not is_broken:
             target = self.catalog.manifests([leads_to])
             # Keep links of other runs. This run may have had another save_filename.
             if not target or target[0].run_name != newest.run_name or target[0].order >= newest.order:
                 return
-        is_of_ranks = newest.form == "archives"  # each rank has a file and a link
-        targets = [file.path for file in newest.files] if is_of_ranks else [newest.name]
+        # Each rank has an archive and a link.
+        targets = [file.path for file in newest.files] if newest.form == "archives" else [newest.name]
         links = dict(zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True))
         for link in reversed(links):  # the link of rank 0 last: after a kill the next start finds it old
             set_link(place, link, links[link])
@@ -296,9 +264,7 @@ class RunFolder:
             self.catalog.place.delete([self._note(self.run_name)])
 
 
-def begin_attempt(
-    places: Sequence[tuple[Catalog, str | None]], run_name: str, *, origin: str | Path | None = None
-) -> Lineage:
+def begin_attempt(places: Sequence[tuple[Catalog, str | None]], run_name: str, *, origin: str | None = None) -> Lineage:
     """Begin an attempt of ``run_name`` without a resume from the newest checkpoint.
 
     Collective. All ranks return the same lineage. An attempt has a number, and the lineage lists the attempts before.
@@ -322,7 +288,7 @@ def begin_attempt(
                 if isinstance(fault, OSError):
                     raise fault
             known += [one for one in manifests if one.run_name == run_name]
-        found = () if origin is None else (_manifest_at(place, str(origin)) for place, _ in places)
+        found = () if origin is None else (_manifest_at(place, origin) for place, _ in places)
         parent = next((one for one in found if one is not None and one.run_name == run_name), None)
         return new_attempt(highest_attempt(known), parent)
 
@@ -355,6 +321,5 @@ def may_replace(state: TrainingState, catalog: Catalog, name: str) -> bool:
         if in_bucket:
             raise
         return True  # a folder lets this user replace a file that this user cannot read
-    if manifest is None:  # incomplete after a kill; in a folder such a file was renamed
-        return in_bucket
-    return manifest.ancestor_in(state.lineage) in skipped
+    # Without a record: incomplete after a kill. In a folder such a file was renamed.
+    return in_bucket if manifest is None else manifest.ancestor_in(state.lineage) in skipped

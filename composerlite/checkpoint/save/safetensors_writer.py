@@ -7,7 +7,6 @@ time: docs/adr/0078.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -21,8 +20,8 @@ from composerlite.checkpoint.foreign.keys import tensors_of
 from composerlite.checkpoint.format import WEIGHTS_INDEX
 from composerlite.checkpoint.format.safetensors_file import TensorEntry, header_of, laid_out, write_tensor
 from composerlite.checkpoint.format.sharded_index import leaves
-from composerlite.checkpoint.format.sharded_layout import StatePiece
-from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, MOST_CHUNKS, SaveHandle, ShardedDirectory
+from composerlite.checkpoint.format.sharded_layout import MOST_CHUNKS, StatePiece
+from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.save.form import RankWriter
@@ -38,14 +37,6 @@ _CHUNKS_OF_A_TENSOR = 128
 
 
 # ── rank 0 divides the work ──────────────────────────────────────────────────────────────────────────────────────────
-class _Assembly(NamedTuple):
-    """A tensor of several ranks, put together on the rank ``owner``. Each part has the number of its rank."""
-
-    owner: int
-    entry: TensorEntry
-    parts: list[tuple[int, StatePiece]]
-
-
 @final
 class _Division(NamedTuple):
     """The work of all ranks.
@@ -53,15 +44,14 @@ class _Division(NamedTuple):
     Attributes:
         handle: of the save.
         files: of each rank: name and tensors.
-        received: tensors that each rank puts together, in the order of the files of the rank. The ranks exchange the
-            first tensor of each rank, then the second, and so on.
+        parts: of each tensor of several ranks, by name. Each part has the number of its rank.
         content: of the index.
     """
 
     handle: SaveHandle
     files: list[list[tuple[str, list[TensorEntry]]]]
-    received: list[deque[_Assembly]]
-    content: bytes
+    parts: dict[str, list[tuple[int, StatePiece]]]
+    content: StateDict
 
 
 def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_bytes: int) -> _Division:
@@ -84,18 +74,15 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
         for group in batches(tensors, largest_bytes, lambda entry: entry.size_bytes)
     ]
     files: list[list[tuple[str, list[TensorEntry]]]] = [[] for _ in tables]
-    received: list[deque[_Assembly]] = [deque() for _ in tables]
     places: dict[str, str] = {}
     for number, (owner, tensors) in enumerate(groups, 1):
         order = "" if len(groups) == 1 else f"-{number:05}-of-{len(groups):05}"
         name = f"model{order}{handle.suffix}.safetensors"
         files[owner].append((name, tensors))
         places.update({entry.name: name for entry in tensors})
-        split = [entry for entry in tensors if entry.size_bytes and len(parts[entry.name]) > 1]
-        received[owner].extend(_Assembly(owner, entry, parts[entry.name]) for entry in split)
+    split = {name: found for name, found in parts.items() if entries[name].size_bytes and len(found) > 1}
     total = {"total_size": sum(entry.size_bytes for entry in entries.values())}
-    content = json.dumps({"metadata": total, "weight_map": places}, indent=1, sort_keys=True).encode()
-    return _Division(handle, files, received, content)
+    return _Division(handle, files, split, {"metadata": total, "weight_map": places})
 
 
 def most_chunks(size_bytes: int, tensors: int) -> int:
@@ -119,12 +106,7 @@ class SafetensorsWriter(RankWriter):
     """
 
     def __init__(
-        self,
-        contents: Callable[[], StateDict],
-        folder: ShardedDirectory,
-        *,
-        overwrite: bool,
-        largest_file_bytes: int = LARGEST_FILE_BYTES,
+        self, contents: Callable[[], StateDict], folder: ShardedDirectory, *, overwrite: bool, largest_file_bytes: int
     ) -> None:
         self._folder = folder
         self._group = dist.group_of()
@@ -142,6 +124,12 @@ class SafetensorsWriter(RankWriter):
             return _divide(tables, handle, largest_file_bytes)
 
         self._plan = self._group.all_reduce("planning a save", pieces, divide)
+        self._split = [
+            deque(entry for _, tensors in files for entry in tensors if entry.name in self._plan.parts)
+            for files in self._plan.files
+        ]
+        """Tensors of several ranks in the files of each rank, in order: each is put together on the rank. The ranks
+        exchange the first tensor of each rank, then the second, and so on."""
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[tuple[str, FileDigest]]:
         """Write the files of this rank, send parts to other ranks, and return names and digests of the files.
@@ -153,19 +141,17 @@ class SafetensorsWriter(RankWriter):
         try:
             digests = self._folder.write(self._plan.handle, itertools.starmap(self._new_file, files))
         finally:
-            while any(self._plan.received):
+            while any(self._split):
                 self._exchange()
         return list(zip([name for name, _ in files], digests, strict=True))
 
     def _new_file(self, name: str, tensors: Sequence[TensorEntry]) -> NewFile:
         header = header_of(tensors)
 
-        received = self._plan.received[self._rank]
-
         def fill(sink: StreamWriter) -> None:
             sink.write(header)
             for entry in tensors:
-                if received and received[0].entry == entry:
+                if entry.name in self._plan.parts:
                     tensor = self._exchange()
                 else:  # a tensor without elements may be on no rank
                     tensor = self._own.get(MetadataIndex(entry.name, torch.Size([0] * len(entry.shape))))
@@ -177,25 +163,24 @@ class SafetensorsWriter(RankWriter):
 
     def _exchange(self) -> Tensor | None:
         """Make the next exchange with all ranks, and return the tensor for this rank, if there is a tensor."""
-        found: Tensor | None = None
+        whole: Tensor | None = None
         transfers: list[dist.TensorTransfer] = []
-        for owner, entry, parts in [queue.popleft() for queue in self._plan.received if queue]:
-            whole = torch.empty(entry.shape, dtype=entry.dtype) if owner == self._rank else None
-            for rank, part in parts:
+        for owner, entry in [(rank, queue.popleft()) for rank, queue in enumerate(self._split) if queue]:
+            if owner == self._rank:
+                whole = torch.empty(entry.shape, dtype=entry.dtype)
+            for rank, part in self._plan.parts[entry.name]:
                 own: Any = self._own[part.metadata_index] if rank == self._rank else None
-                if whole is None:
-                    numbers = own
-                else:
+                numbers = own
+                if owner == self._rank and whole is not None:
                     spans = zip(part.offsets, part.sizes, strict=True)
                     numbers = whole[tuple(slice(first, first + size) for first, size in spans)]
                 if rank == owner and numbers is not None:
                     numbers.copy_(own)
                 elif numbers is not None:
                     transfers.append(dist.TensorTransfer(rank, (rank, owner), [numbers]))
-            found = whole if found is None else found
         if self._group.exchanges:
             dist.exchange(f"writing {self._folder.uri}", transfers)
-        return found
+        return whole
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0: write the index with the record."""

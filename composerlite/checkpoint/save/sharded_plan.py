@@ -11,13 +11,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import pickle
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.tensor import DTensor
@@ -70,6 +67,7 @@ class RankState:
         data: the tensor, or the bytes of the value, of each piece.
         tensors: the distributed tensors, by key.
         proposed: the pieces in the last proposal.
+        identity: number of ranks, this rank, pieces and paths. A plan is for a single identity.
 
     Raises:
         SaveError: a value cannot be pickled; names the key.
@@ -81,7 +79,7 @@ class RankState:
         self.pieces: list[StatePiece] = []
         self.data: dict[dcp.MetadataIndex, Tensor | bytes] = {}
         self.tensors: dict[str, DTensor] = {}
-        self.proposed: list[StatePiece] = self.pieces
+        self.identity = group.size, group.rank, self.pieces, self.paths
         self._group = group
         self._of_run = of_run
         for key, value in found.values.items():
@@ -91,11 +89,11 @@ class RankState:
             if isinstance(value, Tensor) and is_dense(value):
                 if isinstance(value, DTensor):
                     self.tensors[key] = value
-                shape = tuple(value.shape)
                 offsets, sizes, local = local_shard(value)
                 if not math.prod(sizes) and value.numel():  # other ranks have all of the tensor
                     continue
-                piece = StatePiece(key, shape, value.dtype, offsets, sizes)
+                piece = StatePiece(key, tuple(value.shape), value.dtype, offsets, sizes)
+                # ``local`` is detached: training may replace the memory of its tensors before the copy is written.
                 # A copy of memory does not keep the flags of conjugate and negative views.
                 self.data[piece.metadata_index] = local.resolve_conj().resolve_neg()
             else:
@@ -109,39 +107,39 @@ class RankState:
     def layout(self) -> ShardLayout | None:
         """The rule for the splits of the distributed tensors, as far as this rank knows.
 
-        ``None`` if there are few pieces, or if no rule covers the splits of a tensor.
+        ``None`` if there are few pieces, if no rule covers the splits of a tensor, or if the proposals of the ranks
+        differed.
         """
         split = {key: tensor for key, tensor in self.tensors.items() if tensor.numel()}
         if len(split) * self._group.size <= MOST_LISTED:
             return None
-        boxes = {piece.key: (piece.offsets, piece.sizes) for piece in self.pieces}
+        own = {piece.key: piece for piece in self.pieces}
         meshes = {id(tensor.device_mesh): tensor.device_mesh.mesh for tensor in split.values()}
         is_in_order = all(mesh.flatten().tolist() == list(range(self._group.size)) for mesh in meshes.values())
         tensors: list[SplitTensor] = []
         for key, tensor in sorted(split.items()):
             found = split_of(self.paths[key], tensor) if is_in_order else None
-            box = None if found is None else found.box(self._group.rank)[0]
-            if found is None or box is None or boxes.get(key) != (box if math.prod(box[1]) else None):
+            piece = None if found is None else found.piece(self._group.rank)[0]
+            if found is None or piece is None or own.get(key) != (piece if piece.size_bytes else None):
                 log.debug("no rule covers the splits of the tensor %s: listing all pieces", key)
                 return None
             tensors.append(found)
         return ShardLayout(self._group.size, tuple(tensors))
 
-    def propose(self, *, by_rule: bool) -> Proposal:
-        """Return the proposal of this rank. With ``by_rule`` the pieces that follow from the rule are left out."""
-        layout = self.layout if by_rule else None
+    def propose(self) -> Proposal:
+        """Return the proposal of this rank, without the pieces that follow from the rule."""
+        layout = self.layout
         self.proposed = self.pieces
         if layout is None:
             return Proposal("", self.pieces, self.paths)
         listed = [piece for piece in self.pieces if piece.key not in layout.by_key]
-        common = b"" if self._of_run else pickle.dumps(listed)
+        digest = layout.digest([] if self._of_run else listed)
         if not self._of_run:  # all ranks have these pieces: each proposes its share
-            own = balanced([piece.size_bytes for piece in listed], self._group.size)[self._group.rank]
-            listed = [listed[number] for number in sorted(own)]
+            listed = balanced(listed, lambda piece: piece.size_bytes, self._group.size)[self._group.rank]
         self.proposed = listed
         keys = {piece.key for piece in listed}
         paths = {key: path for key, path in self.paths.items() if key in keys or key.startswith(KEYS)}
-        return Proposal(layout.digest + xxhash.xxh3_128_hexdigest(common), listed, paths)
+        return Proposal(digest, listed, paths)
 
 
 # ── rank 0 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,22 +155,17 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
     Raises:
         ValueError: the parts of a tensor overlap, or do not make up the whole.
     """
-    owners: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
+    owners: dict[tuple[str, tuple[int, ...]], tuple[StatePiece, list[tuple[int, int]]]] = {}
     for rank, pieces in enumerate(ranks):
         for number, piece in enumerate(pieces):
-            owners.setdefault((piece.key, piece.offsets), []).append((rank, number))
+            owners.setdefault((piece.key, piece.offsets), (piece, []))[1].append((rank, number))
     loads = [0] * len(ranks)
     written: list[list[int]] = [[] for _ in ranks]
-
     # Pieces of a single rank come first, then the largest: the others even out the bytes of the ranks.
-    def order(owner: list[tuple[int, int]]) -> tuple[bool, int]:
-        rank, number = owner[0]
-        return len(owner) > 1, -ranks[rank][number].size_bytes
-
-    for owner in sorted(owners.values(), key=order):
+    for piece, owner in sorted(owners.values(), key=lambda one: (len(one[1]) > 1, -one[0].size_bytes)):
         rank, number = min(owner, key=lambda one: (loads[one[0]], one[0]))
         written[rank].append(number)
-        loads[rank] += ranks[rank][number].size_bytes
+        loads[rank] += piece.size_bytes
     entries: dict[str, Any] = {}
     shapes: dict[tuple[int, ...], torch.Size] = {}  # one object for equal shapes: the index is smaller
     for pieces, numbers in zip(ranks, written, strict=True):
@@ -220,15 +213,15 @@ class Plan(NamedTuple):
     """The part of a rank in a plan of all ranks.
 
     Attributes:
-        name: random, and the same on every rank. Ranks compare names to find a common plan.
-        state: number of ranks, pieces of this rank, and paths of the keys in the nested state.
-        own: the pieces to write on this rank.
+        name: id of the first save with the plan. Ranks compare names to find a common plan.
+        state: identity of the state of this rank.
+        own: the pieces to write on this rank: first the pieces of the rule, in order.
         metadata: index without places, on rank 0: of all pieces, or of the pieces beside the rule.
         layout: the rule.
     """
 
     name: str
-    state: tuple[int, list[StatePiece], dict[str, Path]]
+    state: tuple[int, int, list[StatePiece], dict[str, Path]]
     own: list[dcp.MetadataIndex]
     metadata: dcp.Metadata | None
     layout: ShardLayout | None
@@ -239,12 +232,7 @@ known_plans: list[Plan] = []
 
 
 def plan_save(
-    group: Group,
-    contents: Callable[[], StateDict],
-    folder: ShardedDirectory,
-    handle: SaveHandle,
-    *,
-    of_run: bool = False,
+    group: Group, contents: Callable[[], StateDict], folder: ShardedDirectory, handle: SaveHandle, *, of_run: bool
 ) -> tuple[Plan, SaveHandle, RankState]:
     """Plan a save, and begin the save of ``folder`` on rank 0. Collective, in the main thread.
 
@@ -268,8 +256,7 @@ def plan_save(
 
     def known() -> tuple[str, ...]:
         own.append(state := RankState(contents(), group, of_run=of_run))
-        plans = [plan for plan in known_plans if plan.state == (group.size, state.pieces, state.paths)]
-        matching.update({plan.name: plan for plan in plans if plan.metadata is not None or not group.is_first})
+        matching.update({plan.name: plan for plan in known_plans if plan.state == state.identity})
         return tuple(matching)
 
     def common(names: list[tuple[str, ...]]) -> tuple[str, SaveHandle] | None:
@@ -292,24 +279,18 @@ def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: 
     """Make a plan by a rule; if the ranks differ, from lists of all pieces."""
     index: list[dcp.Metadata] = []
 
-    def divide(proposals: list[Proposal]) -> list[tuple[str, list[int], SaveHandle] | None]:
+    def divide(proposals: list[Proposal]) -> list[tuple[list[int], SaveHandle] | None]:
         if len({proposal.digest for proposal in proposals}) > 1:
             return [None] * len(proposals)
         written, entries = merge_pieces([proposal.pieces for proposal in proposals])
         paths = {key: path for proposal in reversed(proposals) for key, path in proposal.paths.items()}
         index.append(dcp.Metadata(entries, planner_data=paths))
         folder.begin(handle)
-        name = secrets.token_hex(8)
-        return [(name, numbers, handle) for numbers in written]
+        return [(numbers, handle) for numbers in written]
 
-    reply = group.reduce_scatter("planning a save", lambda: state.propose(by_rule=True), divide)
-    layout = None if reply is None else state.layout
-    if reply is None:
-        reply = group.reduce_scatter("planning a save", lambda: state.propose(by_rule=False), divide)
-    assert reply is not None
-    name, numbers, begun = reply
-    own = [state.proposed[number].metadata_index for number in numbers]
-    if layout is not None:
-        own += [part.metadata_index for part in layout.pieces(group.rank)]
-    now = group.size, state.pieces, state.paths
-    return Plan(name, now, own, index[0] if index else None, layout), begun
+    while (reply := group.reduce_scatter("planning a save", state.propose, divide)) is None:
+        state.layout = None  # the ranks differ, and list all pieces in the next proposal
+    numbers, begun = reply
+    pieces = [] if state.layout is None else state.layout.pieces(group.rank)
+    own = [piece.metadata_index for piece in (*pieces, *(state.proposed[number] for number in numbers))]
+    return Plan(begun.id, state.identity, own, index[0] if index else None, state.layout), begun

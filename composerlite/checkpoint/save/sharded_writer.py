@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import math
 import os
 import pickle
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -28,18 +26,13 @@ from torch.futures import Future
 from composerlite import dist
 from composerlite._torch_compat import storage_id
 from composerlite.checkpoint.format.sharded_index import StorageInfo, leaves
-from composerlite.checkpoint.format.sharded_layout import ShardLayout, balanced, file_name
+from composerlite.checkpoint.format.sharded_layout import MOST_CHUNKS, ShardLayout, balanced, file_name
 from composerlite.checkpoint.format.torch_file import StorageCopy, TorchImage
-from composerlite.checkpoint.place.directory import (
-    LEAST_CHUNK_BYTES,
-    MOST_CHUNKS,
-    PathOrUri,
-    SaveHandle,
-    ShardedDirectory,
-)
+from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, PathOrUri, SaveHandle, ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest, SavedRun
+from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -74,23 +67,19 @@ SealedIndex = tuple[bytes, Mapping[str, tuple[FileDigest, int | None]], Manifest
 
 
 # ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def files_of(data: Data, threads: int, layout: ShardLayout | None, rank: int) -> list[list[MetadataIndex]]:
+def files_of(data: Data, threads: int, layout: ShardLayout | None) -> list[list[MetadataIndex]]:
     """Divide the pieces of a rank into files.
 
     Args:
         data: the pieces.
         threads: most files, of about the same size. Ignored with a ``layout``.
-        layout: the rule for the pieces of a single file; other pieces go to the end of the file.
-        rank: of the writer.
+        layout: the rule; all pieces are then in a single file, in order.
     """
+    files = [list(data)]
     if layout is None:
-        indices = list(data)
-        sizes = [value.nbytes if isinstance(value, Tensor) else 0 for value in data.values()]
-        count = max(1, min(threads, len(indices), -(-sum(sizes) // LEAST_FILE_BYTES)))
-        files = [[indices[number] for number in group] for group in balanced(sizes, count)]
-    else:
-        covered = dict.fromkeys(part.metadata_index for part in layout.pieces(rank))
-        files = [[*covered, *(index for index in data if index not in covered)]]
+        sizes = {index: value.nbytes if isinstance(value, Tensor) else 0 for index, value in data.items()}
+        count = max(1, min(threads, len(data), -(-sum(sizes.values()) // LEAST_FILE_BYTES)))
+        files = balanced(data, sizes.__getitem__, count)
     return [file for file in files if file]
 
 
@@ -100,9 +89,8 @@ def write_files(
     rank: int,
     data: Data,
     threads: int,
-    layout: ShardLayout | None = None,
-    *,
-    watched: Mapping[MetadataIndex, str] = MappingProxyType({}),
+    layout: ShardLayout | None,
+    watched: Mapping[MetadataIndex, str],
 ) -> list[WrittenFile]:
     """Write the data files of a rank, several at the same time. The files are durable when this returns.
 
@@ -110,12 +98,12 @@ def write_files(
         folder: the directory.
         handle: of the save.
         rank: of the writer, for the names of files.
-        data: pieces to write.
+        data: pieces to write; with a ``layout``, the pieces of the rule come first.
         threads: number of files to write at the same time.
         layout: the rule of the plan, if there is a rule.
         watched: names of tensors whose values should be finite.
     """
-    files = files_of(data, threads, layout, rank)
+    files = files_of(data, threads, layout)
     known = {} if layout is None else layout.places(rank, handle.suffix)  # places that follow from the rule
     most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
 
@@ -125,7 +113,7 @@ def write_files(
         part = {index: data[index] for index in files[number]}
         most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in part.values())
         written: dict[MetadataIndex, tuple[int, int]] = {}
-        not_finite: list[str] = []
+        not_finite: list[str | None] = []
 
         def fill(sink: StreamWriter) -> None:
             for index, value in part.items():
@@ -134,8 +122,7 @@ def write_files(
                     tensor: Any = in_one_piece(value.detach())
                     image = TorchImage(tensor, watched=[(watched[index], tensor)] if index in watched else ())
                     image.write(sink)
-                    if image.not_finite is not None:
-                        not_finite.append(image.not_finite)
+                    not_finite.append(image.not_finite)
                 else:
                     sink.write(value)
                 size = sink.size_bytes - start
@@ -144,7 +131,7 @@ def write_files(
 
         file = NewFile(name, most, fill, chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks))
         (digest,) = folder.write(handle, [file])
-        return WrittenFile(name, digest, written, next(iter(not_finite), None))
+        return WrittenFile(name, digest, written, next(filter(None, not_finite), None))
 
     with WorkerPool(max(1, len(files)), name="checkpoint-save") as pool:
         jobs = [pool.submit(functools.partial(write, number)) for number in range(len(files))]
@@ -179,30 +166,14 @@ def index_bytes(
         for file in part
         for piece, (offset, size) in file.places.items()
     }
-    index = dataclasses.replace(index, storage_data=places)
-    if (number := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
-        index.version = number
+    index = dataclasses.replace(index, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
     return pickle.dumps(index) if layout is None else layout.pack(index, suffix)
-
-
-def _commit(folder: ShardedDirectory, sealed: SealedIndex) -> Manifest:
-    """Commit the checkpoint in ``folder``, or remove the files."""
-    try:
-        return folder.commit(*sealed)
-    except BaseException:
-        folder.abandon()
-        raise
 
 
 def record_of_directory(name: str, world_size: int, *, kind: str = "sharded", batch: int = 0) -> Manifest:
     """Return the record, without files, of the directory ``name`` of no run."""
-    return Manifest(
-        name=name,
-        kind=kind,
-        template=name,
-        run=SavedRun(name="", timestamp={"batch": batch}, world_size=world_size),
-        files=(),
-    )
+    run = SavedRun(name="", timestamp={"batch": batch}, world_size=world_size)
+    return Manifest(name=name, kind=kind, template=name, run=run, files=())
 
 
 # ── for torch.distributed.checkpoint ─────────────────────────────────────────────────────────────────────────────────
@@ -284,18 +255,17 @@ class RemoteFileSystemWriter(StorageWriter):
             data: dict[MetadataIndex, Tensor | bytes] = {}
             for item in plan.items:
                 value: Any = planner.resolve_data(item)
-                is_value = item.type is WriteItemType.BYTE_IO
-                data[item.index] = cast("io.BytesIO", value).getvalue() if is_value else value
-            written = write_files(self._folder, handle, rank, data, self._threads)
+                data[item.index] = value.getvalue() if item.type is WriteItemType.BYTE_IO else value
+            written = write_files(self._folder, handle, rank, data, self._threads, None, {})
         except BaseException:
             if ranks == 1:  # otherwise other ranks may still write to the directory
                 self._folder.abandon()
             raise
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(cast("Any", written))
+        future: Future[Any] = Future()
+        future.set_result(written)
         return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commit the checkpoint on rank 0, after all ranks have written.
 
         Args:
@@ -303,10 +273,9 @@ class RemoteFileSystemWriter(StorageWriter):
             results: of :meth:`write_data` of each rank.
         """
         assert self._handle is not None
-        written = cast("list[list[WrittenFile]]", results)
         record = record_of_directory(self._folder.name, len(results))
-        index = index_bytes(metadata, written, None, self._handle.suffix)
-        _commit(self._folder, (index, {file.name: (file.digest, None) for part in written for file in part}, record))
+        index = index_bytes(metadata, results, None, self._handle.suffix)
+        self._folder.commit(index, {file.name: (file.digest, None) for part in results for file in part}, record)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -316,7 +285,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class ShardWriter:
+class ShardWriter(RankWriter):
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
@@ -328,14 +297,7 @@ class ShardWriter:
         of_run: the state of a training run: see :class:`~composerlite.checkpoint.save.sharded_plan.RankState`.
         threads: number of files to write at the same time on this rank; ``None``: up to four.
         watched: ids of storages of weights. The record names a weight there with a NaN or infinite value.
-
-    Attributes:
-        size_bytes: size of the memory for a snapshot.
-        storages: storages to copy before training changes them, and the offset of each in the snapshot.
     """
-
-    storages: Sequence[StorageCopy] = ()
-    seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
         self,
@@ -363,9 +325,7 @@ class ShardWriter:
         except BaseException:
             self.close(may_be_committed=False)
             raise
-        own = ((index, state.data[index]) for index in self._plan.own)
-        # Detached: training may replace the memory of its tensors before the copy is written.
-        self._data = {index: value.detach() if isinstance(value, Tensor) else value for index, value in own}
+        self._data = {index: state.data[index] for index in self._plan.own}
         self._watched = {
             index: "/".join(map(str, state.paths[index.fqn][1:]))
             for index, tensor in self._data.items()
@@ -373,32 +333,29 @@ class ShardWriter:
         }
         self._starts: dict[int, int] = {}
         """Where the first byte of each storage is, or would be, in the snapshot."""
-        self.size_bytes = self._lay_out()
+        self._lay_out()
 
-    def _lay_out(self) -> int:
-        """Choose a place in the snapshot for each storage with data of this rank; return the bytes of the snapshot.
+    def _lay_out(self) -> None:
+        """Choose a place in the snapshot for each storage with data of this rank.
 
         If less than half of a storage is written, only the part from the first byte to the last is copied.
         """
-        spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        spans: dict[int, tuple[Any, int, int]] = {}
         for tensor in self._data.values():
             if isinstance(tensor, Tensor) and tensor.numel():
                 storage, (first, end) = tensor.untyped_storage(), _span(tensor)
                 _, least, most = spans.get(storage_id(storage), (storage, first, end))
                 spans[storage_id(storage)] = storage, min(first, least), max(end, most)
-        copies, size = list[StorageCopy](), 0
+        self.storages = copies = list[StorageCopy]()
         for number, (storage, first, end) in spans.items():
             first -= first % _ALIGNMENT  # for tensors of any type
-            part: Any = storage
             if 2 * (end - first) < storage.nbytes():
-                part = storage[first:end]
+                storage = storage[first:end]
             else:
                 first = 0
-            copies.append(StorageCopy(part, size))
-            self._starts[number] = size - first
-            size = -(-(size + part.nbytes()) // _ALIGNMENT) * _ALIGNMENT
-        self.storages = copies
-        return size
+            copies.append(StorageCopy(storage, self.size_bytes))
+            self._starts[number] = self.size_bytes - first
+            self.size_bytes = -(-(self.size_bytes + storage.nbytes()) // _ALIGNMENT) * _ALIGNMENT
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[WrittenFile]:
         """Write the files of this rank, durably, and return facts about the files for rank 0."""
@@ -412,24 +369,21 @@ class ShardWriter:
                     self._data[index] = copy.set_(storage, 0, tensor.size(), tensor.stride())
             self.storages = []
         layout = self._plan.layout
-        written = write_files(
-            self._folder, self._handle, self._rank, self._data, self._threads, layout, watched=self._watched
-        )
+        written = write_files(self._folder, self._handle, self._rank, self._data, self._threads, layout, self._watched)
         self._data, self.storages = {}, []
         return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
         """Commit on rank 0, and return the record. ``parts`` are the results of :meth:`write` of all ranks."""
-        return _commit(self._folder, self.seal(manifest, parts))
+        return self._folder.commit(*self.seal(manifest, parts))
 
-    def seal(self, manifest: Manifest, parts: Sequence[Any]) -> SealedIndex:
+    def seal(self, manifest: Manifest, parts: Sequence[Sequence[WrittenFile]]) -> SealedIndex:
         """Return the index, the digests of all files and the record, on rank 0."""
         assert self._plan.metadata is not None
-        written = cast("Sequence[Sequence[WrittenFile]]", parts)
-        index = index_bytes(self._plan.metadata, written, self._plan.layout, self._handle.suffix)
-        nodes = [None] * len(written) if self._disks is None else self._disks.nodes
-        files = {file.name: (file.digest, node) for node, part in zip(nodes, written, strict=True) for file in part}
-        return index, files, manifest.marked([file.not_finite for part in written for file in part])
+        index = index_bytes(self._plan.metadata, parts, self._plan.layout, self._handle.suffix)
+        nodes = [None] * len(parts) if self._disks is None else self._disks.nodes
+        files = {file.name: (file.digest, node) for node, part in zip(nodes, parts, strict=True) for file in part}
+        return index, files, manifest.marked([file.not_finite for part in parts for file in part])
 
     def commit_part(self, sealed: SealedIndex) -> Manifest | None:
         """Write the deciding file, on the first rank of each disk. The file makes the checkpoint valid on the disk.
@@ -437,7 +391,7 @@ class ShardWriter:
         An error removes the files of the disk. Other ranks do nothing. Return the record on rank 0.
         """
         assert self._disks is not None
-        manifest = _commit(self._folder, sealed) if self._disks.is_folder_leader else None
+        manifest = self._folder.commit(*sealed) if self._disks.is_folder_leader else None
         return manifest if self._rank == 0 else None
 
     def close(self, *, may_be_committed: bool) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from composerlite.checkpoint.foreign.keys import as_tensor
 from composerlite.checkpoint.tools.reading import leaves_in, shortened
 
 _STEP = 1 << 24
@@ -36,8 +36,7 @@ class Change(NamedTuple):
 
 
 @final
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Differences between two flat state dicts.
 
     Attributes:
@@ -63,11 +62,7 @@ class Comparison:
 
 def flat(contents: Any) -> dict[str, Any]:
     """Flatten nested dicts and lists to keys joined by dots. Empty containers are values, arrays of numbers tensors."""
-    found: dict[str, Any] = {}
-    for path, value in leaves_in(contents):
-        is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "fiubc" and value.dtype.isnative  # pyright: ignore
-        found[".".join(path)] = torch.from_numpy(value) if is_numeric else value
-    return found
+    return {".".join(path): as_tensor(value) for path, value in leaves_in(contents)}
 
 
 def compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
@@ -104,7 +99,7 @@ def _form(value: Any) -> str:
 def _change(key: str, a: Tensor, b: Tensor) -> Change:
     """Return the difference of two tensors of equal shape and type."""
     shape = tuple(a.shape)
-    a, b = _numbers(a), _numbers(b)
+    a, b = (one.detach().to_dense().reshape(-1) for one in (a, b))  # also sparse ones
     largest, squares, size = [0.0], 0.0, 0.0
     for start in range(0, a.numel(), _STEP):
         part = a[start : start + _STEP]
@@ -115,12 +110,6 @@ def _change(key: str, a: Tensor, b: Tensor) -> Change:
     most = math.nan if any(map(math.isnan, largest)) else max(largest)
     norm = math.sqrt(squares)
     return Change(key, shape, most, norm, norm / math.sqrt(size) if size else math.inf)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor of any layout as a dense one-dimensional tensor."""
-    tensor = tensor.detach()
-    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any, cast
 from composerlite.checkpoint.api.state_dict import save_safetensors, task_of
 from composerlite.checkpoint.foreign.keys import Rename, renamed, tensors_of
 from composerlite.checkpoint.format.archive import STATES
-from composerlite.checkpoint.format.packing import format_of
 from composerlite.checkpoint.format.torch_file import TorchImage
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
@@ -20,7 +19,6 @@ from composerlite.checkpoint.save.sharded_writer import ShardWriter
 from composerlite.checkpoint.tools.reading import weights_of
 from composerlite.devices import rng
 from composerlite.dist import Group
-from composerlite.storage import make_folder
 from composerlite.types import StateDict
 
 WEIGHT_FORMS = ("safetensors", "safetensors folder", "state_dict")
@@ -40,13 +38,10 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
         CheckpointExistsError: ``path`` exists, and ``overwrite`` is false.
         ConfigError: the suffix names no known format, or a library for the compression is not installed.
     """
-    format_of(path.name)  # before anything is written
-    make_folder(path.parent)
     is_model = isinstance(contents, Mapping) and not {"state", "optim"} & set(cast("StateDict", contents))
     record = _record(manifest, path.name, "weights" if is_model else "monolithic")
     images = {STATES: TorchImage(cast("Any", contents))}
-    catalog = Catalog(path.parent)
-    writer = FileWriter(images, catalog, name=path.name, overwrite=overwrite, record=record)
+    writer = FileWriter(images, Catalog(path.parent), name=path.name, overwrite=overwrite, record=record)
     task_of(record, path, writer, Group()).run()
 
 
@@ -55,16 +50,14 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
 
     Arguments and errors as :func:`write_file`.
     """
-    state = cast("StateDict", contents)
-    make_folder(path.parent)
+    state: StateDict = contents
     folder = ShardedDirectory.of(path)
     record = _record(manifest, folder.name, "sharded")
     of_run = isinstance(state.get("state"), Mapping)  # otherwise the functions on state dicts load it
     if not of_run and not isinstance(state.get("model"), Mapping):
         state = {"model": weights_of(contents, str(path))}
     if of_run and isinstance(state.get("rng"), list):
-        ranks = enumerate(cast("list[Any]", state["rng"]))
-        state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in ranks}}
+        state = {**state, "rng": {str(rank): rng.packed(one) for rank, one in enumerate(state["rng"])}}
     writer = ShardWriter(lambda: state, folder, overwrite=overwrite, of_run=of_run)
     task_of(record, path, writer, Group()).run()
 
@@ -89,7 +82,6 @@ def write_weights(
         ConfigError: ``rename`` gives two weights the same name, or changes no name.
     """
     weights = renamed(weights_of(contents, source), rename or Rename())
-    make_folder(path.parent)
     if form == "safetensors folder":
         save_safetensors(path, tensors_of(weights, str(path)), save_overwrite=overwrite)
     elif form == "safetensors":

@@ -9,7 +9,6 @@ from __future__ import annotations
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import check_own, delete_checkpoint, fetch_checkpoint, own_files
 from composerlite.checkpoint.place.place import OnBytes, Place
-from composerlite.checkpoint.record.record import Manifest
 from composerlite.checkpoint.tools.surveying import Found, checkpoint_at
 from composerlite.errors import (
     CheckpointExistsError,
@@ -40,7 +39,20 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
         CheckpointNotFoundError: the checkpoint has no record.
         IncompatibleCheckpointError: a part of the checkpoint is on the disks of other nodes.
     """
-    source, manifest = found.place, _whole_record(found)
+    source, manifest = found.place, found.manifest
+    if manifest is None and not found.decider:
+        raise CheckpointNotFoundError(
+            f"{found.uri!r} has no record: nothing says what its bytes must be. Copy it as any other file: load_path "
+            "takes it as it is."
+        )
+    if manifest is None or found.faults:
+        raise CorruptCheckpointError(f"{found.uri!r} is incomplete: {'; '.join(found.faults[:3])}. Nothing was copied.")
+    if len(manifest.here) != len(manifest.files):
+        raise IncompatibleCheckpointError(
+            f"{found.uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to "
+            "one folder, or save to a bucket."
+        )
+    check_own(source, manifest)
     uri = target.uri(manifest.name)
     is_file = target.exists(manifest.name)
     if is_file if manifest.is_directory else not is_file and any(target.files(manifest.name)):
@@ -72,22 +84,3 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
         ) from e
     target.delete({*old} - {record.path for record in manifest.files})
     return True
-
-
-def _whole_record(found: Found) -> Manifest:
-    """Return the record of ``found``, if the whole checkpoint is in its place. Errors as :func:`copy`."""
-    uri, manifest = found.uri, found.manifest
-    if manifest is None and not found.decider:
-        raise CheckpointNotFoundError(
-            f"{uri!r} has no record: nothing says what its bytes must be. Copy it as any other file: load_path takes "
-            "it as it is."
-        )
-    if manifest is None or found.faults:
-        raise CorruptCheckpointError(f"{uri!r} is incomplete: {'; '.join(found.faults[:3])}. Nothing was copied.")
-    if len(manifest.here) != len(manifest.files):
-        raise IncompatibleCheckpointError(
-            f"{uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to one "
-            "folder, or save to a bucket."
-        )
-    check_own(found.place, manifest)
-    return manifest

@@ -13,7 +13,7 @@ from torch import Tensor
 from composerlite.checkpoint.foreign.keys import NOTHING, flat_weights, found_at
 from composerlite.checkpoint.foreign.systems import model_in, recognised, what_is_recognised
 from composerlite.checkpoint.format import MODEL
-from composerlite.checkpoint.format.packing import is_packed_beginning
+from composerlite.checkpoint.format.packing import HEADER_BYTES, is_packed_beginning
 from composerlite.checkpoint.format.torch_reader import TorchFile
 from composerlite.checkpoint.format.weight_files import TORCH_SUFFIX, WEIGHTS_SUFFIX
 from composerlite.checkpoint.load.reader import deepspeed_contents, opened, readable
@@ -29,8 +29,6 @@ from composerlite.types import StateDict, items_of
 _WEIGHTS = ("model.", "state.model.", "state.integrations.")
 """Beginnings of the keys of weights in a directory, and of the state of integrations."""
 _MOST_TEXT, _MOST_ITEMS = 60, 8
-_BEGINNING_BYTES = 512
-"""The first bytes of a file show whether the file is compressed."""
 
 
 # ── parts of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────────
@@ -73,14 +71,7 @@ def contents_of(found: Found) -> Any:
         return deepspeed_contents(found.place, save)
     if (directory := model_directory(found)) is None:
         return _shapes_in_file(found.name, found)
-    from composerlite.checkpoint.format.sharded_index import nested
-    from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
-
-    with sharded.RemoteFileSystemReader(directory) as reader:
-        metadata = reader.read_metadata()
-    tensors = sharded.unread(metadata, metadata.state_dict_metadata, device="meta")
-    values: dict[str, Any] = {key: ... if one is None else one for key, one in tensors.items()}  # no value is read
-    shapes = nested(metadata, "", list(values), values)
+    shapes = _read_directory(directory, shapes_only=True)
     if found.kind != "step":
         return shapes
     beside = {path.removeprefix(f"{found.name}/"): _shapes_in_file(path, found) for path in _train_files(found)}
@@ -94,11 +85,10 @@ def _shapes_in_file(path: str, found: Found) -> Any:
         size = place.size(path)
         digest = next((record.digest for record in found.records if record.path == path), None)
         verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
-        with place.opened(path, None) as unverified, place.opened(path, verifiable) as source:
-            if not is_packed_beginning(unverified.read(0, min(size, _BEGINNING_BYTES))):
-                body = size if verifiable is None else verifiable.body_bytes
-                with readable(Path(place.uri(path))):
-                    return TorchFile(source, body, map_location="meta", check_sums=digest is None).contents
+        body = size if verifiable is None else verifiable.body_bytes
+        with place.opened(path, verifiable) as source, readable(Path(place.uri(path))):
+            if not is_packed_beginning(source.read(0, min(body, HEADER_BYTES))):
+                return TorchFile(source, body, map_location="meta", check_sums=digest is None).contents
     with fetched(place.path_of(path) or place.uri(path)) as local, opened(local, map_location="meta") as file:
         return file.contents
 
@@ -165,7 +155,11 @@ def weights_of(contents: Any, source: str) -> StateDict:
     raise IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
 
-def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
+def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...] = ("",), *, shapes_only: bool = False) -> Any:
+    """Return the contents of a directory: of keys that begin with a part of ``wanted``, or of all if none does.
+
+    With ``shapes_only`` no value is read: tensors are on the device ``meta``, and ``...`` stands for other values.
+    """
     from composerlite.checkpoint.format.sharded_index import nested
     from composerlite.checkpoint.load import sharded  # slow to import, and most checkpoints are files
 
@@ -173,8 +167,11 @@ def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
         metadata = reader.read_metadata()
         every = list(metadata.state_dict_metadata)
         keys = [key for key in every if f"{key}.".startswith(wanted)] or every
-        contents = nested(metadata, "", keys, sharded.load_flat(reader, keys))
-    if not isinstance(contents, dict):
+        values = sharded.unread(metadata, keys, device="meta") if shapes_only else sharded.load_flat(reader, keys)
+    if shapes_only:
+        values = {key: ... if one is None else one for key, one in values.items()}
+    contents = nested(metadata, "", keys, values)
+    if shapes_only or not isinstance(contents, dict):
         return contents
     contents = sharded.as_in_a_file(cast("StateDict", contents))
     if isinstance(contents.get("rng"), list):  # a directory has a row of bytes for each generator
@@ -185,7 +182,7 @@ def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...]) -> Any:
 
 def _read_file(path: Path, *, weights_only: bool) -> Any:
     if is_read_in_place(path):
-        return _read_directory(ShardedDirectory(Folder(path.parent), "", path.name), ("",))
+        return _read_directory(ShardedDirectory(Folder(path.parent), "", path.name))
     with opened(path) as file:
         if weights_only:
             file.contents = _weights_in(file.contents)
@@ -215,8 +212,7 @@ def read_without_record(found: Found) -> str:
         CorruptCheckpointError: a checksum, a size or a name of a file is wrong.
         UntrustedCheckpointError: a type in the checkpoint is not known to be safe.
     """
-    from composerlite.checkpoint.load.sharded import RemoteFileSystemReader
-    from composerlite.checkpoint.load.sharded_reader import safe_contents  # slow to import
+    from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents  # slow to import
 
     system = recognised(contents_of(found)) or "of no system that is recognised"
     sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"

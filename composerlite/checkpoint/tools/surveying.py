@@ -9,10 +9,9 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast, final
+from typing import NamedTuple, final
 
 from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, SUFFIX, TRAIN
 from composerlite.checkpoint.format.weight_files import holds_model_states, holds_weights
@@ -34,8 +33,7 @@ _LOOKS_SAVED = re.compile(
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A checkpoint, or the files of an incomplete checkpoint.
 
     Attributes:
@@ -99,12 +97,9 @@ class Found:
 
 def newest(listed: Iterable[Found]) -> Found | None:
     """Find the run that saved last, and return its newest committed checkpoint; ``None``: nothing is committed."""
-    whole = [(one, manifest) for one in listed if (manifest := one.committed) is not None]
-    if not whole:
-        return None
-    last, _ = max(whole, key=lambda pair: pair[1].saved_at)
-    of_run = [pair for pair in whole if (pair[0].home, pair[0].run_name) == (last.home, last.run_name)]
-    return max(living_line(of_run, lambda pair: pair[1]), key=lambda pair: pair[1].order)[0]
+    of_run = max(_by_run(listed), key=lambda pairs: max(manifest.saved_at for _, manifest in pairs), default=[])
+    living = living_line(of_run, lambda pair: pair[1])
+    return max(living, key=lambda pair: pair[1].order)[0] if living else None
 
 
 def survey(place: Place) -> list[Found]:
@@ -117,10 +112,8 @@ def survey(place: Place) -> list[Found]:
     """
     files = place.files()
     deciders = [path for path in files if may_be_decider(path)]
-    found: list[Found] = []
-    for path, record in zip(deciders, map_reads(place, functools.partial(_record, place), deciders), strict=True):
-        if record is not None:
-            found.append(_of_record(place, path, record, files))
+    records = zip(deciders, map_reads(place, functools.partial(_record, place), deciders), strict=True)
+    found = [_of_record(place, path, record, files) for path, record in records if record is not None]
     known = {one.name for one in found}
     for path in files:  # steps of other programs have no record with the names of their files
         name = path.removesuffix(f"/{MARKER}")
@@ -128,23 +121,21 @@ def survey(place: Place) -> list[Found]:
             needed = (f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt")
             faults = tuple(f"{last} is missing" for last in needed if f"{name}/{last}" not in files)
             found.append(Found(place, name, "step", None, faults or (UNLISTED,), files_of(files, name), path))
-    found = _with_abandoned(found)
+    living = {one.name for pairs in _by_run(found) for one, _ in living_line(pairs, lambda pair: pair[1])}
+    found = [one._replace(abandoned=one.committed is not None and one.name not in living) for one in found]
     found.sort(key=lambda one: (*((1,) if one.manifest is None else (0, *one.manifest.order)), one.name))
     taken = {file.path for one in found for file in one.files}
     rest = {path: file for path, file in files.items() if path not in taken}
     return found + _without_record(place, rest, {one.name for one in found})
 
 
-def _with_abandoned(found: Sequence[Found]) -> list[Found]:
-    """Mark the committed checkpoints of abandoned attempts."""
-    runs: dict[tuple[str, str], list[Found]] = {}
-    for one in found:
-        if one.committed is not None:
-            runs.setdefault((one.home, one.committed.run_name), []).append(one)
-    living: set[str] = set()
-    for of_run in runs.values():
-        living |= {one.name for one in living_line(of_run, lambda one: cast("Manifest", one.manifest))}
-    return [replace(one, abandoned=one.committed is not None and one.name not in living) for one in found]
+def _by_run(listed: Iterable[Found]) -> list[list[tuple[Found, Manifest]]]:
+    """Return the committed checkpoints of each run, with the records."""
+    runs: dict[tuple[str, str], list[tuple[Found, Manifest]]] = {}
+    for one in listed:
+        if (manifest := one.committed) is not None:
+            runs.setdefault((one.home, manifest.run_name), []).append((one, manifest))
+    return list(runs.values())
 
 
 def checkpoint_at(place: Place, path: str) -> Found | None:
@@ -326,18 +317,16 @@ def _without_record(place: Place, files: Mapping[str, StoredFile], known: set[st
         if any(part.startswith(".") for part in folder.split("/")):
             continue
         if folder and (last == INDEX or last.endswith(SUFFIX)):
-            if (name := folder.removesuffix(f"/{MODEL}")) not in known:
-                directories[name] = "sharded"
+            directories[folder.removesuffix(f"/{MODEL}")] = "sharded"
         elif folder and (holds_weights([last]) or holds_model_states([last])):
-            if folder not in known:
-                directories.setdefault(folder, "weights")
+            directories.setdefault(folder, "weights")
         elif not last.startswith(".") and _LOOKS_SAVED.search(last):
             alone.append(path)
     found: list[Found] = []
-    for name, kind in sorted(directories.items()):
+    for name in sorted(directories.keys() - known):
         has_index = any(path in files for path in (f"{name}/{INDEX}", f"{name}/{MODEL}/{INDEX}"))
-        fault = UNLISTED if kind == "weights" or has_index else f"{INDEX} is missing: its save did not end"
-        found.append(Found(place, name, kind, None, (fault,), files_of(files, name)))
+        fault = UNLISTED if directories[name] == "weights" or has_index else f"{INDEX} is missing: its save did not end"
+        found.append(Found(place, name, directories[name], None, (fault,), files_of(files, name)))
     inside = {file.path for one in found for file in one.files}
     return found + [Found(place, path, "", None, (UNLISTED,), (files[path],)) for path in alone if path not in inside]
 

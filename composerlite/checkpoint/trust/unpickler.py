@@ -56,21 +56,18 @@ class RefusedError(Exception):
         self.allowable = allowable
 
 
-def storage_dtype(module: str, name: str) -> torch.dtype | None:
-    """Return the type of the numbers in a storage of torch's class ``module.name``. ``None``: no class of storages."""
-    return _STORAGE_DTYPES.get(name) if module in ("torch", "torch.storage", "torch.cuda") else None
-
-
 def _user_types() -> dict[str, Any]:
     """Return the classes and functions allowed by the user, by full name."""
     allowed: dict[str, Any] = {}
-    for item in torch.serialization.get_safe_globals():
-        if isinstance(item, tuple):
-            thing, name = cast("tuple[Any, str]", item)
-            allowed[name] = thing
-        else:
-            allowed[f"{item.__module__}.{item.__qualname__}"] = item
+    for item in cast("list[Any]", torch.serialization.get_safe_globals()):
+        thing, name = item if isinstance(item, tuple) else (item, name_of(item))
+        allowed[name] = thing
     return allowed
+
+
+def name_of(thing: Any) -> str:
+    """Return the name of a class or function, as ``module.name``."""
+    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 def _own_enum(name: str) -> type[enum.Enum] | None:
@@ -87,15 +84,8 @@ def _own_enum(name: str) -> type[enum.Enum] | None:
 
 def is_loadable(thing: Any) -> bool:
     """Return true if checkpoints with the class or function ``thing`` load without ``trust_checkpoint=True``."""
-    module, name = thing.__module__, thing.__qualname__
-    full = f"{module}.{name}"
-    known = full in _KNOWN or full in _user_types()
-    return known or _own_enum(full) is not None or storage_dtype(module, name) is not None
-
-
-@final
-class _Described(dict[str, Any]):
-    """An object of a class of Composer, as a dict: the class name, the arguments and the state."""
+    full = name_of(thing)
+    return full in _KNOWN or full in _user_types() or _own_enum(full) is not None
 
 
 @final
@@ -129,10 +119,11 @@ def _check_key(key: Any, budget: list[int], depth: int) -> None:
             _check_key(part, budget, depth + 1)
 
 
-def _check_counts(shape: Any) -> None:
+def _check_counts(*shapes: Any) -> None:
     """Refuse a shape or strides that are no tuple of whole numbers from 0 to 2**62 - 1. Raises ValueError."""
-    if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise ValueError(f"{_short(shape)} is no shape")
+    for shape in shapes:
+        if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+            raise ValueError(f"{_short(shape)} is no shape")
 
 
 def _check_numbers(dtype: Any, raw: Any, count: int) -> None:
@@ -173,8 +164,7 @@ def check_shape(contents: Any, size_bytes: int) -> None:
         sizes[id(node)] = size, below
         return size, below
 
-    if isinstance(contents, _CONTAINERS):
-        visit(contents, 0)
+    visit((contents,), -1)
 
 
 def _short(value: object) -> str:
@@ -188,7 +178,7 @@ def _short(value: object) -> str:
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
 def _set_attributes(target: Any, state: Any) -> None:
-    """Set the attributes in ``state``, a dict, or a tuple of two dicts.
+    """Set the attributes in ``state``, a dict or ``None``.
 
     Names of attributes of the class are refused, so no method of the class can be replaced. Names that begin with two
     underscores are refused: numpy would read any memory named by ``__array_interface__``.
@@ -196,13 +186,11 @@ def _set_attributes(target: Any, state: Any) -> None:
     Raises:
         ValueError: a name is refused.
     """
-    parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
-    for part in cast("tuple[Any, ...]", parts):
-        for name, value in (part or {}).items():
-            is_free = type(name) is str and name.isidentifier() and not hasattr(type(target), name)
-            if not is_free or name.startswith("__"):
-                raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
-            setattr(target, name, value)
+    for name, value in (state or {}).items():
+        is_free = type(name) is str and name.isidentifier() and not hasattr(type(target), name)
+        if not is_free or name.startswith("__"):
+            raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
+        setattr(target, name, value)
 
 
 def _restore(target: Any, state: Any) -> None:
@@ -244,7 +232,7 @@ def _bytes(own: Any, data: Any = b"", encoding: Any = "latin1") -> bytes:
 
 
 def _defaultdict(own: Any, factory: Any = None, items: Any = None) -> collections.defaultdict[Any, Any]:
-    is_class = isinstance(factory, type) and (factory in _FACTORIES or own.is_users(factory))
+    is_class = isinstance(factory, type) and (factory in _NAMED.values() or own.is_users(factory))
     if not (factory is None or is_class) or not (items is None or own.is_dict(items)):
         raise ValueError("a defaultdict that calls something else than a class, or of no dict")
     return collections.defaultdict(cast("Any", factory), items or {})
@@ -278,12 +266,10 @@ def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> 
 
 
 def _empty_array(own: Any, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
-    """Return an empty array. The unpickler fills the array once."""
+    """Return an empty array, to be filled by :meth:`RestrictedUnpickler._build`."""
     if kind is not np.ndarray or shape != (0,):
         raise ValueError("an array in a form that numpy does not write")
-    array = np.empty(0, np.int8)
-    own.fresh_arrays[id(array)] = array
-    return array
+    return np.empty(0, np.int8)
 
 
 def _scalar(own: Any, dtype: Any, data: Any) -> Any:
@@ -291,11 +277,10 @@ def _scalar(own: Any, dtype: Any, data: Any) -> Any:
     return np.frombuffer(data, dtype)[0]
 
 
-def _tensor(
-    own: Any, storage: Any, offset: Any, shape: Any, stride: Any, requires_grad: Any = False, *rest: Any
-) -> Tensor:
-    """Return a dense tensor with the type of the storage. ``rest``: hooks, metadata."""
-    return _tensor_v3(own, storage, offset, shape, stride, requires_grad, None, storage.dtype, *rest[1:])
+def _tensor(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
+    """Return a dense tensor with the type of the storage. ``rest``: nothing, or requires_grad, hooks, metadata."""
+    requires_grad, _, *metadata = rest or (False, None)
+    return _tensor_v3(own, storage, offset, shape, stride, requires_grad, None, storage.dtype, *metadata)
 
 
 def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> Tensor:
@@ -303,8 +288,7 @@ def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *re
     requires_grad, _, dtype, *metadata = rest
     if type(storage) is not torch.storage.TypedStorage or type(offset) is not int or offset < 0:
         raise ValueError(f"a tensor in {type(storage).__name__} at {_short(offset)}")
-    _check_counts(shape)
-    _check_counts(stride)
+    _check_counts(shape, stride)
     if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"a tensor of {len(shape)} dimensions with {len(stride)} strides")
     items = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
@@ -313,8 +297,7 @@ def _tensor_v3(own: Any, storage: Any, offset: Any, shape: Any, stride: Any, *re
     if (offset + items) * dtype.itemsize > have or math.prod(shape) >= 1 << 62:
         raise ValueError(f"a tensor of the shape {shape} at {offset} in a storage of {have} bytes")
     made = torch.empty(0, dtype=dtype, device=untyped.device).set_(untyped, offset, shape, stride)
-    if requires_grad:
-        made.requires_grad_(True)
+    made.requires_grad_(bool(requires_grad))
     for name, value in (metadata[0] if metadata and metadata[0] else {}).items():
         if name == "conj" and value is True:
             made = made.conj()
@@ -328,17 +311,15 @@ def _sparse(own: Any, layout: Any, data: Any) -> Tensor:
     own.read_now()
     if not all(isinstance(part, Tensor) for part in data[: 2 if layout is torch.sparse_coo else 3]):
         raise ValueError("a sparse tensor of other parts than tensors")
-    with torch.sparse.check_sparse_tensor_invariants():
-        if layout is torch.sparse_coo:
-            indices, values, shape, *coalesced = data
-            return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced[0] if coalesced else None)
-        return torch.sparse_compressed_tensor(*data, layout=layout)
+    if layout is not torch.sparse_coo:
+        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=True)
+    coalesced = data[3] if len(data) > 3 else None
+    return torch.sparse_coo_tensor(*data[:3], is_coalesced=coalesced, check_invariants=True)
 
 
 def _parameter(own: Any, data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> nn.Parameter:
     made = nn.Parameter(data, bool(requires_grad))
-    if state is not None:
-        _set_attributes(made, state)
+    _set_attributes(made, state)
     return made
 
 
@@ -361,34 +342,27 @@ def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: An
     ``rest``: offset, layout, device, requires_grad.
     """
     if not own.is_users(kind):
-        name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '?')}"
-        raise RefusedError(name, allowable=True)
+        raise ValueError(f"{_short(kind)} that no user allows, as a class of tensors")
     offset, layout, _, requires_grad = rest
-    _check_counts(shape)
-    _check_counts(stride)
+    _check_counts(shape, stride)
     how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
     return wrapper_tensor(kind, shape, **how, device="cpu", requires_grad=bool(requires_grad))
 
 
 # ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
 _OF_COMPOSER = ("composer.", "torchmetrics.")
-"""Beginnings of the names of classes of Composer and torchmetrics. Their objects become ``_Described``."""
+"""Beginnings of the names of classes of Composer and torchmetrics. The objects become dicts, with the class name, the
+arguments and the state.
+"""
 _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _SIZED = {str, bytes, bytearray, set, frozenset, *_CONTAINERS, *_DICTS}
-_FACTORIES = (list, dict, set, int, float, str, bool, tuple, bytes, *_DICTS, collections.deque)
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
 
-_SCALARS = {int, float, bool, str, bytes, type(None)}
-_TIMES = {*_SCALARS, datetime.timedelta, datetime.timezone}
+_SCALARS = {int, float, bool, str, bytes, type(None), datetime.timedelta, datetime.timezone}
 _CLASSES: dict[type, set[type]] = {
-    datetime.timedelta: _TIMES,
-    datetime.datetime: _TIMES,
-    datetime.date: _TIMES,
-    datetime.time: _TIMES,
-    pathlib.PosixPath: {str},
-    pathlib.PurePosixPath: {str},
-    TorchVersion: {str},
+    **dict.fromkeys((datetime.timedelta, datetime.datetime, datetime.date, datetime.time), _SCALARS),
+    **{kind: {str} for kind in (*_PATHS, TorchVersion)},
     collections.Counter: {dict, type(None)},
     collections.deque: {list, tuple, int, type(None)},
     complex: {int, float},
@@ -408,15 +382,11 @@ _MAKERS: dict[type, Callable[..., Any]] = {
     np.dtype: _dtype,
 }
 """Functions that create an instance, by class."""
+_NOT_CALLED = (list, dict, int, float, str, bool, tuple, nn.Parameter, Tensor, np.ndarray)
+"""Classes that are only arguments, such as the factory of a defaultdict."""
 _NAMED: dict[str, Any] = {
-    **{f"builtins.{kind.__name__}": kind for kind in (list, dict, set, int, float, str, bool, tuple)},
-    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_CLASSES, *_MAKERS)},
-    "builtins.long": int,  # the names of protocol 2
-    "builtins.unicode": str,
-    "torch.nn.parameter.Parameter": nn.Parameter,
-    "torch.Tensor": Tensor,
+    **{name_of(kind): kind for kind in (*_CLASSES, *_MAKERS, *_NOT_CALLED)},
     "torch._tensor.Tensor": Tensor,
-    "numpy.ndarray": np.ndarray,
     # Python 3.13 calls the module pathlib._local. Every version of Python reads the files of all versions.
     **{f"{module}.{kind.__name__}": kind for module in ("pathlib", "pathlib._local") for kind in _PATHS},
 }
@@ -435,7 +405,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _with_type,
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch.serialization._get_layout": lambda own, name: _LAYOUTS[name],
+    "torch.serialization._get_layout": lambda own, name: _CONSTANTS[name],
 }
 """Allowed functions, by full name."""
 _CONSTANTS = {
@@ -443,26 +413,28 @@ _CONSTANTS = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype | torch.qscheme | torch.layout | torch.memory_format)
 }
-_LAYOUTS = {str(value): value for value in _CONSTANTS.values() if isinstance(value, torch.layout)}
-_KNOWN: dict[str, Any] = {**_CONSTANTS, **_NAMED, **{name: _Maker(call) for name, call in _FUNCTIONS.items()}}
-_STORAGE_DTYPES = {"UntypedStorage": torch.uint8} | {
-    name: dtype
-    for name, dtype in storage_dtypes().items()
+STORAGE_DTYPES = {
+    f"{module}.{name}": dtype
+    for module in ("torch", "torch.storage", "torch.cuda")
+    for name, dtype in {"UntypedStorage": torch.uint8, **storage_dtypes()}.items()
     if dtype not in (torch.quint4x2, torch.quint2x4)  # several numbers in a byte: no size can be checked
 }
+"""Types of the numbers in storages, by the full name of the class of the storage."""
+_MADE = {name: _Maker(call) for name, call in _FUNCTIONS.items()}
+_KNOWN: dict[str, Any] = {**_CONSTANTS, **_NAMED, **_MADE, **STORAGE_DTYPES}
 
 
 # ── the unpickler ────────────────────────────────────────────────────────────────────────────────────────────────────
 _MALFORMED = (
     *(struct.error, pickle.UnpicklingError, IndexError, KeyError, TypeError, ValueError, AttributeError),
-    *(OverflowError, RuntimeError),
+    *(EOFError, OverflowError, RuntimeError),
 )
 _PYTHONS: Any = pickle._Unpickler  # pyright: ignore - the unpickler in Python, with replaceable operations
 # Python's own code for these operations only moves values between the data, the stack and the memo.
 _MOVES = (
-    *(pickle.PROTO, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.STOP, pickle.NONE),
+    *(pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4),
+    *(pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
     *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
     *(pickle.EMPTY_TUPLE, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET),
     *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
@@ -481,9 +453,6 @@ class RestrictedUnpickler(_PYTHONS):
         types: further allowed classes, by full name. Pickle's own rules create and fill the instances, so methods of
             these classes run.
         read_now: reads the bytes of all storages so far; bytes of later storages are read at once.
-
-    Attributes:
-        fresh_arrays: empty arrays without state, by ``id``.
     """
 
     def __init__(
@@ -501,7 +470,6 @@ class RestrictedUnpickler(_PYTHONS):
         self._budget = 8 * len(data) + _SPARE_ITEMS
         self._user = {**_user_types(), **(types or {})}
         self._user_ids = {id(thing) for thing in self._user.values()}
-        self.fresh_arrays: dict[int, Any] = {}
 
     def load(self) -> Any:
         """Return the contents of the pickle.
@@ -510,14 +478,8 @@ class RestrictedUnpickler(_PYTHONS):
             RefusedError: the pickle names a class or function outside of the allowed list.
             ValueError: the pickle is malformed, or unfolds to many times its size.
         """
-        self.read, self.readline = self._file.read, self._file.readline
-        self.metastack, self.stack = list[Any](), list[Any]()
-        self.append = self.stack.append
-        steps = self._STEPS
         try:
-            while (code := self.read(1)) != pickle.STOP:
-                steps[code](self)
-            contents = self.stack.pop()
+            contents = super().load()
         except _MALFORMED as e:
             at = f"byte {self._file.tell()} of {self._size_bytes}"
             raise ValueError(f"its pickle is malformed at {at}: {_short(e)}") from e
@@ -577,14 +539,14 @@ class RestrictedUnpickler(_PYTHONS):
         if id(kind) in self._user_ids:
             return kind(*arguments)
         if isinstance(kind, type):
-            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=kind not in _NAMED.values())
+            raise RefusedError(name_of(kind), allowable=kind not in _NAMED.values())
         raise ValueError(f"a call of {type(kind).__name__}")
 
     # ── operations of pickles ────────────────────────────────────────────────────────────────────────────────────────
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that represents ``module.name`` on the stack.
 
-        The result is the class or constant of the name; a ``Maker`` for a function, or for any class of Composer; the
+        The result is the class or constant of the name; a ``_Maker`` for a function, or for any class of Composer; the
         dtype for a class of storages.
 
         Raises:
@@ -598,8 +560,6 @@ class RestrictedUnpickler(_PYTHONS):
         full = f"{module}.{name}"
         if module in _BLOCKED or full in _BLOCKED:
             raise RefusedError(full, allowable=False)
-        if (dtype := storage_dtype(module, name)) is not None:
-            return dtype
         if full in _KNOWN:
             return _KNOWN[full]
         if full in self._user:
@@ -608,20 +568,18 @@ class RestrictedUnpickler(_PYTHONS):
         if (own := _own_enum(full)) is not None:
             return own
         if full.startswith(_OF_COMPOSER):
-            return _Maker(lambda _, *arguments: _Described({"class": full, "arguments": arguments}))
+            return _Maker(lambda _, *arguments: {"class": full, "arguments": arguments})
         raise RefusedError(full, allowable=True)
 
     def _extend(self, items: list[Any]) -> None:
+        """Add ``items`` to a list, a deque or a set."""
         target = self.stack[-1]
-        if type(target) not in (list, collections.deque):
+        if type(target) is set:
+            target.update(self.keys(items))
+        elif type(target) in (list, collections.deque):
+            target.extend(items)
+        else:
             raise ValueError(f"items for {type(target).__name__}, which takes none")
-        target.extend(items)
-
-    def _add(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not set:
-            raise ValueError(f"items for {type(target).__name__}, which is no set")
-        target.update(self.keys(items))
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -653,7 +611,7 @@ class RestrictedUnpickler(_PYTHONS):
         if isinstance(target, np.dtype):
             _set_byte_order(target, state)
         elif kind is np.ndarray:
-            if self.fresh_arrays.pop(id(target), None) is None:
+            if target.shape != (0,) or target.dtype != np.int8:  # other objects may share the memory of the array
                 raise ValueError("the state of an array that has one")
             _, shape, dtype, _, raw = state
             _check_counts(shape)
@@ -664,23 +622,22 @@ class RestrictedUnpickler(_PYTHONS):
             _set_attributes(target, state)
         elif self.is_users(kind):
             _restore(target, state)
-        elif kind is _Described:
+        elif kind is dict:  # an object of a class of Composer
             target["state"] = state
         else:
-            raise RefusedError(f"{kind.__module__}.{kind.__qualname__}", allowable=False)
+            raise RefusedError(name_of(kind), allowable=False)
 
-    _STEPS: ClassVar[dict[bytes, Callable[[Any], Any]]] = {
-        **{code: _PYTHONS.dispatch[code[0]] for code in _MOVES},
-        pickle.FRAME: lambda self: self.read(8),
-        pickle.BYTEARRAY8: lambda self: self.append(bytearray(self.read(struct.unpack("<Q", self.read(8))[0]))),
-        pickle.APPEND: lambda self: self._extend([self.stack.pop()]),
-        pickle.APPENDS: lambda self: self._extend(self.pop_mark()),
-        pickle.SETITEM: lambda self: self._set_items([self.stack.pop(), self.stack.pop()][::-1]),
-        pickle.SETITEMS: lambda self: self._set_items(self.pop_mark()),
-        pickle.ADDITEMS: lambda self: self._add(self.pop_mark()),
-        pickle.FROZENSET: _frozenset,
-        pickle.REDUCE: lambda self: self.append(self.make(self.stack.pop(), self.stack.pop())),
-        pickle.NEWOBJ: _new,
-        pickle.NEWOBJ_EX: lambda self: self._new(self.stack.pop()),
-        pickle.BUILD: _build,
+    dispatch: ClassVar[dict[int, Callable[[Any], Any]]] = {
+        **{code[0]: _PYTHONS.dispatch[code[0]] for code in _MOVES},
+        pickle.BYTEARRAY8[0]: lambda self: self.append(bytearray(self.read(struct.unpack("<Q", self.read(8))[0]))),
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(), self.stack.pop()][::-1]),
+        pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.FROZENSET[0]: _frozenset,
+        pickle.REDUCE[0]: lambda self: self.append(self.make(self.stack.pop(), self.stack.pop())),
+        pickle.NEWOBJ[0]: _new,
+        pickle.NEWOBJ_EX[0]: lambda self: self._new(self.stack.pop()),
+        pickle.BUILD[0]: _build,
     }

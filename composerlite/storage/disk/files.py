@@ -144,12 +144,6 @@ def make_folder(folder: Path) -> None:
     fsync_folder(folder.parent)
 
 
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raise FileExistsError if ``path`` exists and ``overwrite`` is false."""
-    if not overwrite and os.path.lexists(path):
-        raise FileExistsError(f"{str(path)!r} exists already: pass overwrite=True to replace it.")
-
-
 @final
 class StagedFile:
     """A file that gets its name when the content is complete and durable.

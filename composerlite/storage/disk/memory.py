@@ -143,24 +143,20 @@ def _number_in(file: Path, name: str) -> int | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group of the process with a limit, in both versions of control groups."""
+    """Yield the free bytes of each control group of the process with a limit, in both versions of control groups.
+
+    The parents of a group are included. A container may see its own group as the mount, where the path does not exist.
+    """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or "memory" in controllers.split(","):
-                mount, *names = _GROUPS[1 if controllers else 0]
-                yield from _left_in(root / mount / path.strip("/"), *names)
-
-
-def _left_in(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
-    """Yield the free bytes of ``group`` and of the parents, for each with a limit.
-
-    A container may see its own group as the mount, where ``group`` does not exist.
-    """
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
-            left = int((folder / limit).read_text()) - int((folder / used).read_text())
-            yield left + (_number_in(folder / "memory.stat", cache) or 0)  # the system frees cached files first
+                mount, limit, used, cache = _GROUPS[1 if controllers else 0]
+                group = root / mount / path.strip("/")
+                for folder in (group, *group.parents):
+                    with contextlib.suppress(OSError, ValueError):  # no such group, or no limit ('max')
+                        cached = _number_in(folder / "memory.stat", cache) or 0  # the system frees cached files first
+                        yield cached + int((folder / limit).read_text()) - int((folder / used).read_text())
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -337,7 +337,7 @@ class ParallelReader(Closing):
     def _read_ahead(
         self, places: ReadTargets, units: Iterator[Unit], blocks: Sequence[memoryview], loaders: WorkerPool
     ) -> Iterator[int]:
-        """Have ``loaders`` read ``units`` into ``blocks``, verify, and fill the targets. Yield the size of each part.
+        """Verify ``units`` that ``loaders`` read into ``blocks``, and fill the targets. Yield the size of each part.
 
         Args:
             places: the targets.

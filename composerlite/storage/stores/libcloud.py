@@ -28,7 +28,6 @@ with importing_sdk("apache-libcloud", extra="libcloud", packages=("libcloud", "r
         ObjectDoesNotExistError,
         ObjectError,
         ObjectHashMismatchError,
-        Provider,
     )
     from urllib3.exceptions import HTTPError
 
@@ -82,11 +81,12 @@ class LibcloudObjectStore(BackendStore):
             raise ConfigError(f"provider={provider!r} does not exist.{did_you_mean(provider.lower(), DRIVERS)}")
         self.provider, self.container = provider.lower(), container
         self._chunk_size = chunk_size
-        self._arguments: dict[str, Any] = {
-            **(provider_kwargs or {}),
-            **_from_environment("key_environ", "key", key_environ),
-            **_from_environment("secret_environ", "secret", secret_environ),
-        }
+        self._arguments = dict(provider_kwargs or {})
+        for key, variable in (("key", key_environ), ("secret", secret_environ)):
+            if variable is not None and variable not in os.environ:
+                raise ConfigError(f"{key}_environ is {variable!r}: there is no such environment variable.")
+            if variable is not None:
+                self._arguments[key] = os.environ[variable]
         self._idle = [self._new_driver()]
 
     @classmethod
@@ -177,7 +177,7 @@ class LibcloudObjectStore(BackendStore):
     def _meaning(self, error: Exception) -> Meaning | None:
         if isinstance(error, ContainerDoesNotExistError):
             return FileNotFoundError, f"container {self.container!r} of {self.provider} does not exist."
-        is_missing_file = isinstance(error, FileNotFoundError) and self.provider == Provider.LOCAL
+        is_missing_file = isinstance(error, FileNotFoundError) and self.provider == "local"
         if isinstance(error, ObjectDoesNotExistError) or is_missing_file:
             return FileNotFoundError, f"there is no such object ({self.provider})."
         if isinstance(error, InvalidCredsError):
@@ -212,12 +212,3 @@ def _hang_up(driver: Any) -> None:
     if connection.response is not None:
         connection.response.close()  # the body may be unread
     connection.session.close()
-
-
-def _from_environment(argument: str, key: str, variable: str | None) -> dict[str, str]:
-    """Return the argument ``key`` of the driver with the value of an environment variable; empty without a variable."""
-    if variable is None:
-        return {}
-    if variable not in os.environ:
-        raise ConfigError(f"{argument} is {variable!r}: there is no such environment variable.")
-    return {key: os.environ[variable]}

@@ -13,13 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, final
 
-from composerlite.errors import (
-    ConfigError,
-    ObjectStoreError,
-    ObjectStoreTransientError,
-    checked_arguments,
-    did_you_mean,
-)
+from composerlite.errors import ConfigError, ObjectStoreError, ObjectStoreTransientError, checked_arguments
 from composerlite.storage.disk.files import final_name, is_temporary, temporary_name
 from composerlite.storage.object_store import ObjectInfo, is_name, span_of
 from composerlite.storage.sdk import importing_sdk
@@ -96,8 +90,7 @@ class SFTPObjectStore(BackendStore):
         connect_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if missing_host_key_policy not in _POLICIES:
-            hint = did_you_mean(missing_host_key_policy, _POLICIES)
-            raise ConfigError(f"missing_host_key_policy={missing_host_key_policy!r} is no policy.{hint}")
+            raise ConfigError(f"missing_host_key_policy={missing_host_key_policy!r}: expected one of {_POLICIES}.")
         self._known_hosts = _file("known_hosts_filename", known_hosts_filename, known_hosts_filename_environ)
         key = _file("key_filename", key_filename, key_filename_environ)
         self._root = cwd.rstrip("/") or ("/" if cwd else ".")
@@ -146,15 +139,13 @@ class SFTPObjectStore(BackendStore):
         temporary = posixpath.join(folder, temporary_name(last))
         with self._channel() as channel:
             self._make_folder(channel, folder)
+            rename = channel.rename if version == ABSENT else channel.posix_rename
             try:
                 _write(channel, temporary, file)
-                if version != ABSENT:
-                    channel.posix_rename(temporary, path)
-                    return
                 try:
-                    channel.rename(temporary, path)
+                    rename(temporary, path)
                 except OSError as e:
-                    if _is_there(channel, path):
+                    if version == ABSENT and _is_there(channel, path):
                         raise FileExistsError from e
                     raise
             except BaseException as e:
@@ -261,10 +252,19 @@ class SFTPObjectStore(BackendStore):
     # ── connections ──────────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def _channel(self) -> Generator[Any]:
-        """Lend the calling thread a channel to the server. Waits while all 8 channels are lent."""
+        """Lend the calling thread a channel to the server. Waits while all 8 channels are lent.
+
+        Connects first if there is no connection.
+        """
         with self._slots:
             with self._lock:
-                channel = self._take_channel()
+                transport = self._ssh.get_transport()
+                if transport is None or not transport.is_authenticated():
+                    self._idle = []
+                    self._ssh.close()
+                    self._ssh.connect(**self._login)
+                channel: Any = self._idle.pop() if self._idle else self._ssh.open_sftp()
+                channel.get_channel().settimeout(self._answer_timeout)
             try:
                 yield channel
             except BaseException as e:
@@ -278,19 +278,6 @@ class SFTPObjectStore(BackendStore):
                     self._idle.append(channel)  # the server refused an operation
                 raise
             self._idle.append(channel)
-
-    def _take_channel(self) -> Any:
-        """Return an idle or a new channel. Connect first if there is no connection. Called with ``_lock`` held."""
-        transport = self._ssh.get_transport()
-        if transport is None or not transport.is_authenticated():
-            self._idle = []
-            self._ssh.close()
-            self._ssh.connect(**self._login)
-        if self._idle:
-            return self._idle.pop()
-        channel: Any = self._ssh.open_sftp()
-        channel.get_channel().settimeout(self._answer_timeout)
-        return channel
 
     # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _meaning(self, error: Exception) -> Meaning | None:
