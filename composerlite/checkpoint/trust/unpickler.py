@@ -178,7 +178,7 @@ def _short(value: object) -> str:
 
 # ── how objects get their state ──────────────────────────────────────────────────────────────────────────────────────
 def _set_attributes(target: Any, state: Any) -> None:
-    """Set the attributes in ``state``, a dict or ``None``.
+    """Set the attributes in ``state``: ``None``, a dict, or a tuple of two dicts.
 
     Names of attributes of the class are refused, so no method of the class can be replaced. Names that begin with two
     underscores are refused: numpy would read any memory named by ``__array_interface__``.
@@ -186,11 +186,13 @@ def _set_attributes(target: Any, state: Any) -> None:
     Raises:
         ValueError: a name is refused.
     """
-    for name, value in (state or {}).items():
-        is_free = type(name) is str and name.isidentifier() and not hasattr(type(target), name)
-        if not is_free or name.startswith("__"):
-            raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
-        setattr(target, name, value)
+    parts = state if isinstance(state, tuple) and len(cast("tuple[Any, ...]", state)) == 2 else (state,)
+    for part in cast("tuple[Any, ...]", parts):
+        for name, value in (part or {}).items():
+            is_free = type(name) is str and name.isidentifier() and not hasattr(type(target), name)
+            if not is_free or name.startswith("__"):
+                raise ValueError(f"an attribute {_short(name)} of {type(target).__name__}")
+            setattr(target, name, value)
 
 
 def _restore(target: Any, state: Any) -> None:
