@@ -189,31 +189,32 @@ class Composerlite(System):
         )
         self.staging = StagingMemory()
 
-    def _request(self, path: Path, how: str) -> Any:
+    def _request(self, path: Path) -> Any:
         from composerlite.checkpoint import Catalog
         from composerlite.checkpoint.save.form import SaveRequest
 
-        return SaveRequest(state=self.state, catalog=Catalog(path.parent), template=path.name, how=how)
+        return SaveRequest(state=self.state, catalog=Catalog(path.parent), template=path.name)
 
     def save(self, path: Path) -> None:
-        self.begin(self._request(path, "sync")).wait(TIMEOUT)
+        self.begin(self._request(path), "sync").wait(TIMEOUT)
 
-    def begin(self, request: Any) -> Any:
+    def begin(self, request: Any, how: str = "async") -> Any:
         """Begin a save."""
         from composerlite.checkpoint.save.save import begin_save
 
-        return begin_save(request, self.staging)
+        return begin_save(request, self.staging, how=how)
 
     def prepare(self, way: str) -> None:
         from composerlite.checkpoint.save.form import Form
 
-        size_bytes = Form(self.state).expected_bytes(self._request(Path("checkpoint"), way).gathered())
+        request = self._request(Path("checkpoint"))
+        size_bytes = Form(self.state).expected_bytes(request.gathered(self.state.state_dict()))
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
         assert self.staging.wait_until_prepared(TIMEOUT)
 
     def start(self, path: Path, way: str) -> Pending:
-        saved = self.begin(self._request(path, way))
+        saved = self.begin(self._request(path), way)
         return Pending(lambda: saved.done, lambda: saved.wait(TIMEOUT))
 
     def load(self, path: Path) -> None:

@@ -30,7 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,7 @@ def fill(server: S3Server, bucket: str, checkpoints: int, link: str) -> None:
             saved_at=when,
         )
         tail = seal(manifest, digest)
-        return replace(manifest, files=(FileRecord.of(name, digest.with_tail(tail)),)), body + tail
+        return replace(manifest, files=(FileRecord(name, **asdict(digest.with_tail(tail))),)), body + tail
 
     with open_store(f"s3://{bucket}") as store, Transfer(store) as transfer:
 

@@ -370,7 +370,7 @@ def _committed(
     start = time.thread_time()
     written: list[list[WrittenFile]] = [pickle.loads(vote) for vote in votes]
     index = index_bytes(metadata, written, plans[0].layout, "")
-    records = [FileRecord.of(f"step1/{file.name}", file.digest) for part in written for file in part]
+    records = [FileRecord(f"step1/{file.name}", **dataclasses.asdict(file.digest)) for part in written for file in part]
     record = dataclasses.replace(
         record_of_directory("step1", ranks.count), form="sharded", id="0" * 16, files=tuple(records)
     )

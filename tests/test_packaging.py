@@ -139,7 +139,7 @@ LATER = ["click", "omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics"]
         ("composerlite.errors", ["torch", "numpy", *LATER]),
         ("composerlite.storage", ["torch", "numpy", *LATER]),
         ("composerlite.checkpoint.place.bucket", ["torch", "numpy", *LATER]),  # and with it manifests and catalogs
-        ("composerlite.checkpoint.record.retention", ["torch", "numpy", *LATER]),
+        ("composerlite.checkpoint.record.history", ["torch", "numpy", *LATER]),
         ("composerlite.core.time", ["torch", "numpy", *LATER]),
         ("composerlite.cli", ["torch"]),
         ("composerlite.config", ["torch"]),

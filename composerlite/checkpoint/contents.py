@@ -152,13 +152,7 @@ class TrainingState(Protocol):
         ...
 
     def places_for(
-        self,
-        state_dict: StateDict,
-        *,
-        weights_only: bool,
-        strict: bool,
-        exclude_algorithms: Sequence[str],
-        source: str,
+        self, state_dict: StateDict, *, weights_only: bool, strict: bool, exclude_algorithms: Sequence[str], source: str
     ) -> StateDict:
         """Return the live tensors to load ``state_dict`` into. Keys without a live tensor are absent.
 

@@ -21,9 +21,9 @@ from composerlite.checkpoint.memory import Replication, open_replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.lease import HeartbeatLease, Lease, take_leases
+from composerlite.checkpoint.record.history import own_checkpoints
 from composerlite.checkpoint.record.naming import names_of_ranks, varies
 from composerlite.checkpoint.record.record import Manifest, SavedRun
-from composerlite.checkpoint.record.retention import own_checkpoints
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.publish import Publishing
@@ -445,7 +445,9 @@ class CheckpointManager:
             ConfigError: a value cannot be saved.
         """
         with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
-            contents = self._request(self.where.filename).gathered()
+            request = self._request(self.where.filename)
+            held = self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
+            contents = request.gathered(held)
             check_kinds(contents.get("state", {}), None)
         if self.options.asynchronous and (size_bytes := self.where.form.expected_bytes(contents)) is not None:
             self._staging.prepare(size_bytes)
@@ -498,11 +500,9 @@ class CheckpointManager:
         waited, self.outcomes.waited_seconds = self.outcomes.waited_seconds, 0.0
         try:
             with dist.get_group().all_or_none(f"checkpoint {name!r}"):
-                held = state.weights_state_dict() if options.weights_only else state.state_dict()
                 self._check_folder()
             request = self._request(
                 where.filename,
-                state_dict=held,
                 latest=where.latest,
                 overwrite=overwrite or (bool(state.lineage.ancestors) and may_replace(state, where.catalog, name)),
                 occasion="ephemeral" if ephemeral else "regular",
@@ -511,10 +511,9 @@ class CheckpointManager:
                 also=also,
                 retention=dataclasses.replace(policy, held=kept) if self._deletes else None,
                 is_routine=options.in_memory,
-                how=("lazy" if lazy else "async") if options.asynchronous else "sync",
-                started=started,
             )
-            self.pending = pending = begin_save(request, self._staging, waited=waited)
+            how = ("lazy" if lazy else "async") if options.asynchronous else "sync"
+            self.pending = pending = begin_save(request, self._staging, how=how, started=started, waited=waited)
         except (*_FAILURES, RankError, RunInUseError) as e:
             self.outcomes.ended("saved", e)
             return None
@@ -535,8 +534,8 @@ class CheckpointManager:
             self._check_folder()
             if self.pending is not None:
                 self.pending.join()
-            request = self._request(template, overwrite=True, occasion="crash", how="sync")
-            report = begin_save(request, self._staging).wait()
+            request = self._request(template, overwrite=True, occasion="crash")
+            report = begin_save(request, self._staging, how="sync").wait()
         except Exception as e:  # noqa: BLE001 - added as a note to the error of training
             log.error("could not save the state of training after %r: %s", error, e)
             error.add_note(f"The state of training could not be saved: {type(e).__name__}: {e}")
@@ -551,7 +550,6 @@ class CheckpointManager:
             ignore_keys=self.options.ignore_keys,
             catalog=self.where.catalog,
             template=template,
-            disks=self.where.disks,
             form=self.where.form,
             **fields,
         )

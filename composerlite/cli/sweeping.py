@@ -14,8 +14,8 @@ import click
 
 from composerlite.checkpoint.place.commit import garbage
 from composerlite.checkpoint.place.place import Place, StoredFile
+from composerlite.checkpoint.record.history import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.record.record import Manifest
-from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.tools.surveying import Found, place_at, remove, survey
 from composerlite.cli import options
 from composerlite.cli.output import print_json

@@ -96,7 +96,8 @@ def expects(folder: Path) -> tuple[int, int]:
     """How many bytes this rank expects to copy for a save, and how many it is told to."""
     state = sharded_state(width=256)
     step(state)
-    contents = SaveRequest(state=state, catalog=Catalog(folder), template="ba1").gathered()
+    request = SaveRequest(state=state, catalog=Catalog(folder), template="ba1")
+    contents = request.gathered(state.state_dict())
     body = ShardWriter(lambda: contents, ShardedDirectory.of(folder / "ba1"), overwrite=False, of_run=True)
     body.close(may_be_committed=False)
     return expected_bytes(contents), body.size_bytes

@@ -72,16 +72,16 @@ class Saves:
         self.staging = StagingMemory(staging_bytes)
         self.last: SaveTask | None = None
 
-    def save(self, request: SaveRequest) -> SaveTask:
+    def save(self, request: SaveRequest, how: str = "async") -> SaveTask:
         """Wait for the save before, and begin the next."""
         if self.last is not None:
             self.last.join()
-        self.last = begin_save(request, self.staging)
+        self.last = begin_save(request, self.staging, how=how)
         return self.last
 
     def prepare(self, request: SaveRequest) -> None:
         """Get memory ready for such saves."""
-        size_bytes = Form(request.state).expected_bytes(request.gathered())
+        size_bytes = Form(request.state).expected_bytes(request.gathered(request.state.state_dict()))
         assert size_bytes is not None
         self.staging.prepare(size_bytes)
 

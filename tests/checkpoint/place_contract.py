@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import os
 import re
 import threading
@@ -71,27 +72,22 @@ class PlaceContract(ABC):
     def test_files_that_are_written_hold_what_they_were_given(self, place: Place) -> None:
         """Small and large ones, empty ones, and such that were to be longer; each with its size and its digest."""
         contents = {"a/small": b"abc", "a/large": bytes(range(256)) * (40 << 10), "b/none": b"", "b/odd": b"x" * 8191}
-
-        def new(path: str, content: bytes) -> NewFile:
-            return NewFile(path, len(content) + (5 << 20), lambda sink: sink.write(content), 64 << 10)
-
-        digests = place.write(new(path, content) for path, content in contents.items())
-        for (path, content), digest in zip(contents.items(), digests, strict=True):
+        for path, content in contents.items():
+            fill = functools.partial(StreamWriter.write, data=content)
+            digest = place.write(NewFile(path, len(content) + (5 << 20), fill, 64 << 10))
             assert place.read(path) == content
             assert digest == digest_of(content)
-            place.verify(FileRecord.of(path, digest))
+            place.verify(FileRecord(path, **dataclasses.asdict(digest)))
 
     def test_an_error_of_who_fills_a_file_comes_out(self, place: Place) -> None:
-        """As it is; the file before it is whole."""
+        """As it is."""
 
         def fail(sink: StreamWriter) -> None:
             sink.write(b"some")
             raise ZeroDivisionError
 
-        files = [NewFile("first", 3, lambda sink: sink.write(b"abc"), 64 << 10), NewFile("second", 9, fail, 64 << 10)]
         with pytest.raises(ZeroDivisionError):
-            place.write(files)
-        assert place.read("first") == b"abc"
+            place.write(NewFile("second", 9, fail, 64 << 10))
 
     def test_nothing_is_not_found(self, place: Place) -> None:
         """What is not there is FileNotFoundError, and nothing to delete."""
@@ -233,7 +229,7 @@ class PlaceContract(ABC):
         directory.begin(handle)
         name = f"__0_0{handle.suffix}.distcp"
         try:
-            (digest,) = directory.write(handle, [NewFile(name, len(value), lambda sink: sink.write(value), 64 << 10)])
+            digest = directory.write(handle, NewFile(name, len(value), lambda sink: sink.write(value), 64 << 10))
             if until == "commit":
                 raise InterruptedError
             record = record_of_directory("run/c", 1)

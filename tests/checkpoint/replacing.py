@@ -311,7 +311,7 @@ def _save_on_disks(place: str, value: int, overwrite: bool) -> None:
     files: dict[str, tuple[FileDigest, int | None]] = {}
     for number, node in enumerate(nodes):
         name = f"__{number}_0{handle.suffix}.distcp"
-        (digest,) = node.write(handle, [NewFile(name, 100, lambda sink: sink.write(bytes([value]) * 100), 64 << 10)])
+        digest = node.write(handle, NewFile(name, 100, lambda sink: sink.write(bytes([value]) * 100), 64 << 10))
         files[name] = digest, number
     for node in nodes:
         node.commit(b"index", files, record_of_directory("c", 2))

@@ -57,7 +57,7 @@ def save(nodes: Path, node: int, of: int, batch: int, *, size_bytes: int = 1000,
         return
     contents = {file_of(number, batch): bytes([number, batch]) * size_bytes for number in range(of)}
     records = [
-        FileRecord.of(f"{name}/{file}", FileDigest(len(data), xxhash.xxh3_128_hexdigest(data)), number)
+        FileRecord(f"{name}/{file}", len(data), xxhash.xxh3_128_hexdigest(data), node=number)
         for number, (file, data) in enumerate(contents.items())
     ]
     manifest = Manifest(

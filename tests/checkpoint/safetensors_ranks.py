@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +111,13 @@ def fail(folder: Path) -> dict[str, str]:
     told["type"] = outcome(lambda: save_safetensors(folder / "type", odd))
     real = ShardedDirectory.write
 
-    def failing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
-        def broken(file: NewFile, sink: Any) -> None:
-            file.fill(sink)
+    def failing(self: Any, handle: Any, file: NewFile) -> Any:
+        def broken(sink: Any) -> None:
+            if when == "during":
+                file.fill(sink)
             raise OSError(28, "no space", file.path)
 
-        return real(
-            self,
-            handle,
-            [file._replace(fill=functools.partial(broken, file) if when == "during" else failed) for file in files],
-        )
-
-    def failed(sink: Any) -> None:
-        raise OSError(28, "no space")
+        return real(self, handle, file._replace(fill=broken))
 
     for when in ("before", "during"):
         if rank == 1:
@@ -146,12 +139,12 @@ def be_killed(folder: Path) -> None:
     if dist.get_global_rank() == 1:
         real = ShardedDirectory.write
 
-        def killing(self: Any, handle: Any, files: Iterable[NewFile]) -> Any:
-            def broken(file: NewFile, sink: Any) -> None:
+        def killing(self: Any, handle: Any, file: NewFile) -> Any:
+            def broken(sink: Any) -> None:
                 file.fill(sink)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            return real(self, handle, [file._replace(fill=functools.partial(broken, file)) for file in files])
+            return real(self, handle, file._replace(fill=broken))
 
         ShardedDirectory.write = killing  # type: ignore[method-assign]
     save_safetensors(folder / "weights", new, save_overwrite=True)

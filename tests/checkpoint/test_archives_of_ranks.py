@@ -59,7 +59,7 @@ def plant(folder: Path, victim: Path) -> Manifest:
         form="archives",
         template=template,
         run=SavedRun(name="run", timestamp={"batch": 1}, world_size=2),
-        files=(FileRecord.of(victim.name, digest(victim.read_bytes())),),
+        files=(FileRecord(victim.name, **dataclasses.asdict(digest(victim.read_bytes()))),),
     )
     if manifests:
         record = dataclasses.replace(record, id=manifests[0].id)

@@ -14,7 +14,7 @@ from parts import save_batch
 from composerlite.checkpoint import Catalog, Manifest
 from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.resume import choose
-from composerlite.checkpoint.record.attempts import continued, highest_attempt, living_line, new_attempt
+from composerlite.checkpoint.record.history import continued, highest_attempt, is_in_line, living_line, new_attempt
 from composerlite.checkpoint.record.record import SavedRun, seal, unseal
 from composerlite.storage import FileDigest
 from composerlite.types import Lineage
@@ -88,7 +88,7 @@ def test_a_lineage_survives_its_record() -> None:
         read = unseal(one.name, len(data), data, str)
         assert read is not None
         assert read.run.lineage == one.run.lineage
-    assert [one.is_in_line(third.run.lineage) for one in (first, second, third)] == [True, True, True]
+    assert [is_in_line(one, third.run.lineage) for one in (first, second, third)] == [True, True, True]
     later = dataclasses.replace(first, run=dataclasses.replace(first.run, timestamp={"batch": 5}))
-    assert not later.is_in_line(third.run.lineage)
-    assert not second.is_in_line(first.run.lineage)
+    assert not is_in_line(later, third.run.lineage)
+    assert not is_in_line(second, first.run.lineage)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composerlite.checkpoint import Manifest
+from composerlite.checkpoint.record.history import RetentionPolicy, deletions, retention_policy
 from composerlite.checkpoint.record.record import SavedRun
-from composerlite.checkpoint.record.retention import RetentionPolicy, deletions, retention_policy
 from composerlite.core import Time, TimeUnit
 from composerlite.errors import ConfigError
 

@@ -20,9 +20,9 @@ from composerlite.errors import SaveError
 WIDE = 600_000  # 20 MB of weights and momentum: more than one buffer, written past the page cache
 
 
-def save(saves: Saves, state: State, folder: Path, **arguments: Any) -> Any:
+def save(saves: Saves, state: State, folder: Path, how: str = "async", **arguments: Any) -> Any:
     """Begin to save ``ba<batch>.pt``."""
-    return saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments))
+    return saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", **arguments), how)
 
 
 def step(state: State) -> None:

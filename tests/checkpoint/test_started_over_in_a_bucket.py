@@ -14,7 +14,7 @@ from composerlite.checkpoint.load.candidates import RunPlace
 from composerlite.checkpoint.load.restore import read_checkpoint
 from composerlite.checkpoint.load.resume import Choice, choose
 from composerlite.checkpoint.place.bucket import Bucket
-from composerlite.checkpoint.record.attempts import new_attempt
+from composerlite.checkpoint.record.history import new_attempt
 from composerlite.checkpoint.record.record import Lineage
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.run_folder import begin_attempt

@@ -122,10 +122,11 @@ def test_a_record_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     found = read(data, name)
     assert found is not None
     assert dataclasses.replace(found, files=()) == record
+    assert found.also == {name: record.template, **record.also}
     assert found.form == "file"
     (file,) = found.files
     body = data[: len(data) - file.tail_bytes]
-    assert file == FileRecord.of(name, digest_of(body).with_tail(data[len(body) :]))
+    assert file == FileRecord(name, **dataclasses.asdict(digest_of(body).with_tail(data[len(body) :])))
     (tmp_path / name).write_bytes(data)
     assert Catalog(tmp_path).manifests() == [found]
     Catalog(tmp_path).verify(found)

@@ -148,7 +148,7 @@ def bytes_in(path: Path) -> dict[str, torch.Tensor]:
 def save_as_it_is(saves: Saves, state: State, folder: Path, way: str, write: Writer) -> None:
     """Save, let somebody write, step: every byte of the checkpoint must be that of the save."""
     expected = bytes_of(state)
-    pending = saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt", how=way))
+    pending = saves.save(SaveRequest(state=state, catalog=Catalog(folder), template="ba{batch}.pt"), way)
     write([*state.model.parameters()], state)
     step(state)
     found = bytes_in(pending.wait().path)

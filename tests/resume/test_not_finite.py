@@ -17,7 +17,7 @@ from forked import run_forked
 from composerlite import Callback, Logger, State, dist
 from composerlite.callbacks import CheckpointSaver, OptimizerMonitor
 from composerlite.checkpoint import Catalog
-from composerlite.checkpoint.record.retention import deletions, retention_policy
+from composerlite.checkpoint.record.history import deletions, retention_policy
 from composerlite.errors import CheckpointError
 from composerlite.loggers import InMemoryLogger
 

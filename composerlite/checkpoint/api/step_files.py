@@ -159,14 +159,14 @@ class StepWriter(RankWriter):
             self.storages = []  # frees tensors that training has replaced
         size = self._train.size_bytes
         fill = functools.partial(self._train.write, memory=memory, start=self._start)
-        (digest,) = self._folder.place.write([NewFile(self._path, size, fill, chunk_bytes_for(size))])
-        return FileRecord.of(self._path, digest), self._shards.write(manifest, memory)
+        digest = self._folder.place.write(NewFile(self._path, size, fill, chunk_bytes_for(size)))
+        return FileRecord(self._path, **dataclasses.asdict(digest)), self._shards.write(manifest, memory)
 
     def commit(self, manifest: Manifest, parts: Sequence[tuple[FileRecord, Any]]) -> Manifest:
         """Commit the directory of the model, then the step."""
         path = self._folder.at(MARKER)
         marker = CheckpointMetadata(ephemeral=manifest.ephemeral, world_size=manifest.run.world_size).to_json()
-        marker_record = FileRecord.of(path, FileDigest(len(marker), xxhash.xxh3_128_hexdigest(marker)))
+        marker_record = FileRecord(path, len(marker), xxhash.xxh3_128_hexdigest(marker))
         record = dataclasses.replace(manifest, files=(*(record for record, _ in parts), marker_record))
         committed = self._shards.commit(record, [results for _, results in parts])
         self._folder.place.put(path, marker)

@@ -254,11 +254,7 @@ def weights_in(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
 
 
 def unshard_zero(
-    path: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    save_overwrite: bool = False,
-    quiet: bool = False,
+    path: str | os.PathLike[str], target: str | os.PathLike[str], *, save_overwrite: bool = False, quiet: bool = False
 ) -> Path:
     """Write the weights that the ranks of DeepSpeed saved to one file: the model's state dict, parameters in fp32.
 

@@ -13,7 +13,7 @@ from composerlite.checkpoint.load.reader import opened
 from composerlite.checkpoint.memory import Replication
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import quarantine_checkpoint
-from composerlite.checkpoint.record.attempts import living_line
+from composerlite.checkpoint.record.history import living_line
 from composerlite.checkpoint.record.naming import name_pattern
 from composerlite.checkpoint.record.record import RESUMABLE, Manifest, NewerManifestError
 from composerlite.errors import CheckpointError, CorruptCheckpointError
@@ -146,7 +146,7 @@ def _latest(bucket: RunPlace, run_name: str) -> Manifest | None:
     later = catalog.written_since(latest)
     records, faults = catalog.manifests_and_faults(later)
     has_newer = any(m.run_name == run_name and m.kind in RESUMABLE and m.order > latest.order for m in records)
-    without_record = {*later}.difference(m.deciders[0] for m in records)
+    without_record = {*later}.difference(m.files[0].path for m in records)
     has_unrecorded = any(map(name_pattern(bucket.template, run_name).fullmatch, without_record))
     return None if has_newer or has_unrecorded or faults else latest
 

@@ -21,12 +21,7 @@ from composerlite.checkpoint.format.zip_file import entries
 from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.place import Folder, OnBytes, Place
 from composerlite.checkpoint.trust.unpickler import RefusedError
-from composerlite.errors import (
-    CheckpointNotFoundError,
-    ConfigError,
-    CorruptCheckpointError,
-    UntrustedCheckpointError,
-)
+from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, UntrustedCheckpointError
 from composerlite.storage import ParallelReader
 from composerlite.storage.progress import progress_of
 from composerlite.types import Piece, StateDict
@@ -43,7 +38,7 @@ class RawFile(NamedTuple):
         progress: shows the bytes read in the progress bar.
     """
 
-    source: Window
+    source: ParallelReader | Window
     check_sums: bool
     progress: OnBytes = int
 
@@ -107,8 +102,10 @@ def _opened_bytes(path: Path, *, progress_bar: bool) -> Generator[RawFile]:
         if digest is None:
             log.warning("checkpoint %s has no record: loading it unverified", path)
         size_bytes = None if manifest is None else manifest.unpacked_bytes or None
-        with unpacked(path, digest, size_bytes=size_bytes) as inner:
-            yield RawFile(inner, digest is None, progress)
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"
+        with ParallelReader(path, digest) if is_zip else unpacked(path, digest, size_bytes=size_bytes) as source:
+            yield RawFile(source, digest is None, progress)
 
 
 def check_exists(path: Path) -> None:

@@ -26,15 +26,7 @@ from composerlite.checkpoint.place.catalog import record_in
 from composerlite.checkpoint.place.directory import ShardedDirectory, StepFolder
 from composerlite.checkpoint.place.place import LINK_SUFFIX, Folder, Place
 from composerlite.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
-from composerlite.storage import (
-    ObjectStore,
-    RetryPolicy,
-    atomic_write,
-    is_uri,
-    open_store,
-    parse_uri,
-    without_secrets,
-)
+from composerlite.storage import ObjectStore, RetryPolicy, atomic_write, is_uri, open_store, parse_uri, without_secrets
 from composerlite.storage.disk.files import staged_symlink
 from composerlite.storage.progress import download_bar, progress_of
 from composerlite.storage.uri import download_url
@@ -197,11 +189,7 @@ _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 
 @contextlib.contextmanager
 def fetched(
-    path: str | Path,
-    object_store: ObjectStore | None = None,
-    *,
-    progress_bar: bool = False,
-    near: Path | None = None,
+    path: str | Path, object_store: ObjectStore | None = None, *, progress_bar: bool = False, near: Path | None = None
 ) -> Generator[Path]:
     """Yield the checkpoint ``path`` as a file of this machine, which exists within the block.
 

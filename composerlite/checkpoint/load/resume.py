@@ -1,4 +1,4 @@
-"""Resuming a run: list its checkpoints, sort them, restore the first one that verifies."""
+"""Resuming a run: list its checkpoints, sort them, and read the first good one into the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composerlite.checkpoint.load.restore import read_in_place
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import fetch_checkpoint
 from composerlite.checkpoint.place.directory import ON_ALL_NODES
-from composerlite.checkpoint.record.attempts import continued, highest_attempt, new_attempt
+from composerlite.checkpoint.record.history import continued, highest_attempt, new_attempt
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, RankError
 from composerlite.storage import ObjectStore, verify_file, without_secrets
@@ -60,7 +60,7 @@ class _NotFiniteError(CheckpointError):
 
 
 class _IncompleteError(FileNotFoundError):
-    """A rank does not see the checkpoint, or no rank has some of its files. Raised before any tensor changes."""
+    """A rank does not see the checkpoint, or a file is on the disk of no rank. Raised before the checkpoint is read."""
 
 
 def choose(
@@ -110,6 +110,7 @@ def choose(
     replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
     listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
     rejected = list[Rejected]()  # the same on every rank
+    loaded: RestorePlan | None = None
     while True:
         with group.all_or_none(_STEP):
             if group.is_first and not (rejected and listing.is_complete):  # whole buckets after a rejection
@@ -120,7 +121,6 @@ def choose(
         if candidate is None:
             start_over = functools.partial(_started_over, listing, rejected, places, run_name)
             return Choice(None, group.from_first(_STEP, start_over))
-        loaded: RestorePlan | None = None  # also frees the contents of the candidate before
         try:
             files = _fetch(candidate, places[candidate.place_number], progress_bar=progress_bar)
             if state is not None:
@@ -141,7 +141,8 @@ def choose(
             return Choice(candidate.path, lineage, loaded)
         if group.is_first:
             log.warning("skipped %s: %s", candidate.source, rejected[-1][1])
-        gc.collect()  # there may not be memory for two checkpoints
+        loaded = None  # there may not be memory for two checkpoints
+        gc.collect()
 
 
 # ── one candidate ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,12 +261,12 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     with group.all_or_none(f"reading the record of checkpoint {record.name!r}"):
         seen = catalog.manifest_of(record.name)
         seen = seen if seen is not None and seen.id == record.id else None
-        nodes_missing = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
-    every = group.gather((seen is not None, None if seen is None else seen.node, nodes_missing))
+        lacks = {file.node for file in record.files if not (catalog.folder / file.path).exists()}
+    every = group.gather((seen is not None, None if seen is None else seen.node, lacks))
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
     nodes = [node for _, node, _ in every]
     # Nodes without a rank in this run. A missing file of a node with ranks is damage: check_sizes raises.
-    lost_nodes = set[int | None].intersection(*(missing_there for *_, missing_there in every)) - {*nodes}
+    lost_nodes = set[int | None].intersection(*(lacks_there for *_, lacks_there in every)) - {*nodes}
     if seen is None or blind_ranks or lost_nodes:
         text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}."
         if not blind_ranks:

@@ -144,14 +144,12 @@ class Bucket(Place):
         )
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
-        digests: list[FileDigest] = []
-        for file in files:
-            name = PurePosixPath(file.path).name
-            with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
-                digests += Folder(folder).write([file._replace(path=name)])
-                self.put(file.path, Path(folder) / name)
-        return digests
+    def write(self, file: NewFile) -> FileDigest:
+        name = PurePosixPath(file.path).name
+        with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
+            digest = Folder(folder).write(file._replace(path=name))
+            self.put(file.path, Path(folder) / name)
+        return digest
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
         if isinstance(data, Path):

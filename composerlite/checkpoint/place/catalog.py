@@ -115,7 +115,7 @@ def home_of(place: Place, name: str) -> tuple[Place, str]:
             record = record_in(place, path)
         except CheckpointError:  # raised again when the checkpoint is opened
             break
-        for saved in () if record is None else (record.saved_as, *record.also):
+        for saved in () if record is None else record.also:
             if saved != name and full.endswith(f"/{saved}"):
                 return place.inside(full.removesuffix(saved)), saved
     return place, name
@@ -178,7 +178,7 @@ class Catalog:
         """
         try:
             found = record_in(self.place, decider)
-            is_copy = found is not None and found.name not in (found.saved_as, *found.also)
+            is_copy = found is not None and found.name not in found.also
             return None if found is None or found.form == "step" or is_copy else found
         except OSError as e:
             if self.place.path_of(decider) is None:
@@ -233,9 +233,9 @@ class Catalog:
         Lists the bucket. The times are those of the store's clock; if there are none, all files are returned.
         """
         times = {path: file.modified_at for path, file in self.place.files().items() if may_be_decider(path)}
-        since = times.get(manifest.deciders[0])
+        since = times.get(manifest.files[0].path)
         later = [path for path, at in times.items() if since is None or at is None or at >= since]
-        return [path for path in later if path not in manifest.deciders]
+        return [path for path in later if path != manifest.files[0].path]
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────
     def check_sizes(self, manifest: Manifest, files: Sequence[FileRecord]) -> None:
@@ -257,7 +257,7 @@ class Catalog:
                 fault = f"has {size} bytes and not {record.size_bytes}"
             raise CorruptCheckpointError(f"checkpoint {self.place.uri(manifest.name)!r}: {record.path!r} {fault}.")
 
-        map_reads(self.place, check, [file for file in files if file.path != manifest.deciders[0]])
+        map_reads(self.place, check, [file for file in files if file.path != manifest.files[0].path])
 
     def verify(self, manifest: Manifest, progress: OnBytes = int) -> None:
         """Read all data of a checkpoint in this place and compare the bytes with the record.

@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from composerlite.checkpoint.format import INDEXES
+from composerlite.checkpoint.format import INDEXES, MARKER
 from composerlite.checkpoint.place.catalog import map_reads, record_in
 from composerlite.checkpoint.place.place import OnBytes, Place, local_copy, set_link
 from composerlite.checkpoint.record.naming import data_file_id
@@ -191,8 +191,9 @@ def fetch_checkpoint(
             other bytes.
     """
     check_own(source, manifest)
-    for record in sorted(manifest.files, key=lambda file: file.path in manifest.deciders):
-        if record.path not in manifest.deciders:
+    deciders = _deciders(manifest)
+    for record in sorted(manifest.files, key=lambda file: file.path in deciders):
+        if record.path not in deciders:
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 target.verify(record, progress)
                 continue
@@ -217,12 +218,17 @@ def delete_checkpoint(place: Place, manifest: Manifest) -> None:
     If nodes have disks of their own, every part on this disk is deleted: a disk may have parts of several nodes.
     A kill between the two steps leaves files without a record, which :func:`garbage` lists. A missing file is no error.
     """
-    deciders = manifest.deciders
+    deciders = _deciders(manifest)
     is_directory = deciders[0] != manifest.name
     others = [path for path in own_files(place, manifest) if path not in deciders]
     place.delete(reversed(deciders), durable=bool(others), folders=is_directory)
     place.delete(others, folders=is_directory)
     log.debug("deleted checkpoint %s", place.uri(manifest.name))
+
+
+def _deciders(manifest: Manifest) -> tuple[str, ...]:
+    """Return the paths of the deciding files, in the order of the writes: the checkpoint exists if all exist."""
+    return manifest.files[0].path, *((f"{manifest.home}{MARKER}",) if manifest.form == "step" else ())
 
 
 def own_files(place: Place, manifest: Manifest, *, or_damaged: bool = False) -> list[str]:

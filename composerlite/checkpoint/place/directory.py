@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -269,8 +269,8 @@ class ShardedDirectory(Directory):
             self._staged = StagedFile(folder / handle.decider, handle.id)
         self._handle = handle
 
-    def write(self, handle: SaveHandle, files: Iterable[NewFile]) -> list[FileDigest]:
-        """Write durable files in order, with paths relative to the directory, and return the digests.
+    def write(self, handle: SaveHandle, file: NewFile) -> FileDigest:
+        """Write a durable file, with a path relative to the directory, and return the digest.
 
         In a process that did not call :meth:`begin`, this first waits up to 20 s for the temporary deciding file.
 
@@ -290,7 +290,7 @@ class ShardedDirectory(Directory):
                         str(staged),
                     )
                 time.sleep(0.05)
-        return self.place.write(file._replace(path=self.at(file.path)) for file in files)
+        return self.place.write(file._replace(path=self.at(file.path)))
 
     def commit(
         self, index: bytes | StateDict, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest
@@ -314,7 +314,10 @@ class ShardedDirectory(Directory):
         handle = self._handle
         assert handle is not None
         try:
-            own = [FileRecord.of(self.at(name), *what) for name, what in sorted(files.items())]
+            own = [
+                FileRecord(self.at(name), **dataclasses.asdict(digest), node=node)
+                for name, (digest, node) in sorted(files.items())
+            ]
             form = "step" if record.form == "step" else "sharded" if isinstance(index, bytes) else "weights"
             record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
             data = seal_index(record, index) if isinstance(index, bytes) else seal_weights_index(record, index)

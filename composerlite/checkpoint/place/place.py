@@ -178,8 +178,8 @@ class Place(Closing):
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
-    def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
-        """Write durable files in order, and return the digests. A file is flushed while the next file is filled."""
+    def write(self, file: NewFile) -> FileDigest:
+        """Write a durable file that does not exist, and return the digest."""
 
     @abstractmethod
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
@@ -331,18 +331,15 @@ class Folder(Place):
         _write(target, self.path / path, digest, progress, create_only=create_only)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
-    def write(self, files: Iterable[NewFile]) -> list[FileDigest]:
-        wanted = [(self.path / file.path, file) for file in files]
-        digests: list[FileDigest] = []
-        for path, file in wanted:
-            make_folder(path.parent)
-            path.touch(exist_ok=False)
-            with StreamWriter(path, file.most_bytes, chunk_bytes=file.chunk_bytes) as sink:
-                file.fill(sink)
-                digests.append(sink.finish())
-        for folder in {path.parent for path, _ in wanted}:
-            fsync_folder(folder)  # the names of data files are durable before the deciding file is written
-        return digests
+    def write(self, file: NewFile) -> FileDigest:
+        path = self.path / file.path
+        make_folder(path.parent)
+        path.touch(exist_ok=False)
+        with StreamWriter(path, file.most_bytes, chunk_bytes=file.chunk_bytes) as sink:
+            file.fill(sink)
+            digest = sink.finish()
+        fsync_folder(path.parent)  # the name of a data file is durable before the deciding file is written
+        return digest
 
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
         _write(self.path / path, data, None, progress, create_only=create_only)

@@ -231,12 +231,7 @@ def names_of_ranks(template: str, state: NamedState, count: int = 1) -> list[str
     per_node = dist.get_local_world_size()
     return [
         format_name_with_dist_and_time(
-            template,
-            state.run_name,
-            state.timestamp,
-            rank=rank,
-            local_rank=rank % per_node,
-            node_rank=rank // per_node,
+            template, state.run_name, state.timestamp, rank=rank, local_rank=rank % per_node, node_rank=rank // per_node
         )
         for rank in range(count)
     ]

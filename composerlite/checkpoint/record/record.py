@@ -25,12 +25,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, final
@@ -38,12 +39,12 @@ from typing import Annotated, Any, TypeAlias, TypeVar, cast, final
 import msgspec
 import xxhash
 
-from composerlite.checkpoint.format import INDEX, INDEXES, MARKER, MODEL, TAIL_START, WEIGHTS_INDEX
+from composerlite.checkpoint.format import INDEX, INDEXES, MODEL, TAIL_START, WEIGHTS_INDEX
 from composerlite.checkpoint.format.compression import last_frame
 from composerlite.checkpoint.record.naming import relative_path
 from composerlite.errors import CorruptCheckpointError, IncompatibleCheckpointError, SaveError
 from composerlite.storage import FileDigest, chunk_bytes_for
-from composerlite.types import Ancestor, Lineage, StateDict
+from composerlite.types import Lineage, StateDict
 
 log = logging.getLogger(__name__)
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -71,9 +72,8 @@ class NewerManifestError(IncompatibleCheckpointError):
     """A record was written by a newer version of composerlite."""
 
 
-def new_id() -> str:
-    """Return a new id of a save: 16 hexadecimal digits."""
-    return secrets.token_hex(8)
+new_id = functools.partial(secrets.token_hex, 8)
+"""Returns a new id of a save: 16 hexadecimal digits."""
 
 
 @final
@@ -96,20 +96,6 @@ class FileRecord:
     node: Count | None = None
     tail_bytes: Count = 0
     tail_xxh3_128: str = ""
-
-    @classmethod
-    def of(cls, path: str, digest: FileDigest, node: int | None = None) -> FileRecord:
-        """Make the record of a file.
-
-        Args:
-            path: path of the file, relative to the folder of checkpoints.
-            digest: size and hashes of the content.
-            node: as in the class.
-
-        Returns:
-            The record.
-        """
-        return cls(path, **dataclasses.asdict(digest), node=node)
 
     @property
     def digest(self) -> FileDigest:
@@ -157,7 +143,8 @@ class Manifest:
     Attributes:
         name: path of the checkpoint below the folder of checkpoints.
         id: 16 hexadecimal digits, new for each save.
-        also: further names of the same bytes in a bucket, and the template of each name.
+        also: further names of the same bytes in a bucket, and the template of each name. In a record from a file, the
+            name at the save comes first: :attr:`saved_as`.
         kind: ``'monolithic'``: all parts of the state, in a file; ``'sharded'``: in a directory; ``'deepspeed'``: in
             archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``: saved
             by ``Checkpointer``.
@@ -174,8 +161,6 @@ class Manifest:
         saved_at: time of the save, ISO 8601 in UTC.
         node: number of the node with the files beside this record, if nodes have disks of their own; ``None``: all
             files are in the same folder.
-        saved_as: name at the save, in a record from a file. The name differs if the checkpoint was moved, or was copied
-            by hand.
     """
 
     name: str
@@ -191,8 +176,7 @@ class Manifest:
     node: Count | None = None
     form: str = "file"
     id: str = field(default_factory=new_id)
-    also: Mapping[str, str] = field(default_factory=dict[str, str])
-    saved_as: str = field(default="", compare=False)
+    also: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
     # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -215,31 +199,12 @@ class Manifest:
         """Sort key of checkpoints of one run, oldest first: attempt, the two numbers of the moment, ``saved_at``."""
         return self.run.lineage.attempt, *self.run.moment, self.saved_at
 
-    def marked(self, weights: Iterable[str | None]) -> Manifest:
-        """Return the record with the first name in ``weights`` as ``not_finite``, unless ``not_finite`` has names.
-
-        ``weights`` has an item for each written file: the name of a weight with NaN or infinity, or ``None``.
-        """
-        found = next((name for name in weights if name is not None), None)
-        if found is None or self.run.not_finite:
-            return self
-        return dataclasses.replace(self, run=dataclasses.replace(self.run, not_finite=(found,)))
-
-    def is_in_line(self, lineage: Lineage) -> bool:
-        """Return true if the attempt of ``lineage``, or an ancestor, saved the checkpoint.
-
-        Of an ancestor, only checkpoints up to the checkpoint from which the next attempt started count.
-        """
-        own, ancestor = self.run.lineage, self.ancestor_in(lineage)
-        is_newest = (own.attempt, own.id) == (lineage.attempt, lineage.id)
-        return is_newest or (ancestor is not None and self.run.moment <= ancestor.until)
-
-    def ancestor_in(self, lineage: Lineage) -> Ancestor | None:
-        """Return the attempt that saved the checkpoint among the ancestors of ``lineage``."""
-        own = self.run.lineage
-        return next((one for one in lineage.ancestors if (one.attempt, one.id) == (own.attempt, own.id)), None)
-
     # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────
+    @property
+    def saved_as(self) -> str:
+        """Name at the save, in a record from a file; it differs after a move or a copy by hand. Otherwise empty."""
+        return next(iter(self.also), "")
+
     @property
     def is_directory(self) -> bool:
         """True if the checkpoint is a directory."""
@@ -251,12 +216,6 @@ class Manifest:
         if self.is_directory:
             return f"{self.name}/" if self.name else ""
         return "".join(self.name.rpartition("/")[:2])
-
-    @property
-    def deciders(self) -> tuple[str, ...]:
-        """Deciding files, in the order of the writes: the checkpoint exists if all exist."""
-        marker = (f"{self.home}{MARKER}",) if self.form == "step" else ()
-        return f"{self.home}{_DECIDERS[self.form]}" if self.is_directory else self.name, *marker
 
     @property
     def here(self) -> tuple[FileRecord, ...]:
@@ -348,7 +307,8 @@ def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     for path in (saved.name, *saved.also, *(file.path for file in saved.files)):
         relative_path(path)
     name = saved.path_of(decider.path)
-    moved = dataclasses.replace(saved, name=name, template=saved.also.get(name, saved.template), saved_as=saved.name)
+    names = {saved.name: saved.template, **saved.also}
+    moved = dataclasses.replace(saved, name=name, template=names.get(name, saved.template), also=names)
     home = moved.home
     if saved.form == "archives":
         dataclasses.replace(saved, files=(decider, *saved.files)).check()
@@ -450,7 +410,7 @@ def _fields(
     The digests of the chunks of the files in the record are left out, too, unless ``with_chunks`` is true.
     """
     record = dataclasses.asdict(dataclasses.replace(manifest, files=()))
-    del record["node"], record["saved_as"]  # these depend on where a record is read
+    del record["node"]  # depends on where a record is read
     home = "" if manifest.form == "archives" else manifest.home  # each rank may have its own folder
     bare = [file if with_chunks else dataclasses.replace(file, chunks="") for file in manifest.files]
     record["files"] = [{**_without_defaults(file), "path": file.path.removeprefix(home)} for file in bare]
@@ -521,7 +481,7 @@ def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) ->
             )
         digest = digest.with_tail(end[before:])
         digest.chunk_digests(path)
-        return manifest_from(fields["record"], FileRecord.of(path, digest))
+        return manifest_from(fields["record"], FileRecord(path, **dataclasses.asdict(digest)))
 
 
 def unseal_index(path: str, data: bytes, uri: Callable[[str], str]) -> tuple[bytes, Manifest | None]:

@@ -32,9 +32,9 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import commit_file, delete_checkpoint
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.place.node_disks import Disks, disks_of
+from composerlite.checkpoint.record.history import RetentionPolicy
 from composerlite.checkpoint.record.naming import archive_template, directory_template
 from composerlite.checkpoint.record.record import FileRecord, Manifest, seal, tail_room
-from composerlite.checkpoint.record.retention import RetentionPolicy
 from composerlite.devices import rng
 from composerlite.errors import CheckpointExistsError, ConfigError, SaveError
 from composerlite.storage import FileDigest, HostMemory, StagedFile, make_folder
@@ -55,11 +55,13 @@ class RankWriter(Protocol):
         size_bytes: size of the memory for a copy; 0: training changes none of the bytes to write.
         storages: storages to copy before training changes them, each once, and the offset of each in the copy.
         seconds: time by activity of the threads that write, complete after :meth:`write`.
+        not_finite: after :meth:`write`, name of a weight in the files of this rank with a NaN or infinite value.
     """
 
     size_bytes: int = 0
     storages: Sequence[StorageCopy] = ()
     seconds: Mapping[str, float] = MappingProxyType({})
+    not_finite: str | None = None
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> Any:
         """Write the files of this rank, durably, and return facts about the files for rank 0.
@@ -90,14 +92,12 @@ class _Written(NamedTuple):
         temporary: path until the commit.
         digest: of the file.
         unpacked_bytes: size before compression: of the ``.pt`` file, or of an archive of several files.
-        not_finite: names of weights in the file that are not finite; ``None`` for a file in the archive without one.
     """
 
     name: str
     temporary: Path
     digest: FileDigest
     unpacked_bytes: int
-    not_finite: Sequence[str | None]
 
 
 @final
@@ -167,22 +167,23 @@ class FileWriter(RankWriter):
                     image.write(sink, memory, self._starts[name])
                 if is_archive:
                     sink.write(bytes(size - sink.size_bytes))
-                not_finite = [image.not_finite for image in images]
-                timings = {**manifest.timings, **sink.seconds}
-                record = dataclasses.replace(manifest, timings=timings, unpacked_bytes=unpacked).marked(not_finite)
+                self.not_finite = next((image.not_finite for image in images if image.not_finite), None)
+                timings, run = {**manifest.timings, **sink.seconds}, manifest.run
+                if self.not_finite is not None and not run.not_finite:
+                    run = dataclasses.replace(run, not_finite=(self.not_finite,))
+                record = dataclasses.replace(manifest, run=run, timings=timings, unpacked_bytes=unpacked)
                 decides_for_all = record.form == "archives" and self._name == record.name
                 digest = sink.finish(None if decides_for_all else partial(seal, record, room=self._room))
             stack.pop_all()
-        return _Written(self._name, path, digest, unpacked, not_finite)
+        return _Written(self._name, path, digest, unpacked)
 
     def commit(self, manifest: Manifest, parts: Sequence[_Written | None]) -> Manifest:
         """Rename the files of all ranks, on rank 0; last the file of rank 0, which contains the record."""
         assert self._data is not None
         written = [part for part in parts if part is not None]
-        records = [FileRecord.of(part.name, part.digest) for part in written]
+        records = [FileRecord(part.name, **dataclasses.asdict(part.digest)) for part in written]
         unpacked = max(part.unpacked_bytes for part in written)
         manifest = dataclasses.replace(manifest, files=tuple(records), unpacked_bytes=unpacked)
-        manifest = manifest.marked([name for part in written for name in part.not_finite])
         if manifest.form == "archives":
             own, *others = records
             tail = self._format.frame(seal(dataclasses.replace(manifest, files=tuple(others)), own.digest))
@@ -190,7 +191,7 @@ class FileWriter(RankWriter):
                 file.write(tail)
                 file.flush()
                 os.fsync(file.fileno())
-            own = FileRecord.of(self._name, own.digest.with_tail(tail))
+            own = FileRecord(self._name, **dataclasses.asdict(own.digest.with_tail(tail)))
             manifest = dataclasses.replace(manifest, files=(own, *others))
             # Several fixed names cannot be replaced at one instant: delete the existing checkpoint first.
             if self._overwrite and (old := self._catalog.manifest_of(self._name)) is not None:
@@ -222,7 +223,6 @@ class SaveRequest:
 
     Attributes:
         state: of the run.
-        state_dict: contents of ``state``, or the weights; ``None``: ``state`` provides the contents.
         weights_only: save only the model.
         ignore_keys: keys to leave out.
         catalog: of the folder.
@@ -230,7 +230,6 @@ class SaveRequest:
         form: form of the checkpoint; ``None``: the form for ``state``.
         latest: name of the symbolic link to the checkpoint, with format variables.
         overwrite: replace a checkpoint of the same name.
-        disks: which ranks see the same folder; ``None``: all see the same folder.
         occasion: ``'regular'``; ``'ephemeral'``: deleted as soon as a newer checkpoint is committed; ``'crash'``: the
             state after an exception, which no run resumes from by itself.
         metrics: metric values for the record, by name. NaN and infinite values are left out.
@@ -239,14 +238,9 @@ class SaveRequest:
         also: other names under which the same file is uploaded, each with the template of the name.
         retention: chooses the older checkpoints of the same template to delete; on rank 0.
         is_routine: log the save below INFO.
-        how: ``'async'``: training continues when the state is copied; ``'lazy'``: training continues at once, and the
-            next optimizer step waits for the copy of weights and optimizer state; ``'sync'``: training continues after
-            the commit.
-        started: start of gathering, in the seconds of ``time.perf_counter``; ``None``: now.
     """
 
     state: TrainingState
-    state_dict: StateDict | None = None
     weights_only: bool = False
     ignore_keys: IgnoreKeys = None
     catalog: Catalog
@@ -254,29 +248,24 @@ class SaveRequest:
     form: Form | None = None
     latest: str | None = None
     overwrite: bool = False
-    disks: Disks | None = None
     occasion: str = "regular"
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     publish: Callable[[], object] | None = None
     also: Mapping[str, str] = field(default_factory=dict[str, str])
     retention: RetentionPolicy | None = None
     is_routine: bool = False
-    how: str = "async"
-    started: float | None = None
 
-    def gathered(self, generators: Any = None) -> StateDict:
+    def gathered(self, held: StateDict, generators: Any = None) -> StateDict:
         """Return the contents of the checkpoint: ``{'state': …, 'rng': …}``, or ``{'state': …}`` with the weights.
 
         The contents have live tensors: copy or write these before training continues.
 
         Args:
+            held: the state of the run, or the weights, with live tensors.
             generators: states of the random generators: a list of all ranks; or a dict with this rank alone, by the
                 number of the rank, for a directory. The call is then collective, and gathers the metrics and positions
                 of all ranks. Default: the state of this rank's generators.
         """
-        held = self.state_dict
-        if held is None:
-            held = self.state.weights_state_dict() if self.weights_only else self.state.state_dict()
         contents: StateDict = {"state": held}
         if not self.weights_only:
             if generators is not None:
@@ -284,11 +273,11 @@ class SaveRequest:
             contents["rng"] = generators or [rng.of_training()]
         return contents if self.ignore_keys is None else without(contents, self.ignore_keys)
 
-    def gathered_of_all_ranks(self) -> StateDict:
+    def gathered_of_all_ranks(self, held: StateDict) -> StateDict:
         """Return the contents of the checkpoint with the random generators of all ranks. Collective."""
         if self.weights_only or dist.get_world_size() == 1:
-            return self.gathered()
-        return self.gathered(_of_all_ranks(rng.of_training()))
+            return self.gathered(held)
+        return self.gathered(held, _of_all_ranks(rng.of_training()))
 
 
 def _with_all_ranks(contents: StateDict) -> StateDict:
@@ -347,11 +336,13 @@ class Form:
         kind: in records: ``'monolithic'``: a file of rank 0; ``'sharded'``: a directory of all ranks; ``'deepspeed'``:
             an archive of each rank.
         is_spread: the model is sharded over ranks.
+        disks: after :meth:`find_disks`, which ranks see the same folder; ``None``: all see the same folder.
     """
 
     def __init__(self, state: TrainingState) -> None:
         self.kind = state.sharding if state.sharding in ("sharded", "deepspeed") else "monolithic"
         self.is_spread = state.sharding is not None
+        self.disks: Disks | None = None
 
     def template(self, template: str, argument: str = "save_filename") -> str:
         """Return the template of names in this form for the template of a file; ``argument`` is for errors."""
@@ -372,20 +363,19 @@ class Form:
                 "make a file of the weights of one with composerlite.checkpoint.unshard_zero."
             )
 
-    def disks(self, folder: Path) -> Disks | None:
-        """Find out which ranks see the same ``folder``; ``None``: all ranks do. Collective.
+    def find_disks(self, folder: Path) -> None:
+        """Find out which ranks see the same ``folder``. Collective.
 
         Raises:
             ConfigError: nodes have disks of their own, and DeepSpeed saves.
         """
-        disks = disks_of(folder) if self.kind != "monolithic" and dist.get_world_size() > 1 else None
-        if disks is not None and self.kind == "deepspeed":
+        self.disks = disks_of(folder) if self.kind != "monolithic" and dist.get_world_size() > 1 else None
+        if self.disks is not None and self.kind == "deepspeed":
             raise ConfigError(
                 f"the folder of checkpoints {str(folder)!r} is not the same on all nodes: rank 0 commits the files "
                 "that the ranks of DeepSpeed write there. Choose a folder (with a URI: save_staging_folder) on a file "
                 "system that all nodes mount."
             )
-        return disks
 
     def expected_bytes(self, contents: StateDict) -> int | None:
         """Estimate the memory for a copy of ``contents`` on this rank, in bytes; ``None``: unknown, or no copy."""
@@ -397,11 +387,14 @@ class Form:
             return None
         return _image(contents, "checkpoint").size_bytes
 
-    def writer(self, request: SaveRequest, record: Manifest, names: Sequence[str]) -> RankWriter | None:
+    def writer(
+        self, request: SaveRequest, held: StateDict, record: Manifest, names: Sequence[str]
+    ) -> RankWriter | None:
         """Return the writer of this rank; ``None``: the rank has no file. Collective.
 
         Args:
             request: what to save.
+            held: the state of the run, or the weights.
             record: of the checkpoint, without files.
             names: of the files of a checkpoint: of all ranks if each writes a file, else of rank 0.
         """
@@ -411,18 +404,18 @@ class Form:
 
             own = {str(rank): rng.packed(rng.of_training())}
             return ShardWriter(
-                lambda: request.gathered(own),
+                lambda: request.gathered(held, own),
                 ShardedDirectory(catalog.place, names[0]),
                 overwrite=overwrite,
-                disks=request.disks,
+                disks=self.disks,
                 of_run=True,
                 watched=frozenset(_trained_storages(request.state)),
             )
         if self.kind == "monolithic":
-            return _file_writer(request, record, names[0], gathers=self.is_spread)
+            return _file_writer(request, held, record, names[0], gathers=self.is_spread)
         engine, name = request.state.deepspeed, names[rank]
         assert engine is not None, "the engine exists before the first save"
-        images = {STATES: TorchImage(request.gathered_of_all_ranks())}
+        images = {STATES: TorchImage(request.gathered_of_all_ranks(held))}
         weights = _trained_storages(request.state).values()
         for file, contents in engine.saved().items():
             watched = [(f"the weights in {file}", tensor) for tensor in weights]
@@ -430,9 +423,11 @@ class Form:
         return FileWriter(images, catalog, name=name, overwrite=overwrite, record=record)
 
 
-def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: bool) -> RankWriter | None:
+def _file_writer(
+    request: SaveRequest, held: StateDict, record: Manifest, name: str, *, gathers: bool
+) -> RankWriter | None:
     what = f"checkpoint {str(request.catalog.folder / name)!r}"
-    contents = request.gathered_of_all_ranks()
+    contents = request.gathered_of_all_ranks(held)
     model: StateDict = contents.get("state", {}).get("model", {})
     trained, local = _trained_storages(request.state), {key: local_part(value) for key, value in model.items()}
     watched = [
@@ -445,12 +440,7 @@ def _file_writer(request: SaveRequest, record: Manifest, name: str, *, gathers: 
     weights: StateDict = contents.get("state", {}).get("model", {})
     image = _image(contents, what, [(f"model/{key}", weights[key]) for key in watched])
     return FileWriter(
-        {STATES: image},
-        request.catalog,
-        name=name,
-        overwrite=request.overwrite,
-        record=record,
-        is_copy=gathers,
+        {STATES: image}, request.catalog, name=name, overwrite=request.overwrite, record=record, is_copy=gathers
     )
 
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any, final
 
 from composerlite.checkpoint.contents import IgnoreKeys, check_ignore_keys, remove_keys
+from composerlite.checkpoint.record.history import retention_policy
 from composerlite.checkpoint.record.naming import check_template, check_variables
-from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.errors import ConfigError, did_you_mean, naming
 from composerlite.storage import is_uri, parse_uri
 from composerlite.types import StateDict

@@ -24,6 +24,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog, read_index
 from composerlite.checkpoint.place.commit import commit_sent, delete_checkpoint, send_files
 from composerlite.checkpoint.place.lease import HeartbeatLease
+from composerlite.checkpoint.record.history import retention_policy
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     NamedState,
@@ -33,7 +34,6 @@ from composerlite.checkpoint.record.naming import (
     root_and_template,
 )
 from composerlite.checkpoint.record.record import Manifest, seal_index
-from composerlite.checkpoint.record.retention import retention_policy
 from composerlite.checkpoint.save.form import Form
 from composerlite.checkpoint.save.options import SaveOptions
 from composerlite.checkpoint.save.run_folder import RunFolder
@@ -267,7 +267,7 @@ def _in_bucket(manifest: Manifest, name: str, template: str) -> Manifest:
     """Return the record of a checkpoint for the bucket, which has the files of all nodes."""
     old, new = ("", "") if manifest.form == "archives" else (manifest.name, name)  # archives keep their names
     files = [replace(file, path=new + file.path.removeprefix(old), node=None) for file in manifest.files]
-    return replace(manifest, name=name, template=template, files=tuple(files), node=None)
+    return replace(manifest, name=name, template=template, files=tuple(files), node=None, also={})
 
 
 @final
@@ -401,7 +401,7 @@ class Publishing:
             name: name of the checkpoint.
             overwrite: replace another checkpoint of the same name in the buckets.
         """
-        group = dist.Group() if self._where.disks is None else dist.get_group()
+        group = dist.Group() if self._where.form.disks is None else dist.get_group()
         what = f"publishing checkpoint {name!r}"
         votes = [group.vote(what, longest_work=_LONGEST_UPLOAD) for _ in self.buckets]
         return functools.partial(self._publish, name, votes, overwrite=overwrite)

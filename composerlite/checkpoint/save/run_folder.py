@@ -18,9 +18,8 @@ from composerlite.checkpoint.memory import make_private
 from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.commit import delete_checkpoint, garbage
-from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import check_name, set_link
-from composerlite.checkpoint.record.attempts import highest_attempt, new_attempt
+from composerlite.checkpoint.record.history import ancestor_in, highest_attempt, new_attempt
 from composerlite.checkpoint.record.naming import (
     FIRST_RANK,
     check_template,
@@ -54,7 +53,6 @@ class RunFolder:
         filename: template of the names of checkpoints.
         latest: template of the name of the link to the newest checkpoint; ``None``: no link.
         form: form of the checkpoints, after :meth:`name`.
-        disks: groups of ranks with the same folder, if all ranks write and not all see the same folder.
         run_name: name of the run; empty before :meth:`name`.
         is_leader: true if this rank begins, commits and deletes checkpoints in the folder on the rank's disk.
     """
@@ -64,7 +62,6 @@ class RunFolder:
         self._started_in = Path() if Path(options.names.local_folder).is_absolute() else Path.cwd()
         self._move_to(options.names.local_folder)
         self.filename, self.latest = options.names.filename, options.names.latest
-        self.disks: Disks | None = None
         self.is_leader = False
         self.run_name = ""
 
@@ -181,8 +178,9 @@ class RunFolder:
         Raises:
             ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
         """
-        self.disks = self.form.disks(Path(self.folder))
-        self.is_leader = dist.get_group().is_first if self.disks is None else self.disks.is_folder_leader
+        self.form.find_disks(Path(self.folder))
+        disks = self.form.disks
+        self.is_leader = dist.get_group().is_first if disks is None else disks.is_folder_leader
         group, place = dist.get_group(), self.catalog.place
         own: list[Manifest] = []
         unnamed: list[str] = []
@@ -191,7 +189,7 @@ class RunFolder:
                 own = [one for one in self.catalog.manifests() if one.run_name == self.run_name]
                 place.sweep(timedelta())  # temporary files of killed processes
                 unnamed = garbage(place, place.files(), name_pattern(self.filename, self.run_name))
-        if self.disks is not None:
+        if disks is not None:
             first = group.broadcast({one.id for one in own})
             partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
             with group.all_or_none("removing checkpoints that some disks lack"):
@@ -221,7 +219,7 @@ class RunFolder:
             if is_broken:
                 path.unlink()
             return
-        if not place.exists(newest.deciders[0]) or (newest.template != self.filename and not is_broken):
+        if not place.exists(newest.files[0].path) or (newest.template != self.filename and not is_broken):
             return
         if leads_to is not None and not is_broken:
             target = self.catalog.manifests([leads_to])
@@ -322,4 +320,4 @@ def may_replace(state: TrainingState, catalog: Catalog, name: str) -> bool:
             raise
         return True  # a folder lets this user replace a file that this user cannot read
     # Without a record: incomplete after a kill. In a folder such a file was renamed.
-    return in_bucket if manifest is None else manifest.ancestor_in(state.lineage) in skipped
+    return in_bucket if manifest is None else ancestor_in(state.lineage, manifest) in skipped

@@ -139,11 +139,10 @@ class SafetensorsWriter(RankWriter):
         """
         files = self._plan.files[self._rank]
         try:
-            digests = self._folder.write(self._plan.handle, itertools.starmap(self._new_file, files))
+            return [(name, self._folder.write(self._plan.handle, self._new_file(name, own))) for name, own in files]
         finally:
             while any(self._split):
                 self._exchange()
-        return list(zip([name for name, _ in files], digests, strict=True))
 
     def _new_file(self, name: str, tensors: Sequence[TensorEntry]) -> NewFile:
         header = header_of(tensors)

@@ -1,7 +1,7 @@
 """One save, from the call to the deletion of older checkpoints.
 
 The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.begin`). A background
-thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, points ``latest`` to the new
+thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, makes ``latest`` point to the new
 checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
 and raise. A rank that cannot learn whether rank 0 committed keeps its files, since they may belong to a checkpoint. A
 ``RankWriter`` writes the files of this rank.
@@ -66,9 +66,9 @@ class SaveReport:
             ``hash``, ``write``, ``flush``: activities of the writing threads.
             ``straggler``: time of the slowest writing rank, less the median of the other writing ranks.
             ``commit``: from durable data to an existing checkpoint.
-            ``total``: ``waiting``, and from the call to an existing checkpoint.
+            ``total``: ``waiting``, and the time from the call to an existing checkpoint.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
-        deleted: names of the older checkpoints that retention deletes after the commit.
+        deleted: names of the older checkpoints to delete after the commit, chosen by retention.
         deletion_error: error of this rank while deleting older checkpoints.
     """
 
@@ -82,7 +82,14 @@ class SaveReport:
     deletion_error: Exception | None = None
 
 
-def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 0.0) -> SaveTask:
+def begin_save(
+    request: SaveRequest,
+    staging: StagingMemory,
+    *,
+    how: str = "async",
+    started: float | None = None,
+    waited: float = 0.0,
+) -> SaveTask:
     """Save a checkpoint; training may continue when this returns. Every rank calls this, one save after the other.
 
     After an exception or a kill at any point, either the complete checkpoint exists or no part of it, and ``latest``
@@ -91,6 +98,10 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     Args:
         request: state to save, names and options.
         staging: memory for the copy. Without enough memory, training waits while the state itself is written.
+        how: ``'async'``: training continues when the state is copied; ``'lazy'``: training continues at once, and the
+            next optimizer step waits for the copy of weights and optimizer state; ``'sync'``: training continues after
+            the commit.
+        started: time of the user's call, in the seconds of ``time.perf_counter``; ``None``: now.
         waited: seconds that training has waited for the previous save, included in the durations of this save.
 
     Returns:
@@ -102,11 +113,12 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
         SaveError: the contents cannot be pickled.
         OSError: no space, no permission, and the like.
     """
-    started = (time.perf_counter() if request.started is None else request.started) - waited
+    started = (time.perf_counter() if started is None else started) - waited
     # 1. Names and votes. Votes of different ranks are matched by their order of creation, so create all votes before
     # any step that can fail on one rank alone.
-    state, disks, group = request.state, request.disks, dist.get_group()
+    state, group = request.state, dist.get_group()
     form = request.form or Form(state)
+    disks = form.disks
     count = dist.get_world_size() if form.kind == "deepspeed" else 1  # of files
     names = names_of_ranks(request.template, state, count)
     what = f"checkpoint {names[0]!r}"
@@ -116,26 +128,27 @@ def begin_save(request: SaveRequest, staging: StagingMemory, *, waited: float = 
     links = [] if request.latest is None else names_of_ranks(request.latest, state, count)
     own_links = {link: name for link, name in zip(links, names, strict=False) if link != name}
     with group.all_or_none(what):
+        held = state.weights_state_dict() if request.weights_only else state.state_dict()
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
             request.catalog.check_free(name)  # the writer checks the name of a directory
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
     record = _record_of(request, form.kind, names, id_, waited)
     with group.all_or_none(what):
-        writer = form.writer(request, record, names)
+        writer = form.writer(request, held, record, names)
     task = SaveTask(
         manifest=record,
         path=request.catalog.folder / names[0],
         writer=writer,
         votes=votes,
-        request=dataclasses.replace(request, state_dict=None),  # keeps no tensor alive that training replaces
+        request=request,
         links=own_links if is_leader else None,
         started=started,
-        blocking=request.how == "sync",
+        blocking=how == "sync",
     )
     # 4. Copy the state, then do all further work in the background.
     # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
-    task.begin(staging, state.optimizers if request.how == "lazy" and form.kind != "deepspeed" else ())
+    task.begin(staging, state.optimizers if how == "lazy" and form.kind != "deepspeed" else ())
     return task
 
 
@@ -172,9 +185,17 @@ def _record_of(request: SaveRequest, kind: str, names: Sequence[str], id_: str, 
 
 
 class _RankPart(NamedTuple):
-    """Result of a rank: result of the writer, seconds until the files were durable, and seconds of the stall."""
+    """Result of a rank.
+
+    Attributes:
+        written: result of the writer.
+        not_finite: name of a weight with a NaN or infinite value.
+        seconds: time until the files were durable.
+        stall_seconds: how long training waited.
+    """
 
     written: Any
+    not_finite: str | None
     seconds: float
     stall_seconds: float
 
@@ -214,6 +235,8 @@ class SaveTask:
     failure: BaseException | None = field(default=None, init=False)
     future: Future[Any] = field(default_factory=lambda: Future[Any](), init=False)
     _written: Any = field(default=None, init=False)
+    _old: Sequence[Manifest] | None = field(default=None, init=False)
+    """The older checkpoints to delete, on rank 0 after the commit."""
 
     # ── on the training thread ─────────────────────────────────────────────────────────────────────────────
     def begin(self, staging: StagingMemory, lazy: Sequence[Optimizer] = ()) -> Future[Any]:
@@ -221,8 +244,8 @@ class SaveTask:
 
         The result of the future is the report; ``None`` if the checkpoint belongs to no run. A blocking save copies
         nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy, training waits while the
-        state itself is written. A single rank raises an error of the copy at once. With several ranks, the vote raises
-        the error on all ranks. Ctrl-C is raised at once.
+        state itself is written. In a run of one rank, an error of the copy is raised at once. With several ranks, the
+        vote raises the error on all ranks. Ctrl-C is raised at once.
 
         Args:
             staging: memory for the copy.
@@ -334,7 +357,8 @@ class SaveTask:
         if self.writer is not None and self._written is None:
             self._written = self._write(self.writer)
         seconds = time.perf_counter() - self.started - self.manifest.timings.get("waiting", 0.0)
-        return _RankPart(self._written, seconds, self._stall_seconds())
+        not_finite = None if self.writer is None else self.writer.not_finite
+        return _RankPart(self._written, not_finite, seconds, self._stall_seconds())
 
     def _own_seconds(self) -> dict[str, float]:
         """Return the seconds that training waited on this rank, and the seconds of the snapshot."""
@@ -389,7 +413,7 @@ class SaveTask:
 
     def _conclude(self, manifest: Manifest, before_commit: float, slowest_rank: int | None) -> SaveReport:
         """Log, publish and apply retention on rank 0, once the checkpoint exists."""
-        request, deleted = self.request, list[str]()
+        request = self.request
         now = time.perf_counter()
         seconds = {**manifest.timings, "commit": now - before_commit, "total": now - self.started}
         is_routine = request is not None and (request.is_routine or request.publish is not None)
@@ -406,7 +430,7 @@ class SaveTask:
             request.publish()
         if request is not None and request.retention is not None:
             known = request.catalog.manifests()
-            deleted = [old.name for old in request.retention.given_up(known, manifest)]
+            self._old = request.retention.given_up(known, manifest)
         return SaveReport(
             path=Path(self.path),
             batch=manifest.run.moment[1],
@@ -414,7 +438,7 @@ class SaveTask:
             size_bytes=manifest.size_bytes,
             seconds=seconds,
             slowest_rank=slowest_rank,
-            deleted=deleted,
+            deleted=[old.name for old in self._old or ()],
         )
 
     def _delete_old(self, names: Sequence[str]) -> Exception | None:
@@ -426,7 +450,7 @@ class SaveTask:
             return None
         catalog = self.request.catalog
         try:
-            for manifest in catalog.manifests(names):
+            for manifest in catalog.manifests(names) if self._old is None else self._old:
                 delete_checkpoint(catalog.place, manifest)
         except Exception as e:  # noqa: BLE001 - stored in deletion_error; the saver raises or counts the error
             return e
@@ -436,7 +460,7 @@ class SaveTask:
         return self.stall_seconds + (0.0 if self.snapshot is None else self.snapshot.stall_seconds)
 
     def _compare_ranks(self, parts: Sequence[_RankPart]) -> tuple[Manifest, int | None]:
-        """Return the record with the seconds of each phase so far, and the slowest rank. Called on rank 0."""
+        """Return the record with all that is known after the writes, and the slowest rank. Called on rank 0."""
         compared: dict[str, float] = {}
         slowest_rank: int | None = None
         writers = {rank: part.seconds for rank, part in enumerate(parts) if part.written}
@@ -448,7 +472,10 @@ class SaveTask:
             compared["longest_stall"] = max(part.stall_seconds for part in parts)
         own = {} if self.writer is None else self.writer.seconds
         timings = {**self._own_seconds(), **compared, **own}
-        return dataclasses.replace(self.manifest, timings=timings), slowest_rank
+        run = self.manifest.run
+        if not run.not_finite:
+            run = dataclasses.replace(run, not_finite=tuple(part.not_finite for part in parts if part.not_finite)[:1])
+        return dataclasses.replace(self.manifest, run=run, timings=timings), slowest_rank
 
     # ── the end of the save ──────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -494,7 +521,7 @@ os.register_at_fork(after_in_child=_fail_in_forked_process)
 
 def save(request: SaveRequest) -> Path:
     """Save a checkpoint, wait for the end of the save, and return the path. Raises as :func:`begin_save`."""
-    return begin_save(dataclasses.replace(request, how="sync"), StagingMemory()).wait().path
+    return begin_save(request, StagingMemory(), how="sync").wait().path
 
 
 def save_checkpoint(
@@ -521,6 +548,7 @@ def save_checkpoint(
     form = Form(state)
     form.check(weights_only=weights_only, ignore_keys=ignore_keys)
     folder = Path(names_of_ranks(str(Path(filename).parent), state)[0])
+    form.find_disks(folder)
     request = SaveRequest(
         state=state,
         catalog=Catalog(folder),
@@ -528,6 +556,6 @@ def save_checkpoint(
         weights_only=weights_only,
         ignore_keys=ignore_keys,
         overwrite=True,
-        disks=form.disks(folder),
+        form=form,
     )
     return str(save(request))

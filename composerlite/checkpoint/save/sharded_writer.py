@@ -32,7 +32,6 @@ from composerlite.checkpoint.place.directory import LEAST_CHUNK_BYTES, PathOrUri
 from composerlite.checkpoint.place.node_disks import Disks
 from composerlite.checkpoint.place.place import NewFile
 from composerlite.checkpoint.record.record import Manifest, SavedRun
-from composerlite.checkpoint.save.form import RankWriter
 from composerlite.checkpoint.save.sharded_plan import LEAST_FILE_BYTES, plan_save
 from composerlite.storage import FileDigest, HostMemory, StreamWriter, WorkerPool, chunk_bytes_for, number_of
 from composerlite.types import StateDict
@@ -130,7 +129,7 @@ def write_files(
                     written[index] = start, size
 
         file = NewFile(name, most, fill, chunk_bytes_for(most, LEAST_CHUNK_BYTES, most_chunks))
-        (digest,) = folder.write(handle, [file])
+        digest = folder.write(handle, file)
         return WrittenFile(name, digest, written, next(filter(None, not_finite), None))
 
     with WorkerPool(max(1, len(files)), name="checkpoint-save") as pool:
@@ -285,7 +284,7 @@ class RemoteFileSystemWriter(StorageWriter):
 
 # ── saves of composerlite ────────────────────────────────────────────────────────────────────────────────────────────
 @final
-class ShardWriter(RankWriter):
+class ShardWriter:  # a RankWriter, which this module cannot import
     """Writer of this rank's pieces of the checkpoint in ``folder``. All ranks create the writer, in the main thread.
 
     Args:
@@ -311,6 +310,10 @@ class ShardWriter(RankWriter):
         threads: int | None = None,
         watched: Container[int] = (),
     ) -> None:
+        self.size_bytes = 0
+        self.storages: Sequence[StorageCopy] = ()
+        self.seconds: Mapping[str, float] = {}
+        self.not_finite: str | None = None
         self._folder = folder
         self._disks = disks
         self._threads = _THREADS if threads is None else threads
@@ -371,6 +374,7 @@ class ShardWriter(RankWriter):
         layout = self._plan.layout
         written = write_files(self._folder, self._handle, self._rank, self._data, self._threads, layout, self._watched)
         self._data, self.storages = {}, []
+        self.not_finite = next((file.not_finite for file in written if file.not_finite), None)
         return written
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
@@ -383,7 +387,7 @@ class ShardWriter(RankWriter):
         index = index_bytes(self._plan.metadata, parts, self._plan.layout, self._handle.suffix)
         nodes = [None] * len(parts) if self._disks is None else self._disks.nodes
         files = {file.name: (file.digest, node) for node, part in zip(nodes, parts, strict=True) for file in part}
-        return index, files, manifest.marked([file.not_finite for part in parts for file in part])
+        return index, files, manifest
 
     def commit_part(self, sealed: SealedIndex) -> Manifest | None:
         """Write the deciding file, on the first rank of each disk. The file makes the checkpoint valid on the disk.

@@ -20,7 +20,7 @@ from composerlite.checkpoint.place.bucket import Bucket
 from composerlite.checkpoint.place.catalog import home_of, map_reads, may_be_decider, record_in
 from composerlite.checkpoint.place.commit import delete_checkpoint
 from composerlite.checkpoint.place.place import Folder, Place, StoredFile
-from composerlite.checkpoint.record.attempts import living_line
+from composerlite.checkpoint.record.history import living_line
 from composerlite.checkpoint.record.record import FileRecord, Manifest
 from composerlite.errors import CheckpointError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from composerlite.storage import is_uri, open_store, parse_uri
@@ -300,7 +300,7 @@ def _of_record(
             faults.append(f"{one.path} has {file.size_bytes} bytes and was saved with {one.size_bytes}")
     home, copy_of = "".join(name.rpartition("/")[:2]), None
     if record.form != "step":
-        names = [saved for saved in (record.saved_as, *record.also) if f"/{name}".endswith(f"/{saved}")]
+        names = [saved for saved in record.also if f"/{name}".endswith(f"/{saved}")]
         home, copy_of = (name.removesuffix(max(names, key=len)), None) if names else (home, record.saved_as)
     return Found(place, name, record.kind, record, tuple(faults), tuple(there), decider, copy_of, home)
 
