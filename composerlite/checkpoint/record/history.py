@@ -1,7 +1,7 @@
 """The history of a run in its records: the attempts, and the checkpoints to delete. Pure functions of records.
 
 An attempt is one course of a run, from a start until the run is started over. A run that resumes from its newest
-checkpoint continues the attempt. Otherwise a new attempt begins, and the attempts before are the ancestors.
+checkpoint continues the attempt. Otherwise a new attempt begins. Its ancestors are the attempts that it continues.
 
 A run that is started over leaves the checkpoints of the attempt before in the same folder. Batch counts do not tell the
 attempts apart, and clocks may jump. So each attempt has a number: the highest number in the folder or the bucket, plus
@@ -71,7 +71,8 @@ def new_attempt(highest: int, origin: Manifest | None = None, *, passed_over: bo
 
     Args:
         highest: the highest known attempt number.
-        origin: the checkpoint of the same run to start from; ``None``: the run starts from scratch, or elsewhere.
+        origin: the checkpoint of the same run to start from; ``None``: the run starts from scratch, or from a
+            checkpoint of another run.
         passed_over: later checkpoints of the attempt of ``origin`` could not be used.
     """
     if origin is None:
@@ -145,7 +146,7 @@ class RetentionPolicy:
         return [manifest for manifest in deletions(own, self) if manifest.name not in self.held]
 
     def keep(self, manifests: Sequence[Manifest]) -> list[bool]:
-        """Return for each of ``manifests`` if its checkpoint stays. Give manifests oldest first, none ephemeral."""
+        """Return for each checkpoint whether it stays. Give ``manifests`` oldest first, and none that is ephemeral."""
         last, every, best = self.last, self.every, self.best
         if last is None and every is None and best is None:
             return [True] * len(manifests)

@@ -1,7 +1,7 @@
 """The form of a run's checkpoints: one file, a directory of all ranks, or an archive of each rank.
 
-:class:`Form` is chosen by how the model is sharded over ranks. A :class:`RankWriter` writes the part of a
-rank: here files and archives, in ``sharded_writer`` directories.
+:class:`Form` is chosen by how the model is sharded over ranks. A :class:`RankWriter` writes the part of a rank. The
+writer of files and archives is in this module, the writer of directories in ``sharded_writer``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RankWriter(Protocol):
         ...
 
     def commit(self, manifest: Manifest, parts: Sequence[Any]) -> Manifest:
-        """Commit on rank 0, and return the record. ``parts``: the results of :meth:`write` of all ranks."""
+        """Commit on rank 0, and return the record. ``parts``: the results of :meth:`write`, by rank."""
         ...
 
     def close(self, *, may_be_committed: bool) -> None:
@@ -114,7 +114,7 @@ class FileWriter(RankWriter):
         record: the record of the checkpoint, without files. The end of its template chooses the format. A checkpoint of
             one file, and the archive of each other rank, contain the record when they are flushed. The archive of rank
             0 gets the record of all at the commit.
-        is_copy: training changes no tensor of the images.
+        is_copy: the images are a copy already: training changes no tensor there.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class SaveRequest:
         metrics: metric values for the record, by name. NaN and infinite values are left out.
         publish: called after the commit, before older checkpoints are deleted, perhaps on another thread; on rank 0,
             or on all ranks if nodes have disks of their own.
-        also: other names under which the same file is uploaded, each with the template of the name.
+        also: other names under which the checkpoint is uploaded, each with the template of the name.
         retention: chooses the older checkpoints of the same template to delete; on rank 0.
         is_routine: log the save below INFO.
     """
