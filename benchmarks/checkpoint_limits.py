@@ -55,10 +55,14 @@ class Limits:
         self._best_ways: dict[str, int] = {}
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
-    def memcpy(self) -> float:
-        """Every tensor into memory that was touched before, with one or two threads, torch's or Python's."""
+    def memcpy(self, *, times: int = 3) -> float:
+        """Every tensor into memory that was touched before, with one or two threads, torch's or Python's.
+
+        ``times=1`` after a pause: the host of a virtual machine may have unmapped idle memory, and the first copy into
+        such memory takes up to twice as long.
+        """
         ways = [partial(self._copy, 1), partial(self._copy, _THREADS), self._move_all]
-        return self._in_best_way("memcpy", ways, times=3)
+        return self._in_best_way("memcpy", ways, times=times)
 
     def _in_best_way(
         self, probe: str, ways: Sequence[Callable[[], object]], *, ready: Callable[[], object] = int, times: int = 1

@@ -1,15 +1,15 @@
 """The modules that one save and one load go through, and the calls between them.
 
-A run of one rank saves its second checkpoint into a folder as one file, and deletes the first; another run is built
-with ``load_path``. ``sys.setprofile`` and ``threading.setprofile`` see every call in every thread of the two. Counted
-are the modules of the packages in `LAYERS` in which a function was called, and the edges: pairs of such modules of
-which one called the other, directly or through functions of others (a context manager of Python, a hook of the
-trainer), each pair once. Starting a thread is no call.
-Functions are those above `storage` that were called from another module, each once.
+A run of one rank saves its second checkpoint into a folder as one file, with the default of keeping all; again in a run
+that keeps one, so that the save deletes the first; and another run is built with ``load_path``. ``sys.setprofile`` and
+``threading.setprofile`` see every call in every thread of the three. Counted are the modules of the packages in
+`LAYERS` in which a function was called, and the edges: pairs of such modules of which one called the other, directly or
+through functions of others (a context manager of Python, a hook of the trainer), each pair once. Starting a thread is
+no call. Functions are those above `storage` that were called from another module, each once.
 
 An edge goes up where a lower layer calls a higher one: storage the other two, checkpoint the callbacks.
 
-Usage: ``python benchmarks/walks.py`` prints both walks, each module once, and again in a thread, under the module that
+Usage: ``python benchmarks/walks.py`` prints the walks, each module once, and again in a thread, under the module that
 first called it; then the edges that go up. ``--edges`` lists all edges. ``--check 22 45 20`` exits with 1 where a save
 has more modules, a save more edges or a load more modules than that. ``--markdown`` prints the part of
 ``docs/architecture.md`` that is about them, and ``--write docs/architecture.md`` puts it there: ``make walks``.
@@ -182,10 +182,10 @@ def _trainer(**arguments: Any) -> Trainer:
     )
 
 
-def _save(folder: str) -> Walk:
-    """Save twice, and follow the second save."""
+def _save(folder: str, keep: int) -> Walk:
+    """Save twice, and follow the second save, which deletes the first if ``keep`` is 1."""
     # No interval: a save at the end of `fit` would be of the same batch, and the followed save would replace the file.
-    trainer = _trainer(save_folder=folder, save_interval=lambda state, event: False, save_num_checkpoints_to_keep=1)
+    trainer = _trainer(save_folder=folder, save_interval=lambda state, event: False, save_num_checkpoints_to_keep=keep)
     trainer.fit(duration="1ba")
     trainer.save_checkpoint_to_save_folder()
     trainer.fit(duration="1ba")
@@ -214,11 +214,11 @@ def show(title: str, walk: Walk, *, edges: bool) -> None:
     print()
 
 
-def markdown(save: Walk, load: Walk) -> str:
+def markdown(save: Walk, deleting: Walk, load: Walk) -> str:
     """The part of the page on the architecture that is about the walks."""
-    lines = [BEGIN]
-    for title, walk in (("save", save), ("load", load)):
-        lines += [f"## One {title}", "", f"{_counts(walk)}.", "", "```text", *_drawn(walk), "```", ""]
+    lines = [BEGIN, "## One save", "", f"{_counts(deleting)}.", "", "```text", *_drawn(deleting), "```", ""]
+    lines += [f"This save deletes an older checkpoint. A save that keeps all: {_counts(save)}.", ""]
+    lines += ["## One load", "", f"{_counts(load)}.", "", "```text", *_drawn(load), "```", ""]
     return "\n".join([*lines[:-1], END, ""])
 
 
@@ -289,22 +289,23 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        _save(first)  # what is imported when it is first used, is then there
+        _save(first, keep=1)  # what is imported when it is first used, is then there
         _load(first)
-        save, load = _save(second), _load(second)
+        save, deleting, load = _save(second, keep=-1), _save(first + "/again", keep=1), _load(second)
     if options.write:
         page = options.write.read_text(encoding="utf-8")
         before, after = page.split(f"{BEGIN}\n")[0], page.split(f"{END}\n")[1]
-        options.write.write_text(before + markdown(save, load) + after, encoding="utf-8")
+        options.write.write_text(before + markdown(save, deleting, load) + after, encoding="utf-8")
     elif options.markdown:
-        print(markdown(save, load), end="")
+        print(markdown(save, deleting, load), end="")
     else:
         show("One save", save, edges=options.edges)
+        show("One save, with the deletion of an older checkpoint", deleting, edges=options.edges)
         show("One load", load, edges=options.edges)
-    for walk in (save, load) if options.functions else ():
+    for walk in (save, deleting, load) if options.functions else ():
         print(*(f"{module}: {name}" for module, name in sorted(walk.functions)), "", sep="\n")
     if options.check:
-        found = (len(save.modules), len(save.edges), len(load.modules))
+        found = (len(deleting.modules), len(deleting.edges), len(load.modules))
         names = ("modules of a save", "edges of a save", "modules of a load")
         over = [
             f"{got} {name}, at most {most}"

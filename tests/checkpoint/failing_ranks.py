@@ -31,7 +31,7 @@ Stage = tuple[str, int, Any, str]
 STAGES: dict[str, list[Stage]] = {
     "copies": [
         ("gather", 1, SaveRequest, "gathered"),
-        ("name", 0, Catalog, "check_free"),
+        ("state", 0, State, "state_dict"),
         ("snapshot", 0, StagingMemory, "take"),
         ("write", 0, FileWriter, "write"),
         ("flush", 0, StreamWriter, "finish"),

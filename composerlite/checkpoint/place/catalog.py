@@ -27,7 +27,7 @@ from composerlite.checkpoint.record.record import (
     unseal_index,
     unseal_weights_index,
 )
-from composerlite.errors import CheckpointError, CheckpointExistsError, ConfigError, CorruptCheckpointError
+from composerlite.errors import CheckpointError, ConfigError, CorruptCheckpointError
 from composerlite.storage import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -286,20 +286,6 @@ class Catalog:
         in_bucket = self.place.path_of("") is None  # where a directory without an index is no conflict
         whole = [path for path in every if path.endswith(f"/{INDEX}")] if in_bucket else visible
         return [*visible, *{str(folder) for path in whole for folder in PurePosixPath(path).parents}]
-
-    def check_free(self, name: str) -> None:
-        """Check that ``name``, the name of a new file, is free in a folder.
-
-        Raises:
-            CheckpointExistsError: the name is taken.
-        """
-        path = self.folder / name
-        if path.exists():
-            raise CheckpointExistsError(
-                f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, or "
-                "pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this folder, "
-                "give each run a folder of its own."
-            )
 
 
 def map_reads(place: Place, work: Callable[[T], R], items: Iterable[T]) -> list[R]:

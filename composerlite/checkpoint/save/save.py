@@ -34,7 +34,7 @@ from composerlite.checkpoint.record.naming import check_template, names_of_ranks
 from composerlite.checkpoint.record.record import Manifest, SavedRun, new_id
 from composerlite.checkpoint.save.form import Form, RankWriter, SaveRequest
 from composerlite.checkpoint.save.snapshot import Snapshot, StagingMemory, finish_device_work
-from composerlite.errors import SaveError, bytes_text
+from composerlite.errors import CheckpointExistsError, SaveError, bytes_text
 from composerlite.storage.workers import wait_at_exit, wait_no_more
 from composerlite.threads import start_threads
 
@@ -129,8 +129,14 @@ def begin_save(
     own_links = {link: name for link, name in zip(links, names, strict=False) if link != name}
     with group.all_or_none(what):
         held = state.weights_state_dict() if request.weights_only else state.state_dict()
+        # The writer checks the name of a directory.
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
-            request.catalog.check_free(name)  # the writer checks the name of a directory
+            if (path := request.catalog.folder / name).exists():
+                raise CheckpointExistsError(
+                    f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, "
+                    "or pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this "
+                    "folder, give each run a folder of its own."
+                )
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
     record = _record_of(request, form.kind, names, id_, waited)
