@@ -1,7 +1,7 @@
 """Checkpoints: what is saved, how it is written and committed, how it is found, verified and restored.
 
-The names below are for users, and are imported when they are first used: a listing needs no torch, and
-``torch.distributed.checkpoint`` takes its time. The rest of composerlite imports from the module that defines a name.
+The names below are for users. Each name is imported on first use: a listing of checkpoints needs no torch, and the
+import of ``torch.distributed.checkpoint`` is slow. Modules of composerlite import from the module that defines a name.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ IgnoreKeys: TypeAlias = "Sequence[str] | Callable[[StateDict], None] | None"
 
 
 class DeepSpeedEngine(Protocol):
-    """The saving and loading half of DeepSpeed's engine. All ranks call each method, except ``convert``, together."""
+    """Interface of DeepSpeed's engine for saves and loads. Every method except ``convert`` is collective."""
 
     def saved(self) -> dict[str, StateDict]:
-        """Return the contents of this rank's files, by name. Tensors are live, not copies."""
+        """Return the contents of each file of this rank, by file name. Tensors are live, not copies."""
         ...
 
     def load_checkpoint(
@@ -51,7 +51,7 @@ class DeepSpeedEngine(Protocol):
         """
 
     def check_fits(self, model: StateDict, *, source: str) -> None:
-        """Compare the model of a checkpoint with the one that is trained.
+        """Compare the model of a checkpoint with the model in training.
 
         Args:
             model: contents of a file of model states.
@@ -69,10 +69,10 @@ class DeepSpeedEngine(Protocol):
         """
 
     def convert(self, folder: Path, *, source: str) -> None:
-        """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. On one rank.
+        """Convert the files of all ranks in ``folder`` for :meth:`load_converted`. Call on one rank.
 
         Raises:
-            IncompatibleCheckpointError: DeepSpeed cannot convert them.
+            IncompatibleCheckpointError: DeepSpeed cannot convert the files.
         """
 
     def load_converted(self, folder: Path, files: Mapping[str, StateDict], *, source: str) -> None:
@@ -92,7 +92,7 @@ class DeepSpeedEngine(Protocol):
 
 
 class TrainingState(Protocol):
-    """The interface of a training state for saves and loads: of the Trainer, or of a loop without a Trainer.
+    """Interface of a training state for saves and loads. The Trainer, or a loop without a Trainer, has the state.
 
     Attributes:
         run_name: name of the run.
@@ -109,7 +109,7 @@ class TrainingState(Protocol):
 
     @property
     def fit_starts(self) -> Sequence[TimestampLike]:
-        """Time of the run at each call of ``fit``, also before a resume. Empty without a Trainer."""
+        """Timestamp of the run at each call of ``fit``, also of calls before a resume. Empty without a Trainer."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class TrainingState(Protocol):
         """Batches of an epoch, if known."""
 
     def get_optim_state_dict(self) -> StateDict:
-        """Return the state of each optimizer, with names of parameters, by the name of its class."""
+        """Return the state of each optimizer, with the names of parameters, by the name of the optimizer's class."""
         ...
 
     def state_dict(self) -> StateDict:
@@ -213,7 +213,7 @@ def _of_no_kind(node: Any, path: str) -> Iterator[str]:
 
 
 def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
-    """Return ``ignore_keys``.
+    """Check that ``ignore_keys`` are ``None``, globs or a function, and return the keys: globs as a new list.
 
     Raises:
         ConfigError: ``ignore_keys`` are neither globs nor a function.
@@ -229,10 +229,11 @@ def check_ignore_keys(ignore_keys: IgnoreKeys, *, argument: str) -> IgnoreKeys:
 
 
 def without(contents: StateDict, ignore_keys: IgnoreKeys) -> StateDict:
-    """Return a copy of ``contents`` without ``ignore_keys``. Tensors are shared. Warns of globs without a match.
+    """Return a copy of ``contents`` without ``ignore_keys``, or ``contents`` if ``ignore_keys`` are ``None``.
 
-    If globs remove all items of a container, a dict loses the container, and a list keeps the empty container, so the
-    next items keep their numbers. Containers without items in ``contents`` stay.
+    Tensors are shared. Logs a warning for each glob without a match. If globs remove all items of a container, the
+    empty container is removed from a dict, and stays in a list, so the next items of the list keep their numbers.
+    Containers that are empty in ``contents`` stay.
     """
     if ignore_keys is None:
         return contents
@@ -261,7 +262,7 @@ def remove_keys(ignore_keys: IgnoreKeys, contents: StateDict) -> None:
 
 
 def _filtered(node: Any, globs: Sequence[str], used: set[str], path: str) -> Any:
-    """Return ``node`` without paths of ``globs``. Matching globs are added to ``used``."""
+    """Return a copy of ``node`` without paths that match ``globs``. Add the matching globs to ``used``."""
     if type(node) not in (dict, list):
         return node
     kept: list[tuple[Any, Any]] = []
@@ -285,18 +286,18 @@ WEIGHTS_ONLY = {"model", "integrations", "metadata", "algorithms"}
 @final
 @dataclass
 class RestorePlan:
-    """One load of a checkpoint into a state: :meth:`wanted`, :meth:`places`, a read of tensors, :meth:`restore`.
+    """One load of a checkpoint into a state: call :meth:`matched`, read the tensors, then call :meth:`restore`.
 
     Attributes:
         state: the state to restore.
         source: name of the checkpoint, for messages.
-        weights_only: restore the model alone; set by :meth:`wanted` for a checkpoint of weights.
+        weights_only: restore the model alone; set by :meth:`matched` for a checkpoint of weights.
         strict: parameter names must agree exactly.
         ignore_keys: keys not to restore.
         exclude_algorithms: names of algorithms not to restore.
         key_map: keys in a checkpoint of another program, by the part of a run, with dots between nested keys, such as
             ``{'model': 'net.*', 'batch': 'step'}``; ``None``: the program is recognised by the contents.
-        is_foreign: another program saved the checkpoint; set by :meth:`wanted`.
+        is_foreign: another program saved the checkpoint; set by :meth:`in_our_form`.
         contents: the contents to restore, with all tensors read; set by the reader. The values of tensors may be in the
             state already; nothing else is restored yet.
         verified: indices of the chunks verified on this rank, by the name of the file; set by the reader.
@@ -383,7 +384,7 @@ class RestorePlan:
 
 @contextlib.contextmanager
 def half_loaded(in_place: bool) -> Generator[None]:
-    """Warn in each CorruptCheckpointError of the block about a partly overwritten state, if reads are ``in_place``."""
+    """Add a warning about a partly overwritten state to each CorruptCheckpointError of the block, if ``in_place``."""
     try:
         yield
     except CorruptCheckpointError as e:
@@ -405,7 +406,7 @@ def tensor_pairs(saved: Any, live: Any) -> Iterator[tuple[Tensor, Tensor | None]
 
 
 def with_tensors(node: Any, replaced: Mapping[int, Tensor]) -> Any:
-    """Return nested contents with other tensors, by the ``id`` of the present tensor."""
+    """Return a copy of nested contents. ``replaced`` has the new tensors, by the ``id`` of the old tensor."""
     if isinstance(node, Tensor):
         return replaced.get(id(node), node)
     return with_items(node, lambda _, value: with_tensors(value, replaced))

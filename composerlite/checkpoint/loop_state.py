@@ -107,7 +107,10 @@ class LoopState:
         return {name: part.state_dict() for name, part in self._shared.items() if isinstance(part, Optimizer)}
 
     def _state_of(self, part: nn.Module | Optimizer) -> StateDict:
-        """Return the state of a module or an optimizer. Directories need text in place of numbers of parameters."""
+        """Return the state of a module or an optimizer.
+
+        A checkpoint directory needs text keys, so with sharding the keys of an optimizer's state are text, not numbers.
+        """
         state = part.state_dict()
         if isinstance(part, Optimizer) and self.sharding is not None:
             state["state"] = {str(number): one for number, one in state["state"].items()}
@@ -154,10 +157,10 @@ class LoopState:
     def load_state_dict(self, state_dict: StateDict, *, source: str, **_: Any) -> None:
         """Restore all parts, dicts in place.
 
-        A rank without saved states, in a run of more ranks than before, takes the states of rank 0.
+        If the run has more ranks than before, each rank without saved states restores the states of rank 0.
 
         Raises:
-            IncompatibleCheckpointError: a part does not take the saved state. Earlier parts are restored already.
+            IncompatibleCheckpointError: a part rejects the saved state. Earlier parts are restored already.
         """
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
         if len(ranks) != dist.get_world_size() and rank == 0:
@@ -167,7 +170,7 @@ class LoopState:
         for name, part in {**self._shared, **self._of_rank}.items():
             saved = state_dict[name] if name in self._shared else own[name]
             if isinstance(part, Optimizer):
-                # A directory has no empty dicts. See _state_of.
+                # A directory omits empty dicts, and has text in place of numbers: see _state_of.
                 saved = {**saved, "state": {int(number): one for number, one in saved.get("state", {}).items()}}
             try:
                 if isinstance(part, dict):

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _FAILURES = (OSError, CheckpointError, ObjectStoreError)
 """Errors of disks, networks and stores, tolerated by ``save_failure_limit``."""
 _FAILED: Mapping[str, CheckpointStep] = {"saved": "failed", "published": "upload failed"}
-"""Event of a failure, by the kind of work. Other work is a deletion."""
+"""Event of a failure, by the kind of work. The failure of any other work is the event ``"deletion failed"``."""
 _LEASE_WAIT_SECONDS = 10.0
 """Seconds to wait for the lease of another process, except in an autoresume of the Trainer."""
 _LONG_WAIT_SECONDS = 1.0
@@ -72,7 +72,8 @@ class CheckpointManager:
 
     Args:
         folder: a local folder, or a URI such as ``'s3://bucket/run'``. With a URI the manager saves each checkpoint to
-            a local folder, and publishes the checkpoint in the background. Only one loop at a time may save there.
+            a local folder, and publishes the checkpoint in the background. Only one loop at a time may save to
+            ``folder``.
         run_name: name of the run. The manager restores and deletes only checkpoints of this run.
         filename: name of each checkpoint; ``{batch}`` is the step.
         keep: number of newest checkpoints to keep; -1: all; 0: none in the local folder after the upload to a bucket.
@@ -80,8 +81,8 @@ class CheckpointManager:
             ``overwrite``, ``asynchronous``, ``failure_limit``, ``ignore_keys``, ``latest_filename``,
             ``staging_folder``, ``num_remote_checkpoints_to_keep``, ``upload_timeout_in_seconds`` and the like.
         **parts: everything to save, by name: objects with ``state_dict()`` and ``load_state_dict()``, or dicts. A
-            restore fills dicts in place. Rank 0 saves the state of modules and optimizers, or each rank saves its
-            shards. Each rank saves all other parts.
+            restore fills dicts in place. Rank 0 saves the state of modules and optimizers; of sharded modules and
+            optimizers each rank saves its shards. Each rank saves all other parts.
 
     Attributes:
         options: settings.
@@ -123,7 +124,7 @@ class CheckpointManager:
         self._others: Sequence[CheckpointManager] = ()
         self._staging = StagingMemory(self.options.staging_bytes)
         self.pending: SaveTask | None = None
-        self._leases: dict[Lease, tuple[int, int] | None] = {}  # on rank 0; in a folder with the lock file
+        self._leases: dict[Lease, tuple[int, int] | None] = {}  # on rank 0; values: identities of lock files
         self._publishing = Publishing(self.options, self.where, lambda: self._check_leases(confirm=True))
         self.publishers = self._publishing.publishers
         self._saves_done = dist.PiggybackCounter(lambda: int(self.pending is not None and self.pending.done))
@@ -203,7 +204,8 @@ class CheckpointManager:
         Raises:
             ConfigError: the folder cannot be created or written to; there is no place to keep checkpoints; another
                 saver has the same names in the folder or a bucket; ranks save a directory together, and a rank shares
-                the folder with no rank of the same node; or ``on_exception`` is set in a run of several ranks.
+                the folder with no other rank of the same node; or ``on_exception`` is set in a run of several ranks or
+                with a sharded model.
             PermissionError: the bucket cannot be written to.
             FileNotFoundError: the bucket does not exist.
             ObjectStoreError: the store does not answer, or fails.
@@ -217,10 +219,10 @@ class CheckpointManager:
                 "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
                 "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
             )
-        # 2. A folder in memory gets a name with the key of the other folder of the run.
+        # 2. The name of a folder in memory contains the key of the folder of another manager of the run.
         if options.in_memory:
             saver = min((one for one in others if not one.options.in_memory), key=lambda one: one.options.weights_only)
-            # A folder or bucket that was removed and made again has another key: older copies in memory do not count.
+            # A folder or bucket that was removed and created again has another key: ignore older copies in memory.
             buckets = [publisher.bucket for publisher in saver.publishers]
             where.keep_in_memory(state, saver.where.key(buckets, share=options.replication is not None))
         # 3. The folder: create it, and remove leftovers of killed processes.
@@ -257,7 +259,7 @@ class CheckpointManager:
         """Folder and buckets to resume from."""
         where = self.where
         buckets = [RunPlace(one.remote, one.template, one.link) for one in self.publishers]
-        # By the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
+        # Use the user's path, not the full path: rank 0 sends the paths of checkpoints to all ranks, and the working
         # directory may differ between nodes.
         return RunPlace(Catalog(where.folder), where.filename, None, buckets, self.options.in_memory, self.replication)
 
@@ -279,7 +281,7 @@ class CheckpointManager:
         group, state = dist.get_group(), self.state
 
         def existing() -> tuple[list[str], Manifest | None, bool, list[str]]:
-            """Return names, oldest first; the newest; if saves delete checkpoints; and names to publish again."""
+            """Return names, oldest first; the newest record; whether saves delete; and names to publish again."""
             known = self._known()
             newest = (known or self._known(any_template=True))[-1:]
             deletes = self._deletes or any(manifest.ephemeral for manifest in known)
@@ -298,7 +300,7 @@ class CheckpointManager:
     def begin(self, *, several: bool) -> bool:
         """Take the leases of the run, and check that saves are possible and overwrite no other files.
 
-        Call before training, after :meth:`load_existing`. If earlier training raised, collect its last save first.
+        Call before training, after :meth:`load_existing`. First collects the save that earlier training left in flight.
 
         Args:
             several: the run saves more than one checkpoint.
@@ -349,7 +351,7 @@ class CheckpointManager:
         of the previous holder are removed.
 
         Args:
-            timeout: seconds to wait for the end of another process.
+            timeout: seconds to wait for a lease that another process holds.
 
         Raises:
             RunInUseError: another process writes files of the same names.
@@ -369,7 +371,7 @@ class CheckpointManager:
                 publisher.remove_uploads(run_name)
 
     def _new_leases(self) -> dict[str, Lease]:
-        """Return the leases of this manager's names in the folder and in buckets, by path or URI. None is taken yet."""
+        """Return the leases of this manager's names in the folder and in buckets, by path or URI, not taken yet."""
         where = self.where
         names = [one.replace("{run_name}", where.run_name) for one in (where.filename, where.latest) if one is not None]
         root, place = where.catalog.folder.resolve(), where.catalog.place
@@ -383,7 +385,7 @@ class CheckpointManager:
 
         Args:
             confirm: ask the store if the last answer is old, since this process may have been suspended. Publishing
-                does so right before a write that makes a checkpoint visible. Otherwise make no request.
+                passes true right before a write that makes a checkpoint visible. False: make no request.
         """
         for lease in self._leases:
             if confirm and isinstance(lease, HeartbeatLease):
@@ -436,7 +438,7 @@ class CheckpointManager:
         return events
 
     def prepare(self) -> None:
-        """Check that a checkpoint can hold the state of the run. Prepare memory for saves in the background.
+        """Check that a checkpoint can hold the state of the run. Prepare memory for asynchronous saves.
 
         Call after the first optimizer step, when the optimizers have a state. A save before the memory is ready is
         synchronous.
@@ -634,9 +636,9 @@ class CheckpointManager:
         Raises:
             Exception: error of the save or of an upload.
         """
-        with contextlib.ExitStack() as stack:  # calls the last function first, and all functions after an error
+        with contextlib.ExitStack() as stack:  # calls the last function first; calls the others even after an error
             stack.callback(self._publishing.close_store)
-            for lease in self._leases:  # released after the uploads: the next launch resumes from these
+            for lease in self._leases:  # released after the uploads: the next launch resumes from the uploads
                 stack.callback(lease.release)
             if self._leases:
                 stack.callback(self.where.close)
@@ -665,7 +667,7 @@ class CheckpointManager:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Return the numbers of the file system and of the file ``path``; ``None``: there is no such file."""
+    """Return the device number and the inode number of the file ``path``; ``None``: there is no such file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = Path(path).stat()
         return found.st_dev, found.st_ino
@@ -682,10 +684,10 @@ class Outcomes:
             counted separately.
 
     Attributes:
-        reports: of the last 100 successful saves, oldest first.
+        reports: reports of the last 100 successful saves, oldest first.
         blocked_seconds: seconds that training waited for successful saves, and before them for the previous save.
-        waited_seconds: seconds that training has waited for the last save. The report of the next save includes these.
-        maybe_written: names of failed saves: the file may exist.
+        waited_seconds: seconds that training has waited for the last save, for the report of the next save.
+        maybe_written: names of checkpoints with a failed save. The checkpoint may exist.
         last_is_unconfirmed: the last save is in flight, failed or was interrupted: a checkpoint may or may not exist.
         tolerated: the last error that was tolerated.
         events: events that :meth:`CheckpointManager.poll` has not returned yet, oldest first.
@@ -701,7 +703,7 @@ class Outcomes:
         self._failures = Counter[str]()
         self._warned_of_metric = False
         self.events: list[CheckpointNews] = []
-        # One save is in flight at a time.
+        # Event of the last begun save. One save is in flight at a time, so one event is enough.
         self._begun = CheckpointNews(what="begun", name="", where="", batch=0, at=0.0)
 
     def begun(self, name: str, where: str, batch: int, *, ephemeral: bool) -> None:
@@ -735,7 +737,7 @@ class Outcomes:
             self.events.append(dataclasses.replace(news, metrics={"replicated_batch": batch}))
 
     def ended(self, what: str, error: Exception | None, news: CheckpointNews | None = None) -> None:
-        """Count a failure, record an event, and warn. A success ends a row of failures.
+        """Count a failure, record an event, and warn. A success resets the count of failures in a row.
 
         Args:
             what: the work: ``"saved"``, ``"deleted"``, ``"published"`` or ``"deleted from a bucket"``.
@@ -743,8 +745,8 @@ class Outcomes:
             news: event of the upload; ``None``: the event of the last save.
 
         Raises:
-            Exception: ``error``, after more failures in a row than the limit, or for any error besides
-                an ``OSError``, ``CheckpointError`` or ``ObjectStoreError``: a bug or a lost rank.
+            Exception: ``error``, if there are more failures in a row than the limit, or if a cause is none of
+                ``OSError``, ``CheckpointError`` and ``ObjectStoreError``, such as a bug or a lost rank.
         """
         if error is None:
             self._failures[what] = 0

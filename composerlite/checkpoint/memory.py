@@ -38,7 +38,7 @@ _LOOK_SECONDS = 0.2
 def make_private(folder: Path, *, levels: int) -> None:
     """Make ``folder`` and the folders above, ``levels`` in all, for this user alone (mode 0700). Collective.
 
-    The first rank of each node makes the folders. The folder above these must exist.
+    The first rank of each node makes the folders. The parent of the uppermost of these folders must exist.
 
     Raises:
         ConfigError: an existing folder is a link, belongs to another user, or is writable by others: a checkpoint in
@@ -66,14 +66,14 @@ def replica_folder(folder: Path) -> Path:
 
 
 def open_replication(folder: Path, gigabytes_per_second: float) -> Replication | None:
-    """Prepare the folder of replicas, without incomplete replicas of killed processes. Collective.
+    """Prepare the folder of replicas, and delete incomplete replicas of killed processes. Collective.
 
     Args:
         folder: folder of checkpoints in memory. The folder above is for this user alone: see :func:`make_private`.
         gigabytes_per_second: highest rate at which a node sends; 1 GB is 10⁹ bytes.
 
     Returns:
-        The replication; ``None``, with a warning: all ranks see the same folder, and nothing is replicated.
+        The replication. ``None``, with a warning, if all ranks see the same folder: then nothing is replicated.
     """
     group, replicas = dist.get_group(), replica_folder(folder)
     make_private(replicas, levels=1)
@@ -113,8 +113,8 @@ class Replication:
         self._hurry = threading.Event()
         self._threads: list[threading.Thread] = []
         self._begun = self._done = 0
-        self._failed = False  # the last replication, on this rank
-        self._name, self._is_running = "", False  # the last checkpoint to replicate
+        self._failed = False  # true if the last replication failed on this rank
+        self._name, self._is_running = "", False  # the last checkpoint begun, and whether the replication is running
         self.counters = [dist.PiggybackCounter(lambda: self._done), dist.PiggybackCounter(lambda: int(self._failed))]
         if self.is_leader:
             self.replicas.place.sweep(timedelta())
@@ -166,7 +166,7 @@ class Replication:
         """Send this node's part of a checkpoint to the next node, and receive the part of the previous node.
 
         Called on all ranks, on leaders in a background thread. Older replicas are deleted after the new replica is
-        verified and committed. After an error they stay.
+        verified and committed. After an error the older replicas stay.
 
         Args:
             name: name of the checkpoint.
@@ -215,7 +215,7 @@ class Replication:
 
     # ── when a run resumes ───────────────────────────────────────────────────────────────────────────────────────
     def find(self, run_name: str) -> list[Manifest]:
-        """Return the checkpoints of a run with each part on some node, as an own part or a replica. Collective.
+        """Return the complete checkpoints of a run: some node has each part, as own part or replica. Collective.
 
         Returns:
             The same records on all ranks.
@@ -300,7 +300,9 @@ def _transfer(
     *,
     in_background: bool = False,
 ) -> None:
-    """Send and receive files. Verify all received files. Then give them their names, the deciding file last.
+    """Send and receive files. Verify all received files, then rename the files to the final names.
+
+    The deciding file is renamed last. This rename commits the checkpoint.
 
     Args:
         what: name of the operation, for errors.

@@ -1,8 +1,8 @@
 """Copies from accelerators to memory of this machine, and back.
 
 Training queues work on a device and does not wait for the result. Copies have a queue of their own. Waits between the
-two queues decide the bytes of a copy: :class:`DeviceCopier` has the waits as methods, and
-``tests/checkpoint/test_copy_order.py`` runs a simulated device in any order within the waits.
+two queues determine the bytes that a copy reads. :class:`DeviceCopier` has the waits as methods.
+``tests/checkpoint/test_copy_order.py`` runs the work on a simulated device in any order that the waits allow.
 Streams and events: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
 """
 
@@ -23,9 +23,9 @@ from composerlite.storage import HostMemory
 
 log = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20  # 1 ms of copying: small copies of training run between two chunks
-_STREAM_COPIES = 512  # a stream takes 1,024 copies before the host waits for the first
+_STREAM_COPIES = 512  # with 1,024 queued copies in a stream, the host would wait for the first copy
 _STREAMS = 8
-_SLICE_BYTES = 1 << 30  # drivers of the series r580 refuse 512 GiB in one call, and no copy may span two calls
+_SLICE_BYTES = 1 << 30  # r580 drivers refuse to pin 512 GiB in one call; no copy may span memory pinned in two calls
 _PORTABLE = 1  # pinned for all devices, and not only for the current device
 _POLL_SECONDS = 0.00005  # the first sleep; later sleeps are an eighth of the time waited
 _MOST_POLL_SECONDS = 0.01
@@ -34,13 +34,14 @@ _READ_SECONDS = 600.0
 
 
 class DeviceCopier(Protocol):
-    """The copies of one device.
+    """Copier between one device and memory of this machine.
 
     :meth:`wait` and :meth:`fetch` are for any thread. All other methods are for the training thread, or for a single
-    other thread while the training thread waits. The training thread calls :meth:`finish_training` before that.
+    other thread while the training thread waits. Before the other thread starts, the training thread calls
+    :meth:`finish_training`.
 
     Attributes:
-        may_run_late: copies run beside training. Otherwise a copy is complete when :meth:`copy` returns.
+        may_run_late: true: copies run beside training. False: a copy is complete when :meth:`copy` returns.
     """
 
     may_run_late: bool
@@ -72,7 +73,7 @@ class DeviceCopier(Protocol):
             storages: on the device.
 
         Returns:
-            The new memory. Copies queued later may read it.
+            The new memory. Copies queued later may read the new memory.
         """
         ...
 
@@ -124,7 +125,7 @@ class DeviceCopier(Protocol):
         """Queue a copy of a few ``numbers``, after all work of training so far. Training does not wait.
 
         Returns:
-            The copy, for :meth:`fetch`. Until then ``numbers`` must not change.
+            The copy, for :meth:`fetch`. ``numbers`` must not change before :meth:`fetch` returns.
         """
         ...
 
@@ -141,7 +142,7 @@ class DeviceCopier(Protocol):
         ...
 
     def waited_seconds(self) -> float:
-        """Return for how many seconds training waited on the device after :meth:`before_training`.
+        """Return the seconds that training waited, on the device, for the marks of :meth:`before_training`.
 
         Only waits that have ended since the last call count.
         """
@@ -282,16 +283,16 @@ class Pinning:
 
 @final
 class CudaCopier:
-    """A GPU of type ``cuda``, by NVIDIA or AMD. Copies have streams of their own."""
+    """Copier of a GPU of the type ``cuda``, by NVIDIA or AMD. Copies have streams of their own."""
 
     may_run_late = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Together a queue: after many copies a new stream is used, and waits for the stream before.
+        # The streams form one queue: after _STREAM_COPIES copies, the next stream waits for the previous stream.
         self._streams = deque([torch.cuda.Stream(device)])
         self._queued = 0
-        self._reading = torch.cuda.Stream(device)  # of read, which must not wait for long copies
+        self._reading = torch.cuda.Stream(device)  # for read: a read must not wait for long copies
         self._spacer = torch.zeros(1, device=device)
         # Events before and after each wait of training for copies.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -375,7 +376,7 @@ class CudaCopier:
 # ── other devices ────────────────────────────────────────────────────────────────────────────────────────────────────
 @final
 class PageableCopier:
-    """A device whose streams composerlite does not use, such as MPS or XPU: host memory is not pinned; copies block."""
+    """Copier without streams, for devices such as MPS or XPU. Host memory is not pinned, and copies block."""
 
     may_run_late = False
 

@@ -1,4 +1,4 @@
-"""The device that training runs on, as a name that torch takes, with the methods of Composer's devices."""
+"""Devices for training: names of torch devices, with the methods of Composer's devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 def move_to_device(batch: T, device: str | torch.device) -> T:
     """Return ``batch`` with every tensor in nested lists, tuples, mappings and dataclasses on ``device``.
 
-    Copies to a CUDA GPU may still run when this returns: work on the GPU waits for them. Other copies are complete.
+    Copies to a CUDA GPU may still run when this returns: work on the GPU waits for the copies. Other copies are
+    complete.
     https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 
     Args:
@@ -56,10 +57,10 @@ class Device(str):
     that name. Every function of torch that takes a device takes a ``Device``. ``Device('cpu')`` makes a ``DeviceCPU``.
 
     Attributes:
-        name: ``'cpu'``, ``'gpu'``, or as ``type``.
+        name: ``'cpu'``, ``'gpu'``, or else the value of ``type``.
         dist_backend: backend of ``torch.distributed`` for the device; empty for MPS.
         type: type of the device in torch: ``'cpu'``, ``'cuda'``, ``'mps'`` or ``'xpu'``.
-        index: number of the device among the devices of its type; ``None`` for the only one.
+        index: number of the device among the devices of its type; ``None`` for a name without a number.
     """
 
     name = ""
@@ -122,7 +123,7 @@ class DeviceGPU(Device):
     """A CUDA GPU.
 
     ``device_id`` is the number of the GPU on this machine, or a name such as ``'cuda:1'``; ``None``: the GPU of the
-    local rank. With ``allow_tf32=True``, products of float32 matrices are computed in TF32, in the whole process.
+    local rank. With ``allow_tf32=True``, float32 matrix multiplications use TF32 in the whole process.
 
     Raises:
         ConfigError: torch can use no such device on this machine.

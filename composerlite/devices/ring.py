@@ -23,7 +23,7 @@ _WAIT_SECONDS = 600.0
 
 @final
 class RingSlots:
-    """Slots of memory, filled by the host and copied by devices. A slot is reused after all copies have ended.
+    """Slots of memory, filled by the host and copied by devices. A slot is reused after all copies from the slot.
 
     Args:
         memory: for all slots; must exist until :meth:`finish` has returned.
@@ -39,7 +39,7 @@ class RingSlots:
         self._number = -1
 
     def next(self) -> Tensor:
-        """Return the bytes of the next slot, to be filled. Waits until devices have copied the slot.
+        """Return the bytes of the next slot, to be filled. Waits for earlier copies from the slot.
 
         Raises:
             TimeoutError: a device does not finish copies from the slot within 10 minutes.
@@ -50,7 +50,7 @@ class RingSlots:
         return self._slots[self._number]
 
     def is_copied(self, copier: DeviceCopier, mark: Any) -> None:
-        """Note that a device copies from the slot returned last by :meth:`next`.
+        """Register a copy by a device, from the slot returned last by :meth:`next`.
 
         Args:
             copier: of the device.

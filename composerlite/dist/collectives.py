@@ -28,14 +28,14 @@ _REDUCTIONS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def barrier(operation: str = "barrier", timeout: timedelta | None = None) -> None:
-    """Wait until every rank is here.
+    """Wait until every rank has called this function.
 
     Args:
         operation: name of the barrier, for errors.
-        timeout: of the wait for other ranks; ``None``: the timeout of ``initialize_dist``.
+        timeout: longest wait for other ranks; ``None``: the timeout of ``initialize_dist``.
 
     Raises:
-        Exception: a rank failed on its way here; the same on every rank.
+        Exception: a rank failed before this call. Every rank raises the same exception.
         RankError: a rank was lost.
         LateRankError: not every rank came in time.
     """
@@ -71,7 +71,7 @@ def all_gather_object(obj: T) -> list[T]:
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0) -> None:
-    """Replace the items of ``object_list`` by those of rank ``src``, in place.
+    """Replace the items of ``object_list`` by the items on rank ``src``, in place.
 
     Args:
         object_list: picklable objects.
@@ -107,7 +107,7 @@ def all_reduce(tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0) -> None:
-    """Copy the ``tensor`` of rank ``src`` into that of every rank, in place.
+    """Overwrite ``tensor`` on every rank with the ``tensor`` of rank ``src``.
 
     Args:
         tensor: of the same shape and dtype on every rank.

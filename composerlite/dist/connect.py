@@ -70,15 +70,15 @@ def group_of(process_group: ProcessGroup | None = None) -> Group:
 
 
 def _new_keys(store: Store, prefix: str, rank: int) -> Store:
-    """Return keys of ``store`` that no earlier connection used. Every rank must call this equally often."""
+    """Return ``store`` with a prefix of keys that no earlier connection used. Every rank calls this equally often."""
     number = store.add(f"{prefix}/times/{rank}", 1)
     return PrefixStore(f"{prefix}/{number}", store)
 
 
 def check_nobody_left(operation: str) -> None:
-    """Raise if another rank has failed or was lost, so that a wait for the other rank is in vain. For any thread.
+    """Raise an error if another rank has failed or was lost, since a wait for the other rank would not succeed.
 
-    Does nothing if the ranks are not connected.
+    Any thread may call this. Does nothing if the ranks are not connected.
 
     Args:
         operation: name of the operation, for the error.
@@ -106,7 +106,7 @@ def initialize_dist(
     ``min_world_size`` processes.
 
     Args:
-        device: as :func:`get_device` takes it. GPUs use NCCL (XPU: XCCL), and gloo for tensors in host memory.
+        device: name, as in :func:`get_device`. GPUs use NCCL (XPU: XCCL), and gloo for tensors in host memory.
         timeout: of every wait of these groups, in seconds. The timeout of NCCL is three times as long: NCCL ends the
             process, and the other errors must come first.
         min_world_size: 1 makes a process group for one process too, as a device mesh needs.
@@ -118,7 +118,7 @@ def initialize_dist(
         ConfigError: variables of the environment are missing or contradict each other, or the device does not exist.
             Raised on every rank if the check fails on one rank.
         RankError: a rank was lost, or the store at MASTER_ADDR cannot be reached.
-        LateRankError: not every rank came in time; names the late ranks.
+        LateRankError: not every rank connected in time; names the late ranks.
     """
     global _group, _watch, _owns_training_group
     env.check_environment()
@@ -131,7 +131,7 @@ def initialize_dist(
     group = Group(rank, world_size, PrefixStore("control", store), limit, exchanges=world_size > 1)
     with group.all_or_none("connecting the ranks"):
         host = socket.gethostname()
-        first = store.compare_set("host", "", host).decode()  # of the rank that comes first
+        first = store.compare_set("host", "", host).decode()  # host of the first rank that sets the key
         if host != first and not env.environment_counts():
             raise ConfigError(
                 f"the ranks of the process group are on several machines, such as {first} and {host}, and the "
@@ -152,7 +152,7 @@ def initialize_dist(
         address = group.gather(watch.address)[(rank + 1) % world_size]
         group.all_reduce("watching the next rank", lambda: watch.connect(address), any)
     _group = group
-    # Processes with open groups abort now and then at exit, so the groups are destroyed at exit, without a long wait.
+    # A process with open groups sometimes aborts at exit, so an exit handler destroys the groups, without a long wait.
     atexit.unregister(finalize_dist)
     atexit.register(finalize_dist, _GOODBYE_AT_EXIT)
     return True
@@ -190,7 +190,7 @@ def _connect(rank: int, timeout: timedelta) -> Store:
     host, port = os.environ["MASTER_ADDR"], env.env_int("MASTER_PORT", default=0)
     agent_holds_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not agent_holds_it
-    try:  # does not wait for workers: the first meeting waits, and names late ranks
+    try:  # does not wait for workers: the first exchange of the group waits, and names late ranks
         store = TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except torch.distributed.DistError as e:
         raise RankError(

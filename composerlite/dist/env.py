@@ -1,4 +1,4 @@
-"""The rank and the device of this process."""
+"""The rank, the device and the data sampler of this process."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def get_world_size() -> int:
 def get_local_rank() -> int:
     """Return the number of this process on its node, from 0.
 
-    Read from the environment if the environment matches the process group, as with torchrun. For other process groups,
-    such as those of ``mp.spawn``, all processes are on one node: :func:`initialize_dist` checks this.
+    Read from the environment if the environment matches the process group, as with torchrun. Otherwise, for example
+    with ``mp.spawn``, all processes must be on one node: :func:`initialize_dist` checks this.
     """
     return env_int("LOCAL_RANK", default=0) if environment_counts() else get_global_rank()
 
@@ -71,7 +71,8 @@ def get_node_rank() -> int:
 def environment_counts() -> bool:
     """Return true if the variables of a launcher are valid for this process.
 
-    If there is a process group, all variables must be set, and agree with the ranks of the group.
+    True without a process group. With a process group, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be set,
+    and agree with the ranks of the group.
     """
     if not is_initialized():
         return True
@@ -130,9 +131,9 @@ def get_device(device: str | torch.device | None = None) -> torch.device:
         raise ConfigError(
             f"device={device!r}: this machine has no {kind.upper()} device that torch can use. Use device='cpu'."
         )
-    if kind in ("cpu", "mps"):  # a machine has one
+    if kind in ("cpu", "mps"):  # a machine has a single device of this kind
         return torch.device(kind)
-    own = 0 if module.device_count() == 1 else get_local_rank()  # 1: as with --gpus-per-task of Slurm
+    own = 0 if module.device_count() == 1 else get_local_rank()  # a single GPU is visible with --gpus-per-task of Slurm
     return torch.device(kind, int(index) if index else own)
 
 

@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 TIMEOUT = timedelta(seconds=300)
 _TICKETS = 2**40
-"""Distance between the first tickets of two runs: more operations than a run has."""
+"""Distance between the first tickets (numbers of meetings) of two runs: more than the meetings of a run."""
 _SEEN_BY = "Seen by rank"
 _MET_AT = "_composerlite_met_at"
 """Attribute of an exception that every rank has raised: the id of the group, and the ticket of the operation."""
@@ -69,7 +69,7 @@ class Group:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin another run over the same connection, on every rank and without waiting.
+        """Begin another run over the same connection. Call on every rank; does not wait.
 
         Earlier calls of :meth:`leave` have no effect on the new run.
         """
@@ -91,7 +91,7 @@ class Group:
         ``KeyboardInterrupt``, is raised at once on this rank, and the other ranks raise a ``RankError``.
 
         Raises:
-            RankError: a rank was lost or did not come.
+            RankError: a rank was lost, or did not come in time.
         """
         error: Exception | None = None
         entered = self._ticket
@@ -107,7 +107,7 @@ class Group:
         self.meet(operation, error)
 
     def all_reduce(self, operation: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
-        """Call ``each`` on every rank, and ``first`` with the results on rank 0. If one fails, all ranks raise.
+        """Call ``each`` on every rank, and ``first`` with the results on rank 0. If a call fails, all ranks raise.
 
         Args:
             operation: name of the operation, for errors.
@@ -201,7 +201,7 @@ class Group:
     def vote(self, operation: str, *, longest_work: timedelta = timedelta()) -> Vote:
         """Begin a vote on ``operation``, without waiting. Called in the same order on every rank.
 
-        Waits in the vote end if an awaited rank was lost, but not after :meth:`leave`.
+        A wait in the vote ends if an awaited rank was lost. A call of :meth:`leave` does not end the wait.
 
         Args:
             operation: name of the operation, for errors.
@@ -222,12 +222,12 @@ class Group:
         return Vote(store, self.rank, self.size, operation, timeout, check)
 
     def meet(self, operation: str, error: BaseException | None = None, timeout: timedelta | None = None) -> None:
-        """Wait until every rank is here. If a rank comes with an ``error``, raise the error of the lowest such rank.
+        """Wait until every rank calls this. If a rank passes an ``error``, raise the error of the lowest such rank.
 
         The error has the same type on every rank, and names the rank.
 
         Args:
-            operation: name of the operation: the same on every rank, unless a rank comes with an ``error``.
+            operation: name of the operation: the same on every rank, unless a rank passes an ``error``.
             error: exception of this rank in an earlier operation.
             timeout: of the wait; ``None``: the timeout of this group.
 
@@ -245,7 +245,7 @@ class Group:
             raise named from (named.__cause__ if named is error else error)
 
     def meet_once(self, key: str, operation: str, timeout: timedelta, error: BaseException | None = None) -> None:
-        """Wait until every rank is here, even if the ranks have not called :meth:`meet` equally often.
+        """Wait until every rank calls this with ``key``. The ranks may have called :meth:`meet` unequally often.
 
         Args:
             key: of the meeting, used once.
@@ -254,7 +254,7 @@ class Group:
             error: exception of this rank in an earlier operation.
 
         Raises:
-            RankError: a rank came with an error, was lost, or has left the run.
+            RankError: a rank passed an error, was lost, or has left the run.
         """
 
         def arrive() -> str:
@@ -334,7 +334,7 @@ class Group:
         return value
 
     def run(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> None:
-        """Run a collective of tensors in host memory. While it waits, an error of another rank ends the wait.
+        """Run a collective of tensors in host memory. An error of another rank ends the wait.
 
         Args:
             operation: name of the operation, for errors.
@@ -373,7 +373,7 @@ class Group:
             self.store.compare_set(f"left/{self._run}", "", pickle.dumps(Failure.of(error, self.rank)))
 
     def report_lost(self, rank: int) -> None:
-        """Report that the process of ``rank`` has ended: waits for ``rank`` end. Does not fail."""
+        """Report that the process of ``rank`` has ended, so no rank waits for ``rank``. Does not fail."""
         with contextlib.suppress(RankError), reaching_the_store("reporting a lost rank"):
             self.store.append("lost", f"{rank} ")
 
@@ -383,7 +383,7 @@ class Group:
             return [int(rank) for rank in self.store.get("lost").split()] if self.store.check(["lost"]) else []
 
     def check_nobody_left(self, operation: str) -> None:
-        """Raise an error if a rank has called :meth:`leave` in this run, or was lost. For any thread.
+        """Raise an error if a rank has called :meth:`leave` in this run, or was lost. Callable from any thread.
 
         Raises:
             RankError: names the rank and the cause; or the store does not answer.
@@ -393,7 +393,7 @@ class Group:
         with reaching_the_store(operation):
             if self.store.check([key := f"left/{self._run}"]):
                 error = rank_error(operation, [pickle.loads(self.store.get(key))])
-                error.causes = ()  # only for ranks in this operation: a group raises a cause in place of this error
+                error.causes = ()  # causes are for ranks in this operation: :meth:`meet` would raise a cause instead
                 raise error
         if lost := self._lost_ranks():
             raise lost_error(lost[0])

@@ -17,7 +17,7 @@ from composerlite.dist.env import get_world_size
 from composerlite.types import items_of, with_items
 
 _boxes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-"""Offsets and lengths of shards."""
+"""Cache of :func:`local_shard`: offsets and lengths of shards."""
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -42,10 +42,10 @@ def is_distributed_tensor(value: object) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return true if ``tensor`` consists of numbers at strides: any part can be read or written alone.
+    """Return true if ``tensor`` has plain strided memory: any part can be read or written alone.
 
-    False for sparse, quantized, nested and meta tensors, for subclasses, and for dtypes that cannot be saved. For a
-    distributed tensor the shard of this rank counts.
+    False for sparse, quantized, nested and meta tensors, for subclasses other than ``nn.Parameter``, and for dtypes
+    that cannot be saved. For a distributed tensor the shard of this rank counts.
     """
     if is_distributed_tensor(tensor):
         return is_dense(local_part(tensor))
@@ -63,7 +63,7 @@ def make_fillable(live: Tensor, value: Tensor | None = None) -> None:
 
     Args:
         live: a tensor of the training state.
-        value: the tensor to copy. A compressed sparse ``live`` gets room for as many numbers.
+        value: the tensor to copy. A compressed sparse ``live`` gets room for as many numbers as ``value`` has.
     """
     if live.layout in _COMPRESSED:
         if value is not None and value.layout is live.layout:
@@ -88,7 +88,7 @@ def local_shard(tensor: Tensor) -> LocalShard:
     local, coordinate = local_part(value), value.device_mesh.get_coordinate()
     if coordinate is None:
         return LocalShard((0,) * value.dim(), (0,) * value.dim(), local.detach())
-    # A subclass may compute its own position, so the position is not taken from another tensor.
+    # A local tensor of a subclass may compute the position itself, so the cached position is not used.
     is_plain = type(local) in (Tensor, nn.Parameter)
     key = (is_plain, value.shape, value.device_mesh.shape, tuple(coordinate), value.placements)
     if not is_plain or key not in _boxes:
@@ -164,7 +164,7 @@ def shards_like(saved: Any, live: Any) -> Any:
 
 
 def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
-    """Return the names of each tensor with several names in ``tensors``: the same memory and view."""
+    """Return groups of two or more names in ``tensors`` for the same memory with the same dtype, shape and strides."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and is_dense(tensor) and (local := local_shard(tensor).local).numel():

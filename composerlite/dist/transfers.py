@@ -1,4 +1,4 @@
-"""Transfers of tensors, parts of files and memory between ranks, over a gloo group apart from training."""
+"""Transfers of tensors, parts of files and memory between ranks, over the gloo group, not the training group."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ def exchange(operation: str, transfers: Iterable[TensorTransfer], *, tag: int = 
 
 
 def _message(transfer: TensorTransfer, rank: int) -> torch.Tensor:
-    """Return the bytes to send, or room for the bytes to receive: the memory of a single tensor, or else a copy.
+    """Return the bytes to send, or a buffer for the bytes to receive.
 
-    Several tensors are copied into one message. A tensor is also copied if gloo cannot use the memory of the tensor.
+    The buffer is the memory of a single tensor if gloo can use this memory. Otherwise the tensors are copied into one
+    message.
     """
     first, *others = transfer.tensors
     is_plain = first.device.type == "cpu" and first.is_contiguous() and not (first.is_conj() or first.is_neg())
@@ -89,7 +90,7 @@ def _message(transfer: TensorTransfer, rank: int) -> torch.Tensor:
 
 
 def _unpack(transfer: TensorTransfer, message: torch.Tensor, rank: int) -> None:
-    """Copy received bytes into the tensors, unless received there."""
+    """Copy the received ``message`` into the tensors, unless ``message`` is the memory of the tensor."""
     if rank == transfer.source or message.data_ptr() == transfer.tensors[0].data_ptr():
         return
     parts = message.split([tensor.nbytes for tensor in transfer.tensors])
@@ -139,8 +140,8 @@ def move(
         moves: the parts of files.
         read: on the source: returns bytes of a file, given name, offset and size. Called for pieces of at most 8 MiB.
         write: on the target: writes bytes of a file, given name, offset and bytes. Called for the same pieces.
-        in_background: called in a background thread, by one thread at a time. Then only sources and
-            targets call this, and may leave out moves between other ranks.
+        in_background: a background thread calls this, and no other background thread at the same time. Then only
+            sources and targets call this, and may leave out moves between other ranks.
 
     Raises:
         RankError: a rank was lost.
@@ -189,8 +190,8 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
 
     Args:
         operation: name of the operation, for errors.
-        pieces: offset in a file, address in memory, and bytes. Offsets and sizes are the same on every rank;
-            addresses are of memory of this rank, which must exist until this returns.
+        pieces: offset in a file, address in memory, and number of bytes. Offsets and sizes are the same on every rank.
+            Addresses are of memory of this rank, and the memory must exist until this returns.
         read: called on rank 0: reads the given pieces into the memory of rank 0.
 
     Raises:

@@ -1,7 +1,7 @@
 """Votes of all ranks through a store: every rank gives a value, rank 0 decides, every rank gets the answer.
 
 A vote needs no process group. So a vote can run in any thread while the main thread runs collectives, and an absent
-rank blocks nothing after the vote.
+rank blocks no operation after the vote.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_BYTES = 4 << 20
 
 # ── errors of ranks ──────────────────────────────────────────────────────────────────────────────────────────────────
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    """Return ``ranks`` as text, such as ``rank 3`` or ``ranks 0-2, 5``."""
     spans: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
@@ -84,8 +84,8 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
         own: the exception of this rank.
 
     Returns:
-        An error whose cause is ``own``, or else the exception of the first rank that failed. If a rank failed because
-        other ranks were lost or late, the error names the other ranks.
+        The exception of the first rank that failed because other ranks were lost or late: this exception names the
+        other ranks. If no rank did: a new error, caused by ``own``, or else by the exception of the first rank.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
@@ -103,7 +103,7 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
 
 
 def lost_error(rank: int) -> LateRankError:
-    """Return the error of waits for ``rank`` after its process has ended."""
+    """Return the error to raise in a wait for ``rank`` after the process of ``rank`` has ended."""
     return LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
 
 
@@ -128,8 +128,8 @@ class Vote:
     :meth:`run` is the whole vote; other methods are the steps of :meth:`run`. Every rank calls :meth:`arrive`. Then
     rank 0 calls :meth:`decide`, and the other ranks call :meth:`wait`. Only rank 0 ends a vote.
 
-    All votes are appended to a single key, and the numbers of the voters to another key: a rank sends equally many
-    requests for any number of ranks.
+    All votes are appended to a single key, and the numbers of the voters to another key. So the number of requests of
+    a rank does not depend on the number of ranks.
 
     Args:
         store: a ``torch.distributed.Store`` with keys for this vote only; ``None`` for one process.
@@ -137,11 +137,12 @@ class Vote:
         world_size: number of ranks.
         operation: name of the operation, for errors.
         timeout: of the wait for the votes of all ranks, and of the wait for rank 0 after that.
-        check: called now and then in a wait, with the awaited ranks. Raises a ``RankError`` if the wait is in vain.
+        check: called repeatedly in a long wait, with the awaited ranks. Raises a ``RankError`` if these ranks cannot
+            answer.
 
     Attributes:
-        may_be_committed: true after a commit, if the outcome is unknown, and if rank 0 was lost. Then the files must
-            stay; the next start of the run removes files without a record.
+        may_be_committed: true after a commit, if the outcome is unknown, or if rank 0 was lost. If true, do not delete
+            the files; the next start of the run removes files without a record.
     """
 
     store: Any
@@ -164,7 +165,7 @@ class Vote:
             Result of ``commit``, on every rank.
 
         Raises:
-            RankError: a rank failed, was lost or is late. ``may_be_committed`` tells if files may be deleted.
+            RankError: a rank failed, was lost or is late. Delete files only if ``may_be_committed`` is false.
             Exception: in one process: the exception of ``write`` or ``commit``.
         """
         if self.world_size == 1:
@@ -238,7 +239,7 @@ class Vote:
                     own = e
                     failures = [Failure.of(e, self.rank)]
             self.may_be_committed = not failures
-            # Every rank reads all failures, so only the first has its traceback.
+            # Every rank reads the failures of all ranks, so only the first failure keeps the traceback.
             sent = [*failures[:1], *(failure._replace(trace="") for failure in failures[1:])]
             self.store.set("released", pickle.dumps((result, sent)))
             self._leave()
@@ -253,7 +254,7 @@ class Vote:
             RankError: a rank failed, or rank 0 failed to commit.
             LateRankError: a rank is late, or rank 0 was lost. See ``may_be_committed``.
         """
-        self.may_be_committed = self._own_error is None  # as long as rank 0 has not said otherwise
+        self.may_be_committed = self._own_error is None  # until the answer of rank 0 is read
         with reaching_the_store(self.operation):
             if self._wait(self._silent_rank_0) and ((late := self._late()) or self._wait(self._silent_rank_0)):
                 self._leave()
@@ -272,8 +273,8 @@ class Vote:
     def _wait(self, awaited: Callable[[], Sequence[int]]) -> Sequence[int]:
         """Wait until ``awaited`` returns no rank. Return the awaited ranks after the timeout.
 
-        The wait does not block inside the store. The intervals grow, and the more ranks wait, the fewer requests each
-        of them sends.
+        The wait does not block inside the store. The pauses between requests grow, up to a limit that grows with the
+        number of ranks.
         """
         start, limit = time.monotonic(), self.timeout.total_seconds()
         longest = max(_LONGEST_PAUSE_SECONDS, (self.world_size if self.rank else 1) / _CHECKS_PER_SECOND)
@@ -288,7 +289,7 @@ class Vote:
         return ()
 
     def _late_error(self, late: Sequence[int]) -> LateRankError:
-        """Return the error after a wait for the ranks ``late``; if every rank has voted, for the answer of rank 0."""
+        """Return the error after a wait for the votes of ``late``; if ``late`` is empty, for the answer of rank 0."""
         seconds = f"{self.timeout.total_seconds():g} s"
         text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
         if late:

@@ -1,7 +1,7 @@
 """Object stores, transfers to and from them, and files of this machine. No module here imports torch.
 
 ``Transfer``, ``Uploader`` and the modules of the stores are imported at the first use: most runs need none of them.
-``__all__`` lists the names for users. Other packages of composerlite also use the other names.
+``__all__`` lists the names for users. Other packages of composerlite also import names that ``__all__`` does not list.
 """
 
 # ruff: noqa: F401

@@ -92,7 +92,7 @@ class PartUpload(ABC):
 
     @abstractmethod
     def complete(self, *, count: int, create_only: bool = False) -> None:
-        """Make the object exist, of the parts 1 to ``count``.
+        """Create the object from the parts 1 to ``count``.
 
         Args:
             count: number of parts.
@@ -276,8 +276,8 @@ class ObjectStore(Closing):
             name: name of the object, of up to 64 MiB.
 
         Returns:
-            All bytes, and the version. The version may depend on nothing but the content, so never write the same
-            content twice to an object that is swapped.
+            All bytes, and the version. Some stores derive the version from the content alone, so never write the same
+            content twice to an object for :meth:`swap_bytes`.
         """
         found = self.open_range(name, 0, _MOST_VERSIONED_BYTES)
         data = found.read()

@@ -12,7 +12,7 @@ _LARGE_BYTES = 1 << 28
 
 @contextlib.contextmanager
 def progress_of(what: str, total_bytes: int, wanted: bool) -> Generator[Callable[[int], object]]:
-    """Show a bar for ``total_bytes`` as :func:`download_bar` does, with ``what`` as its text.
+    """Show a progress bar for ``total_bytes`` bytes as :func:`download_bar` does, with the text ``what``.
 
     Yields a callback for one thread, to be called with the number of bytes since the last call.
     """
@@ -35,7 +35,7 @@ def summed(callback: Callable[[int, int], object] | None, total: int) -> Callabl
 
 @contextlib.contextmanager
 def download_bar(wanted: bool, what: str = "downloading a checkpoint") -> Generator[Callable[[int, int], object]]:
-    """Show a progress bar on a terminal if it is ``wanted``, and the total is 256 MiB or more.
+    """Show a progress bar on a terminal if ``wanted`` is true and the total is 256 MiB or more.
 
     Yields a callback for one thread, to be called with (bytes received so far, total bytes).
     """

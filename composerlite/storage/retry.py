@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# The generator of the module random belongs to training, which seeds and restores it.
+# Training seeds and restores the generator of the module random, so pauses must not draw from that generator.
 _random = random.SystemRandom()
 _warned_at: dict[str, float] = {}
 """Time of the last warning of each cause."""
@@ -32,13 +32,13 @@ _warned_at: dict[str, float] = {}
 @final
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Number of attempts of an operation of an object store, and the pauses between them.
+    """Number of attempts of an operation of an object store, and the pauses between attempts.
 
     Only an :class:`~composerlite.errors.ObjectStoreTransientError` is retried. A pause is random, between 0 and a bound
     that doubles every time.
 
     Args:
-        attempts: total number, the first one included.
+        attempts: total number of attempts, the first attempt included.
         first_delay_seconds: bound of the first pause.
         longest_delay_seconds: bound of every pause.
         budget_seconds: time after the first failure in which further attempts may begin.
@@ -60,8 +60,8 @@ class RetryPolicy:
     def run(self, operation: Callable[[], T], what: str, stopped: threading.Event | None = None) -> T:
         """Call ``operation`` until it succeeds and return its result.
 
-        The first failure is logged as a warning, once in half a minute for each cause. Other failures are logged with
-        level DEBUG.
+        The first failure is logged as a warning if another attempt follows, at most every 30 seconds for each cause.
+        Other failures are logged with level DEBUG.
 
         Args:
             operation: may be called several times.
@@ -72,7 +72,8 @@ class RetryPolicy:
             Result of ``operation``.
 
         Raises:
-            ObjectStoreTransientError: after the last attempt. The message has the number of attempts.
+            ObjectStoreTransientError: after the last attempt, also if ``stopped`` or the budget ends the attempts. The
+                message has the number of attempts.
             Exception: any other error of ``operation``, at once.
         """
         stopped = stopped or threading.Event()
@@ -111,7 +112,7 @@ def retry(
     initial_backoff: float = 0.5,
     max_jitter: float = 0.5,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that it is called again if it raises an ``exc_class``. The last error is raised.
+    """Decorate a function: call the function again after an ``exc_class``. The error of the last call is raised.
 
     A function with an argument ``retry_index`` gets the number of earlier calls.
 
@@ -123,7 +124,7 @@ def retry(
         exc_class: one or several types of errors.
         num_attempts: total number of calls.
         initial_backoff: seconds before the second call. Doubles before each further call.
-        max_jitter: largest number of random seconds that are added.
+        max_jitter: largest number of random seconds added to each pause.
 
     Returns:
         A decorator.

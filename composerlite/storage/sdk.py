@@ -13,7 +13,7 @@ from composerlite.errors import ConfigError
 
 @contextlib.contextmanager
 def importing_sdk(what: str, *, extra: str, packages: Sequence[str]) -> Generator[None]:
-    """Wrap the imports of an optional library.
+    """Raise ConfigError if an import in the block fails. After the block, isolate the library's random numbers.
 
     Args:
         what: name in the message, such as ``"boto3, which S3 needs,"``.
@@ -44,8 +44,8 @@ _system_random = _SystemRandom()
 def isolate_sdk_rng(*packages: str) -> None:
     """Make the loaded modules of ``packages`` draw random numbers from the system, not from ``random``.
 
-    Training seeds the generator of ``random``, and a resumed run restores its state. An upload that draws a number, for
-    a separator or a pause, would make two runs differ.
+    Training seeds the generator of ``random``, and a resumed run restores the state of the generator. An upload
+    that draws a number, for a separator or a pause, would make two runs differ.
     """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in packages and getattr(module, "random", None) is random:

@@ -79,7 +79,7 @@ class SameVersion:
 
 @final
 class _Batch:
-    """Jobs of one transfer that run at the same time, ``threads`` of them. The first error stops the others.
+    """Jobs of one transfer. At most ``threads`` jobs run at the same time. The first error stops the other jobs.
 
     Attributes:
         stopped: set when no job should continue.
@@ -107,11 +107,11 @@ class _Batch:
         with self._lock:
             if self.stopped.is_set():
                 raise CancelledError
-            put(bytes(piece), at)  # a store may give another buffer
+            put(bytes(piece), at)  # a store may yield another type of buffer
             self._moved += len(piece)
 
     def run(self, jobs: Iterable[Callable[[], object]], progress: Callable[[int], object]) -> None:
-        """Run all jobs in the pool, and call ``progress`` here with each number of bytes moved.
+        """Run all jobs in the pool, and call ``progress`` in this thread with each new number of bytes moved.
 
         Few jobs are queued in advance, so that concurrent transfers take turns.
 
@@ -252,8 +252,8 @@ class Transfer(Closing):
         """Make the file ``path`` the content of the object ``name``, in place of the old content.
 
         A large file is sent in parts. Parts of an interrupted upload with the same bytes are not sent again.
-        After a transient error or a kill the parts stay for the next upload of the name or for :meth:`abort_stale`;
-        after any other error they are deleted.
+        After a transient error, a FileNotFoundError, an interrupt or a kill, the parts stay for the next upload of the
+        name or for :meth:`abort_stale`. After any other error the parts are deleted.
 
         Args:
             name: name of the object.
@@ -282,8 +282,8 @@ class Transfer(Closing):
     def swap_bytes(self, name: str, data: bytes, version: str) -> None:
         """Replace the content of the object ``name`` by ``data`` if the object still has ``version``.
 
-        Succeeds also if an earlier attempt replaced the content and its answer was lost, so no other process may write
-        the same ``data``.
+        A retry succeeds if the object has the content ``data``: an earlier attempt replaced the content, and the answer
+        was lost. So no other process may write the same ``data``.
 
         Args:
             name: name of the object.
@@ -442,7 +442,7 @@ class Transfer(Closing):
         Args:
             name: name of the object.
             path: path of the file.
-            overwrite: replace a file.
+            overwrite: replace an existing file.
             size_bytes: size of the object, if it is known.
             callback: called in this thread with (bytes received, total).
             check: called with the path of the complete temporary file. If ``check`` raises, the file does not appear.
@@ -519,7 +519,7 @@ class Transfer(Closing):
 
         Raises:
             CorruptCheckpointError: the object ends before the end of a target, or ``same`` expects another size.
-            ReplacedError: the object has another version than the first answer to ``same``.
+            ReplacedError: the object has another version than the first part that ``same`` checked.
         """
         check_targets(targets, name)
         for layer in layers(targets):
@@ -594,7 +594,7 @@ class Transfer(Closing):
         put: Callable[[bytes, int], object],
         same: SameVersion | None,
     ) -> None:
-        """Deliver the bytes from ``start`` to ``end`` as they arrive. A retry continues after the last byte."""
+        """Deliver each piece of the bytes ``start`` to ``end`` on arrival. A retry continues after the last piece."""
         at = start
 
         def read() -> None:

@@ -20,11 +20,11 @@ _STORES = {
     "libcloud": ("composerlite.storage.stores.libcloud", "LibcloudObjectStore"),
     "sftp": ("composerlite.storage.stores.sftp", "SFTPObjectStore"),
 }
-"""Module and class of the store of each scheme. The module imports the SDK, so import it late."""
+"""Module and class of the store of each scheme. The module imports the SDK, so import the module late."""
 _DOWNLOADS = ("http", "https")
 _SCHEMES = (*_STORES, *_DOWNLOADS, "file")
 _NEARLY = re.compile(rf"\s*(?P<scheme>{'|'.join(_SCHEMES)}):/+(?P<rest>.*)", re.DOTALL | re.IGNORECASE)
-"""A mistyped URI: with a space at the beginning, or with one slash, as made by ``pathlib.Path``. Raises an error."""
+"""A mistyped URI, an error: with a space at the beginning, or with one slash, as made by ``pathlib.Path``."""
 _HOST = re.compile(r"(\[[^\]@]+\]|[^\s:@\[\]?#]+)(:(?P<port>\d{1,5}))?")
 """Host and port of an HTTP address."""
 _IN_ADDRESSES = "%/:=&?~#+!$,;'@()*[]"
@@ -129,7 +129,7 @@ def maybe_create_object_store_from_uri(uri: str) -> ObjectStore | None:
 
 
 def download_url(url: str, path: Path, progress: Progress | None = None) -> None:
-    """Download ``url`` to the file ``path``. The file appears atomically, in place of an old one.
+    """Download ``url`` to the file ``path``. The file appears atomically, and replaces an existing file.
 
     Args:
         url: an ``http`` or ``https`` address. Spaces need not be quoted. The query is not logged.
@@ -137,9 +137,10 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
         progress: called with (bytes received, total). The total is 0 if the server does not report the size.
 
     Raises:
-        FileNotFoundError: the server has nothing at ``url``. PermissionError: the server refuses the download.
-        ObjectStoreTransientError: the download may succeed when it is tried again. ObjectStoreError: the server answers
-            with another error.
+        FileNotFoundError: the server has nothing at ``url``.
+        PermissionError: the server refuses the download.
+        ObjectStoreTransientError: the download failed, and a retry may succeed.
+        ObjectStoreError: the server answers with another error.
         ConfigError: ``url`` has a user or a password.
     """
     import http.client  # most processes download nothing

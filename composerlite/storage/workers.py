@@ -52,8 +52,8 @@ def number_of(count: int | None, default: int, name: str = "thread_count") -> in
 class WorkerPool(Closing):
     """Up to ``most`` daemon threads, started when there is work. Jobs run in the order of :meth:`submit`.
 
-    Unlike the threads of ``ThreadPoolExecutor`` these threads do not keep a process alive. If the system gives no
-    thread, :meth:`submit` runs the job in the calling thread. Used as a context manager, or until :meth:`close`.
+    Unlike the threads of ``ThreadPoolExecutor`` these threads do not keep a process alive. If no thread can start,
+    :meth:`submit` runs the job in the calling thread. Use the pool as a context manager, or call :meth:`close`.
 
     Args:
         most: largest number of threads; 0: :meth:`submit` runs each job in the calling thread.
@@ -111,7 +111,7 @@ class WorkerPool(Closing):
         The job is a local variable here, so an idle thread keeps no reference to a finished job.
         """
         item = self._queue.get()
-        if item is None:  # for all threads, also for one whose start was interrupted and which close() does not know
+        if item is None:  # end the other threads, too, even a thread not in _threads after an interrupted start
             self._queue.put(None)
             return False
         self._do(*item)
@@ -239,8 +239,8 @@ class Background:
         moment of :func:`leave_by` are logged as an error, and raise no error.
 
         Raises:
-            TimeoutError, or ``late_error``: jobs are unfinished; the message names them. In an ExceptionGroup with the
-                errors of other jobs, if any.
+            TimeoutError, or the ``late_error`` of a subclass: jobs are unfinished; the message names these jobs. In an
+                ExceptionGroup with the errors of other jobs, if any.
             Exception: the error of a job.
         """
         late = [] if self.wait(self.timeout) else self.pending
@@ -361,7 +361,7 @@ def leave_by(moment: float = math.inf) -> None:
 
 
 def seconds_left() -> float:
-    """Return the seconds until the moment of :func:`leave_by`: 0 after it, infinite without one."""
+    """Return the seconds until the moment of :func:`leave_by`: 0 after that moment, infinite if no moment is set."""
     return max(0.0, _leave_by - time.monotonic())
 
 

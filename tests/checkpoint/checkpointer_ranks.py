@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.saving_ranks import fail_on
 from checkpoint.sharded_parts import same, small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 from composerlite import dist
 from composerlite.checkpoint import Checkpointer, async_save_state_dict, load_state_dict, save_state_dict
+from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.errors import CheckpointExistsError, LateRankError, RankError, SaveError
 
 
@@ -86,6 +88,10 @@ def fail_on_one_rank(folder: Path) -> None:
     assert Checkpointer.latest_checkpoint(folder) == str(folder / "step2")
     checkpointer.save_async(folder / "step3", (model, optim), {"rank": rank}).result(60)
     assert checkpointer.load(folder / "step3", (model, optim)) == {"rank": rank}
+    restore = fail_on(0, ShardedDirectory, "sweep")
+    with pytest.raises(OSError, match="No space"):  # on every rank
+        save_state_dict(folder / "weights", model.state_dict())
+    restore()
 
 
 def plans(folder: Path) -> None:

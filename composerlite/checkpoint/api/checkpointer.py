@@ -55,10 +55,10 @@ _STEP = re.compile(r"step(0|[1-9]\d*)")
 
 @runtime_checkable
 class TrainModule(Protocol):
-    """An object with functions for saving and loading, for several models and optimizers, for example.
+    """An object with methods to save and load, for example for several models and optimizers.
 
-    A method ``state_dict_to_load(metadata, *, optim)``, if there is one, returns the state to fill from a checkpoint
-    with the index ``metadata``.
+    The method ``state_dict_to_load(metadata, *, optim)`` is optional, and returns the state to fill from a checkpoint.
+    ``metadata`` is the index of the checkpoint, and ``optim`` is ``load_optim_state`` of :meth:`Checkpointer.load`.
     """
 
     def state_dict_to_save(self) -> StateDict:
@@ -66,7 +66,7 @@ class TrainModule(Protocol):
         ...
 
     def load_state_dict(self, state_dict: StateDict, /) -> object:
-        """Restore the loaded state: the same keys, without ``'optim'`` if the optimizer is not loaded."""
+        """Restore the loaded state: the keys of the saved state, without ``'optim'`` if the optimizer is not loaded."""
         ...
 
 
@@ -137,7 +137,7 @@ class Checkpointer:
         work_dir: with ``pre_download``: folder for the downloads, kept for later loads. ``None``: temporary.
         save_overwrite: replace a checkpoint in the directory. The old checkpoint is deleted first.
         pre_download: download the needed files to this machine before they are read.
-        process_group: the ranks that save and load together. ``None``: all, with a group apart from training.
+        process_group: the ranks that save and load together. ``None``: all ranks, in a group separate from training.
         save_thread_count: number of files for a rank to write at the same time.
         load_thread_count: number of reading threads.
         throttle_uploads: to a URI, each rank uploads a single file at a time.
@@ -165,8 +165,8 @@ class Checkpointer:
     ) -> None:
         """Save to the directory ``dir``, usually ``step{step}`` in the folder of the run.
 
-        The checkpoint is durable when this returns. After an error there is no new checkpoint, and the directory can be
-        saved to again. Other files in the directory stay.
+        The checkpoint is durable when the method returns. After an error there is no new checkpoint, and the directory
+        can be saved to again. Other files in the directory stay.
 
         Args:
             dir: a path, or a URI of an object store.
@@ -176,7 +176,8 @@ class Checkpointer:
 
         Raises:
             CheckpointExistsError: a FileExistsError: there is a checkpoint, and ``save_overwrite`` is false.
-            RankError: a rank failed to write, or is late: names the rank, on every rank. One process raises the error.
+            RankError: a rank failed to write, or is late. Every rank raises this error, and the message names the rank.
+                A single process raises the original error.
             ConfigError: ``train_module`` is of another type, or cannot be saved; the directory cannot have this name;
                 the URI names no store; or a machine does not see the folder.
             SaveError: a value in ``train_state`` or the model cannot be saved, or would not be loaded; names the key.
@@ -202,7 +203,7 @@ class Checkpointer:
             dir, train_module, train_state, ephemeral: as in :meth:`save`.
 
         Raises:
-            CheckpointExistsError, ConfigError: as :meth:`save`.
+            CheckpointExistsError, ConfigError, SaveError: as :meth:`save`.
         """
         self._last = self._begin(dir, train_module, train_state, ephemeral).begin(shared_staging)
         return self._last
@@ -230,11 +231,12 @@ class Checkpointer:
                 state,
                 folder.model(),
                 group=group,
-                overwrite=True,  # files of a killed save: check_free has refused a checkpoint
+                overwrite=True,  # files of a killed save; check_free decides about a checkpoint
                 threads=1 if self.throttle_uploads and is_uri(folder.uri) else self.save_thread_count,
             )
             resources.callback(shards.close, may_be_committed=False)
-            # The new step has files of the same names, so the old step is deleted now, when only the disk can fail.
+            # The new files have the names of the old files, so the old checkpoint is deleted here. All checks have
+            # passed: from here on only the disk can fail.
             group.from_first("removing what is replaced", folder.uncommit)
             resources.pop_all()
         number = folder.name.rpartition("step")[2]
@@ -246,7 +248,7 @@ class Checkpointer:
     def write_file(self, dir: str | os.PathLike[str], fname: str, contents: str | bytes) -> str:
         """Write ``contents`` atomically to the file ``fname`` of the directory ``dir``, and return the path.
 
-        On one rank only. No save changes or removes the file.
+        Call on a single rank. Saves neither change nor remove the file.
 
         Args:
             dir: directory of the checkpoint, a path or a URI.
@@ -290,13 +292,15 @@ class Checkpointer:
     ) -> StateDict | None:
         """Load the model, and the optimizer, in place, and return the ``train_state`` of this rank.
 
-        The save may have had another number of ranks. A new rank gets the train state of rank 0, with a warning.
+        The number of ranks may differ from the save. A rank without a saved train state gets the train state of rank 0,
+        with a warning.
 
         Args:
             dir: a checkpoint, or a directory with the model and the optimizer alone.
             train_module: as for :meth:`save`.
-            load_trainer_state: whether to read ``train_state``. ``None``: if there is a train state.
-            load_optim_state: whether to load the optimizer. ``None``: if here and the checkpoint have an optimizer.
+            load_trainer_state: whether to read ``train_state``. ``None``: true if there is a train state.
+            load_optim_state: whether to load the optimizer. ``None``: true if ``train_module`` and the checkpoint
+                have an optimizer.
 
         Returns:
             ``train_state``; ``None`` if not read.
@@ -305,7 +309,7 @@ class Checkpointer:
             CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train
                 state.
             IncompatibleCheckpointError: the checkpoint does not fit the model or the optimizer, or
-                ``load_optim_state`` is true and there is no optimizer.
+                ``load_optim_state`` is true and the checkpoint has no optimizer.
             CorruptCheckpointError: the bytes differ from the saved bytes, or the checkpoint was replaced during the
                 load. Tensors may have been filled.
             UntrustedCheckpointError: the checkpoint has types not known to be safe to load.

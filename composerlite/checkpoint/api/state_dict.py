@@ -1,8 +1,8 @@
 """Functions to save and load a state dict, or a model and an optimizer, as a sharded checkpoint at a path or a URI.
 
-Plain ``torch.distributed.checkpoint`` reads the directories, and directories of ``torch.distributed.checkpoint`` are
-read here. The record at the end of ``.metadata``, or in ``model.safetensors.index.json``, has the digests to verify
-all bytes.
+Plain ``torch.distributed.checkpoint`` reads the saved directories. The functions of this module also read directories
+of plain ``torch.distributed.checkpoint``. The record at the end of ``.metadata``, or in
+``model.safetensors.index.json``, has the digests to verify all bytes.
 
 In one process no set-up is needed. With ``torch.distributed`` all functions but :func:`load_keys` are collective.
 """
@@ -73,9 +73,10 @@ def save_state_dict(
 
     Args:
         dir: a path, or a URI of an object store.
-        state_dict: tensors and values, nested in dicts. Of an object with a ``state_dict()`` the result is saved.
-        process_group: the ranks that save together; the group is used in the background, too: one save at a time.
-            ``None``: all ranks, with a group apart from training.
+        state_dict: tensors and values, nested in dicts. For a top-level value with a ``state_dict()`` method, the
+            result of the method is saved.
+        process_group: the ranks that save together. A background save also communicates in this group: run a single
+            save at a time. ``None``: all ranks, with a group separate from training.
         save_overwrite: replace the checkpoint in the directory.
         thread_count: number of files for a rank to write at the same time.
         process_count: accepted for OLMo-core, and ignored: threads write.
@@ -84,11 +85,12 @@ def save_state_dict(
             key, shape, type or placement has changed on any rank.
 
     Raises:
-        CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
-        ConfigError: a value is of another type or out of range, the directory cannot have this name, or the URI
+        CheckpointExistsError: the directory is not empty, and ``save_overwrite`` is false. Also a FileExistsError.
+        ConfigError: an argument has a wrong type or is out of range, the directory cannot have this name, or the URI
             names no store. Nothing was written.
         SaveError: a value cannot be saved; names the key.
-        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is the error there.
+        RankError: a rank failed to write, or is late. Raised on every rank; names the failed rank. The cause is the
+            error on the failed rank.
         OSError, ObjectStoreError: the files cannot be written.
     """
     state = functools.partial(_plain, state_dict)
@@ -109,7 +111,7 @@ def async_save_state_dict(
     """Copy the state, and save the copy in the background, as :func:`save_state_dict` does.
 
     Returns:
-        A future, done when the checkpoint is durable, or with the error of the save. The program waits for the
+        A future: done when the checkpoint is durable, or failed with the error of the save. The program waits for the
         future before it exits.
 
     Args:
@@ -138,20 +140,20 @@ def save_model_and_optim_state(
 ) -> None:
     """Save a model, sharded or not, and an optimizer to the directory ``dir``, as :func:`save_state_dict` does.
 
-    The state of an optimizer without a step is initialized with zeros first.
+    If the optimizer has made no step yet, the optimizer's state is first initialized with zeros.
 
     Args:
         dir: a path, or a URI of an object store.
         model: saved below ``model``.
         optim: saved below ``optim``, by the names of the parameters.
-        flatten_optimizer_state: repeat the settings of a group for each parameter: for groups that differ between
-            ranks, as in pipeline parallelism. Loading detects the layout.
+        flatten_optimizer_state: save the settings of a parameter group once per parameter. Use if the groups differ
+            between ranks, as in pipeline parallelism. Loading detects the layout.
         process_group, save_overwrite, thread_count, process_count, throttle_uploads, enable_plan_caching: as in
             :func:`save_state_dict`, with the same errors.
 
     Raises:
-        ConfigError: also if a tensor of the model is on the device ``meta``, or the optimizer has parameters, or keys
-            in the state, other than parameters of the model.
+        ConfigError: also if a tensor of the model is on the device ``meta``, or if a parameter or a key of the state
+            of the optimizer is no parameter of the model.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
     _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).run()
@@ -177,7 +179,7 @@ def async_save_model_and_optim_state(
             throttle_uploads, enable_plan_caching: as in :func:`save_model_and_optim_state`.
 
     Returns:
-        A future, done when the checkpoint is durable, or with the error of the save.
+        A future: done when the checkpoint is durable, or failed with the error of the save.
     """
     state = functools.partial(model_and_optim_state, model, optim, flatten=flatten_optimizer_state)
     return _begin(dir, state, process_group, save_overwrite, thread_count, throttle_uploads).begin(shared_staging)
@@ -191,19 +193,18 @@ def _begin(
     threads: int | None,
     throttle: bool,
 ) -> SaveTask:
-    """Plan a save of the result of ``state`` to ``place``, with all ranks."""
+    """Prepare a save of the result of ``state()`` to ``place``. Collective over ``process_group``."""
     number_of(threads, 1)
     group = group_of(process_group)
     folder = ShardedDirectory.of(place, threads=threads)
     own_threads = 1 if throttle and folder.path is None else threads
     writer = ShardWriter(state, folder, group=group, overwrite=overwrite, threads=own_threads)
-    if group.is_first:
-        folder.sweep()
+    group.from_first(f"removing leftovers in {folder.uri}", folder.sweep)
     return task_of(record_of_directory(folder.name, group.size), folder.uri, writer, group)
 
 
 def task_of(manifest: Manifest, path: str | Path, writer: RankWriter, group: Group) -> SaveTask:
-    """Return the save of a checkpoint at ``path`` with the record ``manifest``, still without files. Collective."""
+    """Return the task to save a checkpoint to ``path``. The record ``manifest`` lists no files yet. Collective."""
     return SaveTask(manifest=manifest, path=path, writer=writer, votes=[group.vote(f"saving {path}")])
 
 
@@ -231,28 +232,28 @@ def save_safetensors(
     """Write the weights of ``model`` to the folder ``dir`` in safetensors, with ``model.safetensors.index.json``.
 
     Collective; all ranks write. Each tensor is whole in one file: other ranks send their parts of the tensor, some rows
-    at a time, to the writing rank. As with :func:`save_state_dict` the folder is durable when this
-    returns, an error leaves no weights, and loading here verifies them.
+    at a time, to the writing rank. As with :func:`save_state_dict`, the folder is durable when the call returns, and an
+    error leaves no new weights. The functions of this module verify the weights when loading.
 
     Args:
         dir: a path, or a URI of an object store.
         model: a model, sharded or not, or a state dict. Keys of nested dicts are joined by dots; a weight with two
             names is written under both; values other than tensors are left out.
         save_overwrite: replace the weights in the folder. Other files, such as ``config.json``, stay.
-        largest_file_bytes: of a file with several tensors; each rank with tensors writes at least one file.
+        largest_file_bytes: size limit of a file with several tensors. Each rank with tensors writes at least one file.
 
     Raises:
-        CheckpointExistsError: a FileExistsError: the directory is not empty, and ``save_overwrite`` is false.
+        CheckpointExistsError: the directory is not empty, and ``save_overwrite`` is false. Also a FileExistsError.
         ConfigError: there are no tensors, a value is out of its range, or the URI names no store.
         SaveError: safetensors does not have the type or the layout of a tensor; names the key.
-        RankError: a rank failed to write, or is late: names the rank, on every rank. The cause is the error there.
+        RankError: a rank failed to write, or is late. Raised on every rank; names the failed rank. The cause is the
+            error on the failed rank.
         OSError, ObjectStoreError: the files cannot be written.
     """
     number_of(largest_file_bytes, 1, "largest_file_bytes")
     group = group_of()
     with ShardedDirectory.of(dir) as folder:
-        if group.is_first:
-            folder.sweep()
+        group.from_first(f"removing leftovers in {folder.uri}", folder.sweep)
         writer = SafetensorsWriter(
             lambda: model_state(model) if isinstance(model, nn.Module) else _plain(model),
             folder,
@@ -288,7 +289,7 @@ def load_state_dict(
 
     Args:
         dir: a path, or a URI of an object store.
-        state_dict: as saved, or a part; tensors may be sharded in another way.
+        state_dict: all saved keys, or some of the saved keys. Tensors may be sharded differently than at the save.
         process_group: the ranks of the load; ``None``: all.
         pre_download: first download the needed files to this machine.
         work_dir: folder for the downloads, kept for later loads of this checkpoint. ``None``: temporary.
@@ -296,7 +297,8 @@ def load_state_dict(
 
     Raises:
         IncompatibleCheckpointError: a key is missing in the checkpoint, or has another shape or type; lists all such
-            keys. Or the names of one tensor have different numbers in the checkpoint; the tensor may have been filled.
+            keys. Or a tensor has several names, and the checkpoint has different numbers under these names; the tensor
+            may have been filled.
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: the bytes differ from the saved bytes. Tensors may have been filled.
         UntrustedCheckpointError: the checkpoint has types not known to be safe to load.
@@ -337,9 +339,9 @@ def load_model_and_optim_state(
         process_group: the ranks of the load; ``None``: all.
         key_mapping: names of parameters in the checkpoint, by their current names.
         pre_download, work_dir, thread_count: as in :func:`load_state_dict`.
-        strict: keys and types must be equal in the checkpoint and here. If false, keys of one
-            side alone are skipped, and numbers are converted. Shapes, and the optimizer's groups of common parameters,
-            must agree in any case.
+        strict: the checkpoint must have the same keys and types as the model and the optimizer. If false, keys missing
+            on either side are skipped, and numbers are converted. In both cases shapes must agree, and so must
+            the optimizer's grouping of the parameters on both sides.
         flatten_optimizer_state: accepted for OLMo-core, and not needed.
 
     Raises:
@@ -354,7 +356,7 @@ def load_model_and_optim_state(
     with reader:
         state = group.agree("looking into a checkpoint", lambda: _checked_state(reader, model, optim, mapping, strict))
         metadata = reader.read_metadata()
-        # The optimizer keeps the lists of parameters here: a parameter may be new or gone.
+        # Without strict, parameters may be missing on either side, so the groups keep the optimizer's own lists.
         common = None if strict else {key for key in metadata.state_dict_metadata if not is_group_members(key)}
         sharded.load(reader, state, group=group, only=common)
     swap_param_keys(state, mapping, metadata, reverse=True, quiet=True)
@@ -366,7 +368,7 @@ def load_model_and_optim_state(
 def _checked_state(
     reader: RemoteFileSystemReader, model: nn.Module, optim: Optimizer | None, mapping: Mapping[str, str], strict: bool
 ) -> StateDict:
-    """Return the state to fill, by the keys of the checkpoint, if the checkpoint fits."""
+    """Check that the checkpoint fits, and return the state to fill, with the keys of the checkpoint."""
     metadata = reader.read_metadata()
     stored = metadata.state_dict_metadata
     state: StateDict = {"model": model_state(model)}
@@ -379,7 +381,7 @@ def _checked_state(
         )
     swap_param_keys(state, mapping, metadata, quiet=True)
     groups: list[StateDict] = state.get("optim", {}).get("param_groups", [])
-    # The settings of the optimizer's groups were saved for every parameter.
+    # True if the settings of the optimizer's groups were saved once per parameter.
     is_flat = "optim.param_groups.0.params" not in stored and any(k.startswith("optim.param_groups.") for k in stored)
     # A scheduler may be made before or after the load: a setting such as ``initial_lr`` on one side is no difference.
     for number, group in enumerate(groups):
@@ -410,8 +412,8 @@ def load_keys(
 
     Args:
         dir: a path, or a URI of an object store.
-        keys: of :func:`get_checkpoint_metadata`, such as ``'model.w1.weight'``; or a prefix of several, such as
-            ``'model'``.
+        keys: keys of the index (:func:`get_checkpoint_metadata`), such as ``'model.w1.weight'``, or common prefixes of
+            several keys, such as ``'model'``.
         pre_download, work_dir: as in :func:`load_state_dict`.
 
     Yields:

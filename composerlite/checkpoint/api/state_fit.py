@@ -1,4 +1,4 @@
-"""Comparison of a sharded checkpoint with the model and optimizer to load into. Errors list all differences."""
+"""Comparison of a sharded checkpoint with the model and optimizer to load into. Errors list the differences."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def check_fit(
 
     Args:
         reader: of the checkpoint.
-        wanted: values to load, by the keys of the index.
-        strict: missing keys, unexpected keys and other types are errors.
-        owned: prefixes of keys; other keys of the checkpoint with such a prefix are unexpected.
+        wanted: values of the model and optimizer, by the keys of the checkpoint. ``None`` fits any stored value.
+        strict: missing keys, unexpected keys and different dtypes are errors.
+        owned: prefixes of keys, without the dot. A key of the checkpoint with such a prefix is unexpected if the key is
+            not in ``wanted``.
 
     Raises:
-        IncompatibleCheckpointError: keys or shapes differ; lists all differences.
+        IncompatibleCheckpointError: keys, shapes or dtypes differ; lists at most 20 differences of each kind.
     """
     stored = reader.read_metadata().state_dict_metadata
     missing, shapes, dtypes = [], [], []
@@ -62,7 +63,7 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def is_group_members(key: str) -> bool:
-    """Return true for the key of a group's list of parameters. A flattened state has no such keys."""
+    """Return true for a key such as ``optim.param_groups.0.params``. A flattened state has no such keys."""
     return key.startswith("optim.param_groups.") and key.count(".") == 3 and key.endswith(".params")
 
 
@@ -73,9 +74,9 @@ def check_groups(
 
     Args:
         reader: of the checkpoint.
-        groups: names of the parameters in each group, with the names of the checkpoint.
-        flatten: the checkpoint has a flattened state.
-        strict: parameters only here or only in the checkpoint are an error.
+        groups: names of the parameters in each group of the optimizer, as in the checkpoint.
+        flatten: the checkpoint has a flattened state, with keys ``optim.param_groups.<parameter>.<setting>``.
+        strict: parameters only here or only in the checkpoint are an error. Not checked with ``flatten``.
 
     Raises:
         IncompatibleCheckpointError: the groups differ; lists the differences.

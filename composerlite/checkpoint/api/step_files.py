@@ -1,4 +1,7 @@
-"""Files of a step: the metadata in ``.metadata.json``, the training state of each rank, and the writer of a rank."""
+"""Files of a step: a checkpoint directory with the model, the optimizer, and the training state of each rank.
+
+The file ``.metadata.json`` has the metadata. :class:`StepWriter` writes the files of a rank.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class CheckpointMetadata:
     """The contents of ``.metadata.json``.
 
     Attributes:
-        version: of the composerlite that saved the checkpoint.
+        version: version of composerlite that saved the checkpoint.
         ephemeral: the checkpoint may be deleted once a newer checkpoint exists.
         world_size: number of ranks that saved the checkpoint; 0: unknown, since another program saved the checkpoint.
     """
@@ -60,7 +63,7 @@ class CheckpointMetadata:
             The metadata.
 
         Raises:
-            CorruptCheckpointError: ``data`` is no metadata of a checkpoint; names ``source``.
+            CorruptCheckpointError: ``data`` is no metadata of a checkpoint. The message names ``source``.
         """
         try:
             return recorded(cls, {"version": "", **json_object(data)})
@@ -69,11 +72,11 @@ class CheckpointMetadata:
 
 
 def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[int, FileDigest | None] | None:
-    """Find the checkpoint to load.
+    """Check that ``folder`` holds a checkpoint to load, and return the digests of the train states.
 
     Returns:
-        Digests of the files in ``train/``, by rank; empty if no train state is loaded. A digest is ``None`` if another
-        program wrote the file. ``None``: the directory has a model and an optimizer alone.
+        Digests of the files in ``train/``, by rank; empty if ``load_trainer_state`` is false. A digest is ``None`` if
+        another program wrote the file. ``None``: the directory has a model and an optimizer alone.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or ``load_trainer_state`` is true and there is no train state.
@@ -92,7 +95,7 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[in
         )
     metadata_of(folder)  # raises if the file is damaged
     record = folder.record()
-    if record is None or record.form != "step":  # of a model alone, or of another program
+    if record is None or record.form != "step":  # a step of another program, or the record of a model alone
         files: Mapping[int, FileDigest | None] = dict.fromkeys(folder.rank_files())
     else:
         by_name = {file.path.rpartition("/")[2]: file for file in record.files}
@@ -154,7 +157,7 @@ class StepWriter(RankWriter):
         self.storages = [*shards.storages, *copies]
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> tuple[FileRecord, Any]:
-        """Write the file of this rank, and the shards, durably. Return the records of the files, for rank 0."""
+        """Write train state and shards, durably. Return for rank 0 the train file's record, and facts on the shards."""
         if memory is not None:
             self.storages = []  # frees tensors that training has replaced
         size = self._train.size_bytes
@@ -173,7 +176,7 @@ class StepWriter(RankWriter):
         return committed
 
     def close(self, *, may_be_committed: bool) -> None:
-        """Remove the files written so far, unless they are or may be committed."""
+        """Remove the files written so far, unless the step is or may be committed."""
         self._shards.close(may_be_committed=may_be_committed)
         if not may_be_committed:
             try:

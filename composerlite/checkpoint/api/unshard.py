@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class UnshardStrategyType(enum.StrEnum):
-    """Rule to split unsharded files."""
+    """Rule to split the model, or the optimizer, into files."""
 
     one_file = "one_file"
-    """A file for the model and a file for the optimizer. Each is in memory as a whole."""
+    """A file for the model and a file for the optimizer. The contents of a file are in memory as a whole."""
 
     one_file_per_tensor = "one_file_per_tensor"
     """A file for each key."""
@@ -45,10 +45,11 @@ class UnshardStrategy:
 
     Attributes:
         name: of the strategy.
-        chunk_size_bytes: about how large a file is at most; for ``chunks`` only.
+        chunk_size_bytes: approximate largest size of a file, in bytes; for ``chunks`` only.
 
     Raises:
-        ConfigError: a ValueError: ``chunk_size_bytes`` is missing, not positive, or given for another strategy.
+        ConfigError: a ValueError: ``name`` is unknown; or ``chunk_size_bytes`` is missing, not positive, or given for
+            another strategy.
     """
 
     name: UnshardStrategyType = UnshardStrategyType.one_file
@@ -73,7 +74,7 @@ class UnshardStrategy:
 
     @classmethod
     def one_file_per_tensor(cls) -> UnshardStrategy:
-        """A file for each key."""
+        """Return the strategy of a file for each key."""
         return cls(UnshardStrategyType.one_file_per_tensor)
 
     @classmethod
@@ -96,23 +97,24 @@ def unshard_checkpoint(
 ) -> tuple[Path, Path | None]:
     """Write the model, and the optimizer, of a sharded checkpoint to files for ``torch.load`` or safetensors.
 
-    A single file is ``model.pt``, with the model's state dict. Several files are in the folder ``model``, with an index
-    ``model.pt.index.json`` of the file of each key; each file holds a dict. Names of safetensors files end with
-    ``.safetensors``. Files of the optimizer are ``optim.pt`` or in ``optim``; a single file keeps the saved layout.
+    A single file is ``model.pt``, with the model's state dict. Several files are in the folder ``model``; each file
+    holds a dict, and the index ``model.pt.index.json`` names the file of each key. Names of safetensors files end with
+    ``.safetensors``. Files of the optimizer are ``optim.pt`` or in ``optim``. A single ``.pt`` file keeps the saved
+    nesting of dicts.
 
-    Each file gets a name once the file is whole and durable; the index comes last. With ``save_overwrite`` an old
-    index, and the old ``optim.pt``, are removed first: after a kill no index names a file of another checkpoint.
+    Each file gets a name once the file is whole and durable. The index is written last. With ``save_overwrite`` an old
+    index, or an ``optim.pt`` to replace, is removed first: after a kill no index names a file of another checkpoint.
 
     Args:
-        dir: path or URI of a checkpoint of :func:`save_model_and_optim_state`. Of a checkpoint of the Trainer
-            the model is written.
+        dir: path or URI of a checkpoint of :func:`save_model_and_optim_state`, or of the Trainer. From a checkpoint of
+            the Trainer the model is written.
         target_dir: a folder of this machine.
-        optim: whether to write the optimizer; ``None``: if the checkpoint has an optimizer and the format is torch's.
+        optim: write the optimizer; ``None``: write the optimizer if the checkpoint has one and the format is torch's.
         save_overwrite: replace the files of these names; otherwise none may exist. Other files in ``target_dir`` stay.
         use_safetensors: write safetensors files. Such files hold tensors only.
         unshard_strategy: ``None``: a single file.
-        pre_download: first bring the checkpoint's files to this machine.
-        work_dir: where to. ``None``: to a temporary folder.
+        pre_download: first download the checkpoint's files to ``work_dir``.
+        work_dir: folder for the download; ``None``: a temporary folder.
         quiet: do not log the paths.
 
     Returns:
@@ -121,10 +123,10 @@ def unshard_checkpoint(
     Raises:
         CheckpointExistsError: a FileExistsError: ``target_dir`` has a file or folder of the same name, and
             ``save_overwrite`` is false.
-        ConfigError: ``target_dir`` is a URI; safetensors cannot hold an optimizer; ``dir`` is an archive of DeepSpeed,
-            which :func:`unshard_zero` takes.
+        ConfigError: ``target_dir`` is a URI; safetensors cannot hold an optimizer; ``dir`` is an archive of DeepSpeed:
+            use :func:`unshard_zero`.
         RuntimeError: ``torch.distributed`` is in use.
-        IncompatibleCheckpointError: the checkpoint has no model, or no optimizer.
+        IncompatibleCheckpointError: the checkpoint has no model, or no optimizer although ``optim`` is true.
         CheckpointNotFoundError, CorruptCheckpointError, UntrustedCheckpointError: as :func:`load_state_dict`.
     """
     if is_initialized():
@@ -147,7 +149,7 @@ def unshard_checkpoint(
         if optim is None:
             optim = not use_safetensors and any(key.startswith("optim.") for key in stored)
         for part in ("model", "optim") if optim else ("model",):
-            # Runs have the model below ``state``.
+            # A checkpoint of a run has the model below the key ``state``.
             found = [start for start in (f"{part}.", f"state.{part}.") if any(key.startswith(start) for key in stored)]
             if not found:
                 raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} has no {part}.")

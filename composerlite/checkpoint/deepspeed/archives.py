@@ -1,13 +1,14 @@
 """Checkpoints of runs that DeepSpeed trains: an archive for each rank, read in place, without extraction.
 
-Each archive holds ``composer_states.pt``, equal in all, and below ``deepspeed/`` the files of DeepSpeed for the rank,
-unchanged: the archives of all ranks, extracted to one folder, are a checkpoint for DeepSpeed's tools.
+Each archive holds ``composer_states.pt``, with the same content in all archives, and the rank's files of DeepSpeed,
+unchanged, below ``deepspeed/``. Extracted to one folder, all archives are a checkpoint for DeepSpeed's tools.
 
-The restricted reader loads the pickles. Pickles may hold a few classes of DeepSpeed: the reader makes placeholders, or
-objects of DeepSpeed's own classes where DeepSpeed is installed.
+:class:`TorchFile` loads the pickles and allows known types only. Pickles may hold a few classes of DeepSpeed: the
+reader makes placeholders, or objects of DeepSpeed's own classes if DeepSpeed is installed.
 
-In a load each rank reads the archive of the rank, and rank 0 the files for all ranks. If another number of ranks saved
-the checkpoint, DeepSpeed converts the files. For weights alone, rank 0 merges and sends the weights.
+In a load each rank reads the rank's own archive. All ranks get ``composer_states.pt`` and the model states from the
+archive of rank 0. If another number of ranks saved the checkpoint, DeepSpeed converts the files. For weights alone,
+rank 0 merges and sends the weights.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class RankFiles(NamedTuple):
         """Read one of DeepSpeed's files, or ``composer_states.pt``.
 
         Args:
-            name: of the file.
+            name: name of the file.
             types: allowed classes; ``None``: placeholders for the classes of DeepSpeed.
             trust: load any type, **running any code in the file**.
             prune: selects the parts of the contents to read.
@@ -135,7 +136,7 @@ def opened_archive(
     Args:
         path: path of the archive.
         digest: digest of the archive in the record; ``None``: the checksums in the files verify the files.
-        unpacked_bytes: largest size of an archive of the checkpoint before compression; ``None``: unknown.
+        unpacked_bytes: size of the checkpoint's largest archive before compression; ``None``: unknown.
 
     Raises:
         CorruptCheckpointError: the bytes differ from the saved bytes, or the archive holds links or devices.
@@ -160,7 +161,7 @@ class Archives(NamedTuple):
     """The archives of a checkpoint.
 
     Attributes:
-        names: in the order of the ranks: paths, URIs, or names in the store of the caller.
+        names: names of the archives, in the order of the ranks: paths, URIs, or names in ``object_store``.
         manifest: the record; ``None``: the archives have none.
     """
 
@@ -256,13 +257,13 @@ def weights_in(archives: Sequence[RankFiles]) -> dict[str, Tensor]:
 def unshard_zero(
     path: str | os.PathLike[str], target: str | os.PathLike[str], *, save_overwrite: bool = False, quiet: bool = False
 ) -> Path:
-    """Write the weights that the ranks of DeepSpeed saved to one file: the model's state dict, parameters in fp32.
+    """Merge the weights in the archives of DeepSpeed's ranks into one file: the model's state dict, parameters in fp32.
 
     DeepSpeed need not be installed. All weights are in memory at once, twice for a moment.
 
     Args:
-        path: path or URI of the archive of rank 0, or of a link to that archive; archives without a record, as
-            Composer saves them, need ``{rank}`` in the name.
+        path: path or URI of the archive of rank 0, or of a link to that archive. Archives without a record, such as
+            Composer's, need ``{rank}`` in the name.
         target: the file. The suffix ``.safetensors`` means safetensors, any other suffix torch.
         save_overwrite: replace a file of that name.
         quiet: do not log the name of the file.
@@ -272,7 +273,8 @@ def unshard_zero(
 
     Raises:
         CheckpointExistsError: a FileExistsError: ``target`` exists, and ``save_overwrite`` is false.
-        ConfigError: ``target`` is a URI; the archives of other ranks are not known.
+        ConfigError: ``target`` is a URI; or ``path`` has neither a record nor ``{rank}``, so the names of the other
+            archives are unknown.
         RuntimeError: there are several ranks.
         CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError, UntrustedCheckpointError: as
             :func:`load_checkpoint`.
@@ -300,10 +302,10 @@ def load_archives(
 ) -> list[dict[str, Any]] | None:
     """Restore a state that DeepSpeed trains, on every rank, and return the states of the random generators, if any.
 
-    For weights alone, any number of ranks may have saved the checkpoint, also without DeepSpeed.
+    If ``plan`` restores only weights, any number of ranks may have saved the checkpoint, with or without DeepSpeed.
 
     Args:
-        engine: trains the state.
+        engine: the engine of DeepSpeed that trains the state.
         template: the name of the archive of rank 0, or of all archives with ``{rank}`` in the name.
         plan: parts of the state to restore.
         object_store: the store with the archives; ``None``: ``template`` is a path or a URI.
@@ -335,7 +337,10 @@ def load_archives(
 @final
 @dataclass(frozen=True)
 class _Load:
-    """One load. Methods are collective. For the fields see :func:`load_archives`."""
+    """One call of :func:`load_archives`, with the arguments as fields. ``stack`` closes the open archives at the end.
+
+    Methods are collective, except :meth:`find` and :meth:`read_weights`, called on rank 0 alone.
+    """
 
     engine: DeepSpeedEngine
     template: str
@@ -355,7 +360,7 @@ class _Load:
             own = self.stack.enter_context(archives.opened(self.group.rank, self.object_store))
         wanted = self._states(own)
         shared = self.group.broadcast([name for name in own.names if name.startswith("mp_rank_")])
-        # Rank 0 alone has them.
+        # Only the archive of rank 0 has the files ``mp_rank_*``.
         files = {name: self._of_first(own, name) for name in shared if self.group.size > 1}
         with self.group.all_or_none(f"reading {self.plan.source}"), readable(own.path):
             for name in own.names:
@@ -388,7 +393,7 @@ class _Load:
         with self.group.all_or_none(f"converting {self.plan.source}"):
             if is_first:
                 folder = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="composerlite-"))
-                for archive in every:  # saved again as they were read: DeepSpeed runs any code in a file
+                for archive in every:  # DeepSpeed runs any code in a file, so save the checked contents again
                     with readable(archive.path):
                         for file in archive.names:
                             torch.save(archive.contents(file, self.engine.types, trust=self.trust), Path(folder, file))
@@ -401,7 +406,7 @@ class _Load:
         return wanted
 
     def set_weights(self, read: Callable[[], dict[str, Tensor]], *, strict: bool) -> None:
-        """Set tensors of the model to the result of ``read`` on rank 0."""
+        """Call ``read`` on rank 0, and load the returned weights into the model on every rank."""
         weights: dict[str, Tensor] | None = None
         with self.group.all_or_none(f"reading {self.plan.source}"):
             if self.group.is_first:
@@ -430,7 +435,7 @@ class _Load:
             return file.contents["model"]
 
     def _of_first(self, archive: RankFiles | None, name: str) -> StateDict:
-        """Read a file in the ``archive`` of rank 0, on every rank."""
+        """Return, on every rank, the contents of the file ``name`` in the ``archive`` of rank 0."""
         raw: RawFile | None = None
         with self.group.all_or_none(f"reading {self.plan.source}"):
             if self.group.is_first:
@@ -441,7 +446,7 @@ class _Load:
         return file.contents
 
     def _states(self, archive: RankFiles | None) -> StateDict:
-        """Read the parts of ``composer_states.pt`` to restore from the ``archive`` of rank 0, on every rank."""
+        """Return, on every rank, the parts to restore of ``composer_states.pt`` in the ``archive`` of rank 0."""
         contents = self._of_first(archive, STATES)
         with self.group.all_or_none("comparing the checkpoint with the run"):
             wanted, _ = self.plan.matched(contents)

@@ -40,7 +40,7 @@ _SETTINGS = {
     *_MODEL_KEYS, *_TAKEN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
     "ds_version", "skipped_steps", "global_samples", "sparse_tensor_module_names",
 }  # fmt: skip
-"""Keys without a use in a run elsewhere; all other keys are logged as not taken over."""
+"""Keys that are loaded, or are of no use in another run. All other keys with a value are logged as not loaded."""
 _Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     """Part of a checkpoint that one rank saved.
 
     Attributes:
-        model: model states; empty where the first rank saved them for all.
+        model: model states; empty if the first rank saved the model states for all ranks.
         state: state of DeepSpeed's own optimizer; ``None`` in stage 0, where each rank has all weights.
     """
 
@@ -78,13 +78,13 @@ def merged_contents(
 ) -> StateDict:
     """Read the files of all ranks, and return the model states of the first rank, with whole weights as ``module``.
 
-    The weights are parameters in fp32, and buffers as they were saved.
+    Parameters are in fp32. Buffers, and all weights of stage 0, are as saved.
 
     Args:
         names: names of the files of one save.
-        read: reads the file of the given name; with ``weights_only`` :func:`parts_for_weights` of the file are enough.
+        read: reads the file of the given name; with ``weights_only`` the parts of :func:`parts_for_weights` are enough.
         source: the checkpoint, for messages.
-        weights_only: leave out the whole state of the optimizer, ``optimizer``.
+        weights_only: leave out ``optimizer``, the merged state of the optimizer.
 
     Raises:
         CorruptCheckpointError: a file is missing, or the files do not fit together.
@@ -156,7 +156,7 @@ def by_rank(names: Collection[str], pattern: re.Pattern[str], source: str) -> di
         match = pattern.fullmatch(name)
         is_of_states = name.endswith(("model_states.pt", "optim_states.pt"))
         if match is None and (not is_of_states or MODEL_STATES.fullmatch(name) or _OPTIMIZER_STATES.fullmatch(name)):
-            continue  # other states are of a layer or an expert
+            continue  # states that match neither pattern are of a layer or an expert, and raise below
         is_of_rank = match is not None and not int(match[2]) and len(match[1] or "") <= 6
         rank = int(match[1] or 0) if match is not None else 0
         if not is_of_rank or rank in found:
@@ -191,7 +191,7 @@ def _merged_weights(pieces: Sequence[Piece]) -> dict[str, Tensor]:
 
 
 def _whole(pieces: Sequence[Piece], vectors: Sequence[Sequence[Tensor]], shapes: _Shapes) -> dict[str, Tensor]:
-    """Return tensors by the names of parameters.
+    """Merge the vectors of all ranks, and return whole tensors by the names of parameters.
 
     Args:
         pieces: of all ranks.
@@ -225,7 +225,7 @@ def _part(vector: Tensor, start: int, size: int, name: str) -> Tensor:
 
 
 def _frozen(pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    """Return the frozen weights that have entries of their own: whole in stage 2, in pieces in stage 3."""
+    """Return the frozen weights that have entries of their own: saved whole in stages 1 and 2, in pieces in stage 3."""
     shapes = cast("Mapping[str, Sequence[int]]", pieces[0].model.get("frozen_param_shapes") or {})
     having = [piece.model["frozen_param_fragments"] for piece in pieces if piece.model]
     found: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
             alone[key] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
     names = [list(group) for group in shapes]
     parts = {name: {key: tensors[name] for key, tensors in whole.items()} for group in names for name in group}
-    state = {name: {**copy.deepcopy(alone), **part} for name, part in parts.items()}  # each parameter counts steps
+    state = {name: {**copy.deepcopy(alone), **part} for name, part in parts.items()}  # each parameter has its own step
     groups = [
         {**group, "params": [name for number in group["params"] for name in names[number]]}
         for group in first.inner["param_groups"]
@@ -264,7 +264,7 @@ def _merged_optimizer(pieces: Sequence[Piece]) -> StateDict:
 
 
 def taken_from_deepspeed(contents: StateDict, source: str) -> Taken:
-    """Take weights, optimizer, scheduler and step.
+    """Select the weights, the states of optimizer and scheduler, and the step from ``contents``.
 
     Raises:
         IncompatibleCheckpointError: ``contents`` are a single file of a checkpoint.

@@ -1,4 +1,4 @@
-"""The way from the parts of a checkpoint of another system to the state of a run: places, names, and counts."""
+"""Conversion of a checkpoint of another system to the state of a run: find parts, rename weights, convert counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composerlite.errors import ConfigError, IncompatibleCheckpointError, did_yo
 from composerlite.types import StateDict, items_of
 
 KeyMap = Mapping[str, str]
-"""Maps the key of a part of a run to a key of another program's checkpoint."""
+"""Maps the name of a part of a run, from :data:`PARTS`, to a key of another program's checkpoint."""
 PARTS = ("model", "optimizer", "scheduler", "epoch", "batch")
 NOTHING = object()
 """Result of :func:`found_at` for a missing key."""
@@ -28,7 +28,7 @@ def check_key_map(key_map: Any) -> KeyMap | None:
     """Return ``key_map`` as a dict; ``None`` for ``None``.
 
     Raises:
-        ConfigError: ``key_map`` is no dict of texts, or names an unknown part.
+        ConfigError: ``key_map`` is empty or no dict of strings, or names an unknown part.
     """
     if key_map is None:
         return None
@@ -43,10 +43,10 @@ def check_key_map(key_map: Any) -> KeyMap | None:
 
 
 def picked(contents: Any, key_map: KeyMap, source: str) -> dict[str, Any]:
-    """Return the parts of a run by name, each from its key of ``key_map`` in ``contents``.
+    """Look up each part of ``key_map`` in ``contents``, and return the values by the name of the part.
 
     Raises:
-        ConfigError: a key is missing, or holds no weight for a model.
+        ConfigError: ``contents`` lacks a key, or the value of the part ``model`` has no weight.
     """
     found: dict[str, Any] = {}
     for part, theirs in key_map.items():
@@ -65,7 +65,8 @@ def found_at(node: Any, path: str) -> Any:
 
     Args:
         node: the outermost dict or list.
-        path: keys joined by dots; with ``*`` at the end, a dict of all keys that begin so is returned.
+        path: keys joined by dots. A path ending in ``*`` selects all keys that begin with the text before ``*``:
+            the result is a dict of these values, by the rest of the key.
 
     Returns:
         The value; ``NOTHING`` if there is none.
@@ -111,14 +112,14 @@ def flat_weights(node: Any, source: str) -> StateDict:
 
 
 def is_weight(name: str, value: Any) -> bool:
-    """Return true for an entry of a model's state: a tensor, or any value as extra state."""
+    """Return true for an entry of a model's state: a tensor, or any value if ``name`` ends with ``EXTRA_STATE``."""
     return isinstance(value, Tensor) or name.endswith(EXTRA_STATE)
 
 
 def as_tensor(value: Any) -> Any:
     """Return an array of numbers as a tensor with memory of its own, and other values unchanged."""
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc" or value.dtype.char in "gG":
-        return value  # torch has no numbers as long as "g" and "G"
+        return value  # torch has no dtype for "g" and "G", long doubles
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
 
 
@@ -174,12 +175,12 @@ def renamed(weights: Mapping[str, Any], rename: Rename) -> StateDict:
 
 
 def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bool) -> Rename:
-    """Find the change of a prefix from the names ``saved`` to the names ``live``; an empty change if there is none.
+    """Find the change of prefix by which most names ``saved`` become names ``live``; an empty change if none helps.
 
     Args:
         saved: names in the checkpoint.
         live: names in the model.
-        all_must: each new name must be a name of the model; otherwise the change with the most such names is taken.
+        all_must: accept only a change by which all names ``saved`` become names ``live``.
     """
     wanted = set(live)
     best, most = Rename(), len(wanted & set(saved))
@@ -193,7 +194,7 @@ def common_rename(saved: Collection[str], live: Collection[str], *, all_must: bo
 
 def _prefixes(names: Collection[str]) -> list[str]:
     """Return the common prefixes of ``names`` that end with a dot, the shortest first, and the empty prefix."""
-    first, last = min(names, default=""), max(names, default="")  # what both begin with, all begin with
+    first, last = min(names, default=""), max(names, default="")  # a prefix of both names is a prefix of all names
     begins = [first[: at + 1] for at, char in enumerate(first) if char == "."]
     return ["", *filter(last.startswith, begins)]
 
@@ -220,12 +221,14 @@ class Run(NamedTuple):
 
 @final
 class Counts(NamedTuple):
-    """Counts of training: integers, or tensors of one number that need not have been read.
+    """Counts of training: integers, or tensors with one element, which are read before :func:`settle_time`.
+
+    If ``epoch`` or ``batch_in_epoch`` is ``None``, :func:`settle_time` computes both from ``batch``.
 
     Attributes:
         batch: optimizer steps.
-        epoch: completed epochs; ``None``: computed from the steps.
-        batch_in_epoch: optimizer steps since the last completed epoch; ``None``: computed from the steps.
+        epoch: completed epochs.
+        batch_in_epoch: optimizer steps since the last completed epoch.
         token: trained tokens.
     """
 
@@ -245,7 +248,7 @@ class Taken(NamedTuple):
         scheduler: state of a scheduler.
         progress: counts of training; ``None``: unknown, and the run starts at zero.
         rng: states of random generators, an entry for each rank.
-        left: keys that are not taken over.
+        left: keys that are not loaded, for the log.
     """
 
     model: Any
@@ -257,7 +260,7 @@ class Taken(NamedTuple):
 
 
 def state_of(taken: Taken, run: Run, system: str) -> StateDict:
-    """Return contents in the form of our checkpoints, with the names of ``run``. Logs the keys that are not taken over.
+    """Return contents in the form of our checkpoints, with the names of ``run``. Logs the keys that are not loaded.
 
     Raises:
         IncompatibleCheckpointError: the run has another optimizer, or other groups.
@@ -265,7 +268,7 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     weights: StateDict = {
         name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
     }
-    # Some programs save a tied weight once.
+    # Some programs save a tied weight under a single name.
     tied = {name: other for names in dist.tied_names(run.model) for name in names for other in names if other != name}
     rename = common_rename(weights, run.model, all_must=run.strict)
     if rename != Rename():
@@ -303,11 +306,11 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
 
 
 def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) -> None:
-    """Convert ``state/timestamp`` to the timestamp of a run, once its numbers are read.
+    """Convert ``state/timestamp`` to the timestamp of a run. Call after tensors in ``state/timestamp`` are read.
 
     Args:
         state: result of :func:`state_of`; changed in place.
-        batches_per_epoch: of the run's data, for counts that the checkpoint does not have; ``None``: unknown.
+        batches_per_epoch: of the run's data, to compute missing counts. ``None``: unknown, and missing counts are 0.
         source: the checkpoint, for messages.
 
     Raises:
@@ -331,7 +334,7 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
 
 
 def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> StateDict:
-    """Return the state of an optimizer by the names of the run's parameters, with the settings of its groups.
+    """Return a saved state of an optimizer with the run's names of parameters and the saved settings of groups.
 
     Args:
         state: the saved state, with names or numbers of parameters, nested or flat.
@@ -374,10 +377,11 @@ def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> State
 def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, source: str) -> list[list[str]]:
     """Return the run's names of the parameters in each group of an optimizer that numbers the parameters.
 
-    Without ``param_names`` in the groups, or if no name there is the run's, the order of parameters counts.
+    The names are ``param_names`` of the groups. If ``param_names`` is missing or has no name of the run, the saved
+    parameters are matched with the run's parameters by order.
 
     Raises:
-        ValueError: the order counts, and the groups of the run have other numbers of parameters.
+        ValueError: parameters are matched by order, and the groups of the run have other numbers of parameters.
     """
     saved: list[Any] = [group.get("param_names") for group in its]
     if all(names is not None and len(names) == len(group["params"]) for names, group in zip(saved, its, strict=True)):
@@ -397,7 +401,7 @@ def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, s
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    """Return true for a number in a group that every version of an optimizer saves."""
+    """Return true for a setting of a group that every version of an optimizer saves: a number or tuple of numbers."""
     is_number = isinstance(value, int | float | tuple) and not isinstance(value, bool)
     return is_number and key not in ("initial_lr", "params")
 

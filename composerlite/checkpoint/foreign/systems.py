@@ -1,4 +1,4 @@
-"""The systems whose checkpoints are read. The first system that recognises the contents takes the parts for a run."""
+"""Convert checkpoints of other systems. The first system that recognises the contents selects the parts to load."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _from_transformers(contents: StateDict, source: str) -> Taken:
 
 
 def _from_folder(contents: StateDict, source: str, keys: tuple[str, ...]) -> Taken:
-    """Take the parts in a folder with a file for each; ``keys`` are the keys of a rank's generators."""
+    """Take the parts in a folder with a file for each part; ``keys``: of the generators, as in :func:`_generators`."""
     ranks: dict[int, StateDict] = {}
     for name, value in contents.items():
         if (match := _OF_RANK.fullmatch(str(name))) is not None:
@@ -78,7 +78,7 @@ def _from_folder(contents: StateDict, source: str, keys: tuple[str, ...]) -> Tak
 
 
 def _generators(saved: Any, keys: tuple[str, ...], source: str) -> StateDict:
-    """Return one rank's entry of ``rng`` from the states of ``random``, ``numpy``, ``torch`` and its CUDA devices."""
+    """Return one rank's entry of ``rng``. ``keys``: of Python, NumPy, torch and CUDA; the first CUDA device is used."""
     try:
         values = (saved.get(key) for key in keys)
         python, numpy, cpu, cuda = (one["state"] if isinstance(one, Mapping) else one for one in values)
@@ -117,7 +117,7 @@ def _from_olmo_core(contents: StateDict, source: str) -> Taken:
 
 
 def _from_torchtitan(contents: StateDict, source: str) -> Taken:
-    """Take weights, which are at the top level, optimizer, scheduler and step."""
+    """Take weights (all other keys of the top level), optimizer, scheduler and step."""
     weights = {key: value for key, value in contents.items() if key not in _OF_TORCHTITAN}
     optimizer, scheduler = (contents.get(key) for key in _OF_TORCHTITAN[:2])
     left = [key for key in _OF_TORCHTITAN[3:] if key in contents]
@@ -125,7 +125,7 @@ def _from_torchtitan(contents: StateDict, source: str) -> Taken:
 
 
 def _from_torch_dict(contents: StateDict, source: str) -> Taken:
-    """Take the model, one optimizer and one scheduler. Counts of steps need ``load_key_map``: names of keys differ."""
+    """Take the model, one optimizer and one scheduler. Step counts have no common key: use ``load_key_map``."""
     parts = [_under(contents, names) for names in (_MODELS, _OPTIMIZERS, _SCHEDULERS)]
     model, optimizer, scheduler = (next(iter(part.values())) if len(part) == 1 else None for part in parts)
     used = {key for part in parts if len(part) == 1 for key in part}
@@ -137,7 +137,7 @@ def _under(contents: StateDict, names: tuple[str, ...]) -> StateDict:
 
 
 def _is_state_dict(contents: StateDict) -> bool:
-    """Return true for a dict with tensors, or arrays of numpy, by name, and extra state."""
+    """Return true for a state dict: tensors or NumPy arrays by name, perhaps with extra state."""
     values = {str(name): as_tensor(value) for name, value in contents.items()}
     return any(isinstance(value, Tensor) for value in values.values()) and all(
         is_weight(name, value) for name, value in values.items()
@@ -191,8 +191,8 @@ def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict
         key_map: keys of the parts; ``None``: the system is recognised by the contents.
 
     Raises:
-        IncompatibleCheckpointError: no system recognises the contents, or they do not fit the run; or the checkpoint
-            has counts of training without an optimizer, or several optimizers.
+        IncompatibleCheckpointError: no system recognises the contents; or the contents do not fit the run; or the run
+            has an optimizer, and the checkpoint of a run has no optimizer, or has an optimizer that is not taken over.
         ConfigError: ``key_map`` has a key that is missing.
     """
     source = run.source
@@ -221,7 +221,7 @@ def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict
 
 
 def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
-    """Describe the optimizer that is missing in ``taken``; empty if none is."""
+    """Describe the optimizer that is missing in ``taken``; empty if no optimizer is missing."""
     for key, value in _optimizers_in(contents):
         if value is not taken.optimizer:
             return f"holds an optimizer, {key!r}, that is not taken over"
@@ -278,8 +278,8 @@ def in_current_form(contents: StateDict, *, source: str, weights_only: bool = Fa
     Args:
         contents: of the checkpoint; tensors need not have been read.
         source: the checkpoint, for messages.
-        weights_only: keep the model as Composer saved it: with ``EMA`` the model holds the average, not the weights
-            that are trained.
+        weights_only: keep Composer's model unchanged: with ``EMA`` this model holds the average, not the trained
+            weights.
 
     Raises:
         IncompatibleCheckpointError: Composer before 0.14 saved the checkpoint.
@@ -298,7 +298,10 @@ def in_current_form(contents: StateDict, *, source: str, weights_only: bool = Fa
 
 
 def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
-    """Return the state of ``EMA`` or ``SWA`` in our form, and the state of any other algorithm unchanged."""
+    """Return the state of ``EMA`` or ``SWA`` in our form, and the state of any other algorithm unchanged.
+
+    If the model in ``state`` holds the average of ``EMA``, put the trained weights there, unless ``weights_only``.
+    """
     average: StateDict = cast("StateDict", saved) if isinstance(saved, Mapping) else {}
     model: StateDict = state["model"]
     swa_model = average.get("swa_model")
@@ -324,7 +327,7 @@ def _average(saved: Any, state: StateDict, weights_only: bool) -> Any:
 
 
 def _weights_in(model: StateDict, tensors: StateDict) -> StateDict:
-    """Select the ``tensors`` of floating-point numbers that ``model`` has, by the names in ``model``."""
+    """Return the floating-point ``tensors`` in ``model``, by the names there: without ``module.`` of DDP if needed."""
     named = {name if name in model else name.removeprefix(_WRAPPED_BY_DDP): tensor for name, tensor in tensors.items()}
     return {
         name: tensor

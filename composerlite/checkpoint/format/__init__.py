@@ -1,6 +1,4 @@
-"""Layouts of the bytes of a checkpoint: the torch file and its zip, the index of a sharded directory, archives and
-compression.
-"""
+"""Byte formats of a checkpoint: torch file and its zip, index of a sharded directory, archives and compression."""
 
 __all__ = ["INDEX", "INDEXES", "MARKER", "MODEL", "MOST_TAIL_BYTES", "SUFFIX", "TAIL_START", "TRAIN", "WEIGHTS_INDEX"]
 
@@ -15,7 +13,7 @@ INDEXES = (INDEX, WEIGHTS_INDEX)
 MODEL, TRAIN = "model_and_optim", "train"
 """Directories in the directory of a step of ``Checkpointer``: the model with the optimizer, and the files of ranks."""
 MARKER = ".metadata.json"
-"""The file with the record of the checkpoint in the directory of a step."""
+"""The file that a save writes last in the directory of a step, to make the directory a checkpoint."""
 TAIL_START = b'\n{"composerlite": '
 """The first bytes of the tail, the record at the end of a file: see :mod:`composerlite.checkpoint.record.record`."""
 MOST_TAIL_BYTES = 64 << 10

@@ -20,7 +20,7 @@ DEEPSPEED_TYPES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""The classes of DeepSpeed with objects in these files."""
+"""Classes of DeepSpeed. DeepSpeed's files contain instances of these classes."""
 _BLOCK = tarfile.BLOCKSIZE
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a file, or of a file within another file, in any order."""
+"""Random access to the bytes of a file, or of a file within another file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from composerlite.types import Piece
 
 
 class ByteSource(Protocol):
-    """The bytes of a file, in any order. Raises :class:`CorruptCheckpointError` for damaged bytes."""
+    """Random access to the bytes of a file. Raises :class:`CorruptCheckpointError` for damaged bytes."""
 
     def read(self, offset: int, size: int) -> bytes:
         """Read exactly ``size`` bytes."""
@@ -21,7 +21,7 @@ class ByteSource(Protocol):
 
         Args:
             targets: offset in the file, address in memory and number of bytes of each piece.
-            progress: called with the number of bytes after each read.
+            progress: called after each read with the number of bytes read.
         """
         ...
 

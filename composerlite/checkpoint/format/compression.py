@@ -1,9 +1,9 @@
 """Compressed files: the codecs, a sink, and the last frame with the record of the checkpoint.
 
 A compressed file is a sequence of frames. Each frame is a complete stream of its codec: a member of gzip, a stream of
-bzip2 or xz, a frame of lz4 or Zstandard. The sink writes one frame and, if the checkpoint has a record, a last frame
-with only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d``
-read these files and return the file inside with the record. Files of these programs are read, too.
+bzip2 or xz, a frame of lz4 or Zstandard. :class:`PackedSink` writes one frame with the checkpoint and, if there is a
+record, a last frame with only the record. ``gzip -d``, ``bzip2 -d``, ``xz -d``, ``lz4 -d`` and ``zstd -d`` decompress
+these files to the checkpoint followed by the record. This module also reads files of these programs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _GZIP = Library(
     (cast(type[Exception], igzip_lib.error), ValueError),
 )
 _XZ = Library(
-    partial(lzma.LZMACompressor, preset=0),  # higher presets take three times as long for numbers of the same size
+    partial(lzma.LZMACompressor, preset=0),  # higher presets take three times as long, and compress numbers no better
     partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_DECODER_MEMORY_BYTES),
     (lzma.LZMAError,),
 )
@@ -89,8 +89,8 @@ def _zstandard_library() -> Library:
 # ── last frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
 # A frame with a stored block contains its data uncompressed, so a reader needs no library to find the record. The same
 # data always give the same bytes. So a reader encodes the data again and detects every flipped bit, also in bits
-# without a checksum. For bzip2 and xz, Python has the library. All versions of libbz2 give the same bytes, and the
-# checksums of xz cover all bits.
+# without a checksum. Last frames of bzip2 and xz are compressed, since Python has the libraries. All versions of libbz2
+# give the same bytes, and the checksums of xz cover all bits.
 def _gzip_frame(data: bytes) -> bytes:
     """Return ``data`` as a gzip member with a stored block (RFC 1951 and 1952)."""
     head = b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + struct.pack("<BHH", 1, len(data), len(data) ^ 0xFFFF)
@@ -167,13 +167,13 @@ class Compressor(NamedTuple):
 
         Raises:
             CorruptCheckpointError: the file is damaged or cut off.
-            ConfigError: see :meth:`imported`.
+            ConfigError: the library is missing.
         """
         library = self.imported()
         decoder = library.decoder()
         while data := file.read(_READ_BYTES):
             while data or not (decoder.eof or decoder.needs_input):
-                if decoder.eof:  # between frames, zeros may fill the block of a tape
+                if decoder.eof:  # zeros between frames are padding, as on a tape
                     if not (data := data.lstrip(b"\0")):
                         break
                     decoder = library.decoder()
@@ -201,12 +201,12 @@ class Compressor(NamedTuple):
     def decompress(self, filename: str | Path, *, most_bytes: int = sys.maxsize) -> Generator[IO[bytes]]:
         """Open the decompressed contents of the file ``filename`` for reading.
 
-        The contents are in a file without a name. Its folder is ``TMPDIR``, else the folder of ``filename``, else the
-        system's temporary folder.
+        The contents are in an unnamed file in the folder ``TMPDIR``. If ``TMPDIR`` is not set, the file is in the
+        folder of ``filename``, or in the system's temporary folder if the folder of ``filename`` is not writable.
 
         Raises:
             CorruptCheckpointError: the file is damaged or cut off, or has more than ``most_bytes`` of contents.
-            ConfigError: see :meth:`imported`.
+            ConfigError: the library is missing.
             OSError: no space.
         """
         # The folder of a large file is on a disk for large files, and temporary folders may be in memory.
@@ -237,13 +237,13 @@ KNOWN_COMPRESSORS = (
     Compressor("xz", b"\xfd7zXZ\0", lambda: _XZ, lzma.compress),
     Compressor("zst", b"\x28\xb5\x2f\xfd", _zstandard_library, _zstandard_frame, "backports.zstd"),
 )
-"""Every codec, by extension."""
+"""All codecs, sorted by extension."""
 
 
 def is_compressed_pt(filename: str | Path) -> bool:
     """Return true if the name belongs to a compressed ``.pt`` file, perhaps of an unknown codec.
 
-    Compressed archives are not ``.pt`` files.
+    Links (``.pt.symlink``) and compressed archives are not compressed ``.pt`` files.
     """
     parts = Path(filename).name.lower().split(".")
     return len(parts) >= 2 and parts[-2] == "pt" and parts[-1] != "symlink"
@@ -317,7 +317,7 @@ class PackedSink(Closing):
     def __init__(self, path: Path, compressor: Compressor, *, most_bytes: int) -> None:
         self._compressor = compressor
         self._encoder = compressor.imported().encoder()
-        # Only the size of chunks follows from the expected size: a compressed file needs less space.
+        # Pass 0, and not the expected size, which decides only the size of chunks: a compressed file needs less space.
         self._file = StreamWriter(path, 0, chunk_bytes=chunk_bytes_for(most_bytes))
         self.size_bytes = 0
         self.piece_bytes = _PIECE_BYTES
@@ -346,8 +346,8 @@ class PackedSink(Closing):
         """Write the rest, wait until the file is durable, and return the digest of the file.
 
         Args:
-            seal: makes the tail, the record for the last frame, from the digest of the frame before and the digest of
-                the uncompressed bytes. ``None``: no tail.
+            seal: makes the record in the last frame, from the digest of the first frame and the digest of the
+                uncompressed bytes. ``None``: no last frame.
 
         Raises:
             OSError: the file could not be written.

@@ -1,4 +1,4 @@
-"""The index of a checkpoint, of every form: a list of DCP, a rule, or made from the files in a folder with weights.
+"""Indexes of checkpoints, in every form: a list by DCP, a rule, or an index made from a folder with weights.
 
 DCP is ``torch.distributed.checkpoint``. A rule computes the entries of the list: see ``sharded_layout``. A folder with
 weights gets the index of a sharded directory with the same tensors. All numbers in headers are checked.
@@ -30,11 +30,11 @@ from composerlite.errors import CorruptCheckpointError
 _MOST_DIMENSIONS = 64
 _MARK = b'{"folder": '
 _OFFSETS = "DCP_SHARDING_INFO"
-"""Key in the notes of a file by HuggingFaceStorageWriter of torch: offsets of the parts of tensors in the file."""
+"""Key in ``__metadata__`` of a file by torch's HuggingFaceStorageWriter: offsets of parts in their whole tensors."""
 
 
 class _HeaderEntry(msgspec.Struct):
-    """A tensor in the header of a file of safetensors: offsets are from the end of the header."""
+    """A tensor in the header of a file of safetensors. ``data_offsets`` count bytes from the end of the header."""
 
     dtype: str
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
@@ -63,13 +63,13 @@ def is_folder_index(data: bytes) -> bool:
 
 
 def folder_index(names: Collection[str], size: Callable[[str], int], read: Read, *, only: str | None = None) -> bytes:
-    """Make an index of the files of weights in a folder, from their headers, and of the values beside the weights.
+    """Make an index of the files of weights in a folder, from the headers, and of the files of other values.
 
     Args:
-        names: of all files in the folder.
+        names: names of all files in the folder.
         size: gives the size of a file in bytes.
         read: reads bytes of a file.
-        only: take this file of safetensors alone.
+        only: index this file of safetensors alone, without other values.
 
     Returns:
         An index for :func:`index_of`.

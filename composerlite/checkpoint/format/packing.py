@@ -1,4 +1,4 @@
-"""Formats of a checkpoint's file, chosen by the end of its name.
+"""Formats of a checkpoint's file. A writer chooses the format by the end of the name, a reader by the first bytes.
 
 ============================================== ========================================================================
 ``.pt`` and endings of no known kind           the file that ``torch.load`` opens
@@ -36,7 +36,7 @@ class Format(NamedTuple):
     Attributes:
         suffix: end of the file names; empty for files of no known kind.
         compressor: the codec, if the file is compressed.
-        archive: whether the file is a tar archive, inside the compression.
+        archive: whether the file, after decompression, is a tar archive.
     """
 
     suffix: str
@@ -64,7 +64,7 @@ class Format(NamedTuple):
 
 
 _CODECS = {compressor.extension: compressor for compressor in KNOWN_COMPRESSORS}
-# '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives look at the content.
+# '.tar.lzma' contains xz: Composer writes xz under this name, and readers of archives detect the codec.
 _CODECS_OF_ARCHIVES = {".tar": "", ".tar.gz": "gz", ".tgz": "gz", ".tar.bz2": "bz2", ".tar.lzma": "xz"}
 _FORMATS = (
     Format(".pt"),
@@ -74,12 +74,12 @@ _FORMATS = (
 
 
 def is_tar(name: str | Path) -> bool:
-    """Check that the name has the suffix of an archive."""
+    """Return true if ``name`` has the suffix of a tar archive."""
     return str(name).lower().endswith(tuple(_CODECS_OF_ARCHIVES))
 
 
 def format_of(name: str | Path) -> Format:
-    """Return the format of the file ``name`` to write. The name may be a template.
+    """Return the format in which to write the file ``name``. The name may be a template.
 
     Raises:
         ConfigError: the suffix belongs to a format without a writer, or the library of the codec is not installed.
@@ -100,7 +100,7 @@ def format_of(name: str | Path) -> Format:
 
 # ── reading files ────────────────────────────────────────────────────────────────────────────────────────────────────
 HEADER_BYTES = 512
-"""The first bytes of a file show whether the file is compressed or an archive."""
+"""Number of bytes at the start of a file that show whether the file is compressed or an archive."""
 _ALWAYS_BYTES = 1 << 30
 _RATIO = 100
 _ARCHIVE_BYTES = 1 << 20  # upper limit of headers and padding
@@ -127,21 +127,22 @@ def unpacked(
 ) -> Generator[Window]:
     """Open the ``.pt`` file in the checkpoint ``path`` for reading.
 
-    Compressed files are verified as a whole, and unpacked into a file without a name: see
-    :meth:`Compressor.decompress`. The system removes this file when the block or the process ends. Other files, and the
-    files in archives, are read in place, and verified by chunks during reads. Memory use does not depend on the
-    contents.
+    A compressed file is verified as a whole, and decompressed to a temporary file without a name
+    (:meth:`Compressor.decompress`). The system removes the temporary file when the block or the process ends. A file
+    without compression, or a file in an archive without compression, is read in place, and verified by chunks during
+    reads. Memory use does not depend on the contents.
 
     Args:
         path: the checkpoint.
         digest: expected digest of ``path``; ``None``: nothing is verified.
-        size_bytes: size of the file after unpacking, if known. Otherwise the limit is 1 GiB, or a hundred times the
-            size of ``path`` if that is more.
-        keep_archive: only decompress. An archive stays an archive, with the record after the archive. The archive may
+        size_bytes: size of the file after unpacking; ``None``: unknown, and the limit is the larger of 1 GiB and a
+            hundred times the size of ``path``.
+        keep_archive: only decompress, and open the archive itself, with the record after the archive. The archive may
             be smaller than ``size_bytes``.
 
     Raises:
-        CorruptCheckpointError: the file is damaged, cut off, unpacks to too much, or contains something else.
+        CorruptCheckpointError: the file is damaged or cut off; the unpacked size exceeds the limit or differs from
+            ``size_bytes``; or an archive holds other files than ``composer_states.pt``.
         IncompatibleCheckpointError: the file is an archive of DeepSpeed.
         ConfigError: the library of the codec is not installed.
         OSError: the file cannot be read, or there is no space to unpack it.

@@ -55,7 +55,7 @@ class TensorEntry(NamedTuple):
         """Check that the format supports the tensor.
 
         Raises:
-            SaveError: the format does not.
+            SaveError: the format does not support the type or the layout.
         """
         if self.dtype not in _NAMES or layout is not torch.strided:
             raise SaveError(
@@ -65,7 +65,7 @@ class TensorEntry(NamedTuple):
 
 
 def laid_out(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Return ``entries`` in the order of a file: large numbers first, so all numbers are aligned."""
+    """Return ``entries`` in the order of a file: types with the most bytes first, so all numbers are aligned."""
     return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
 
 

@@ -48,7 +48,10 @@ def read_index(data: bytes, uri: str) -> dcp.Metadata:
 
 
 def _check_index(found: Any) -> None:
-    """Raise ``ValueError`` if ``found`` is no index, or an index of another directory."""
+    """Raise ``ValueError``, ``TypeError`` or ``AttributeError`` if ``found`` is no valid index.
+
+    Numbers must be in range, and paths of files must be inside the directory.
+    """
     if type(found) is not dcp.Metadata or not type(found.state_dict_metadata) is type(found.storage_data) is dict:
         raise ValueError(f"it holds {type(found).__name__}, or does not say where its data are")
     for key, stored in found.state_dict_metadata.items():
@@ -77,7 +80,7 @@ def _check_index(found: Any) -> None:
             raise ValueError(f"data of {name!r} at {numbers}")
     for key, path in ({} if found.planner_data is None else found.planner_data).items():
         is_path = type(key) is str and type(path) is tuple and bool(path)
-        hash(path)  # else a TypeError
+        hash(path)  # raises TypeError if a key in ``path`` cannot be the key of a dict
         if not is_path or not (key.startswith(KEYS) or all(type(step) in (str, int) for step in path)):
             raise ValueError(f"the path {path!r} of the key {key!r}")
 
@@ -85,8 +88,8 @@ def _check_index(found: Any) -> None:
 # ── a nested state in leaves ─────────────────────────────────────────────────────────────────────────────────────────
 Path = tuple[str | int, ...]
 KEYS = "\0"
-"""Prefix of special entries in the paths of the index. With the key of a dict after the prefix, an entry lists all keys
-of the dict other than text, since paths have text alone.
+"""Prefix of special entries in the paths of the index. The prefix is followed by the key of a dict in the index. The
+entry lists the keys of that dict that are not text, since all other entries have the keys of dicts as text.
 """
 
 
@@ -96,7 +99,7 @@ class Leaves(NamedTuple):
 
     Attributes:
         values: tensors and values, by key.
-        paths: of the keys in the nested state, in the form of the index: with text for all keys of dicts.
+        paths: path of each key in the nested state, as in the index: all keys of dicts are text.
         holders: the dict or list with each value, and the key or number of the value there.
     """
 
@@ -108,19 +111,20 @@ class Leaves(NamedTuple):
 def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     """Return the tensors and values of ``state`` by their keys in an index.
 
-    Tuples, deques and other containers stay whole as in DCP, with all containers above up to a dict or a list with a
-    tensor of its own. A distributed tensor in a whole value cannot be saved.
+    Tuples, deques and other containers stay whole, as in DCP: tensors in these containers do not count as tensors of
+    the dict or list around the container. A distributed tensor in a whole value cannot be saved.
 
-    In the state of a run, a value without tensors stays whole, since empty dicts would be lost in pieces. Dicts with
-    keys other than text stay whole, too. The pairs of names and states of algorithms are taken apart.
+    In the state of a run, a dict or list without tensors stays whole, since a split would lose empty dicts. Dicts with
+    keys other than text stay whole, too. The pairs of name and state of algorithms count as lists.
 
     Args:
         state: nested dicts.
-        as_dcp: take all dicts apart, also dicts without tensors, and lists with dicts, as DCP does. If false, ``state``
+        as_dcp: split all dicts, dicts without tensors included, and lists with dicts, as DCP does. If false, ``state``
             is the state of a run.
 
     Raises:
-        SaveError: two parts of the state have the same key, or two keys of a dict are the same as text.
+        SaveError: two parts of the state have the same key, two keys of a dict are the same as text, or ``state`` is
+            nested too deeply.
     """
     found = Leaves({}, {}, {})
     run = {} if as_dcp else state.get("state", {})
@@ -213,7 +217,7 @@ def nested(metadata: dcp.Metadata, prefix: str, leaves: Sequence[str], values: M
 
 
 def _built(metadata: dcp.Metadata, prefix: str, items: Sequence[tuple[Path, Any]]) -> Any:
-    """Return the container below ``prefix`` with the ``items``: the rest of the path, and the value, of each."""
+    """Return the container below ``prefix``. Each of ``items`` has a path relative to ``prefix``, and a value."""
     children: dict[str | int, list[tuple[Path, Any]]] = {}
     for path, value in items:
         children.setdefault(path[0], []).append((path[1:], value))

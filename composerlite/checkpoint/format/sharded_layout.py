@@ -1,7 +1,8 @@
-"""The index of a sharded checkpoint of many pieces as a rule: the splits of each tensor, and no list of the parts.
+"""Compact index of a sharded checkpoint of many pieces: a rule with the splits of each tensor, not a list of parts.
 
 Offsets, sizes, writers, files and places of all parts follow from shapes, meshes and splits. Values and plain tensors
-are in an index of DCP beside the rule. A reader gets the classes of DCP, with parts computed on demand.
+are in an index of DCP (``torch.distributed.checkpoint``) beside the rule. A reader gets the classes of DCP, with parts
+computed on demand.
 """
 
 from __future__ import annotations
@@ -35,22 +36,24 @@ LAYOUT_MARK = b"composerlite sharded layout 5: for torch.distributed.checkpoint 
 _MOST_BYTES, _MOST_TIMES = 64 << 20, 64
 """Limit of an unpacked index: this size, plus this multiple of the packed size."""
 MOST_CHUNKS = 1 << 15
-"""Largest number of chunks of a file. The digests of all chunks are in one record."""
-_MOST_CHUNKS_BY_RULE = 1 << 18  # of the files of all ranks: 3 MB of digests
+"""Largest number of chunks with a digest in a file. The digests of all chunks are in one record."""
+_MOST_CHUNKS_BY_RULE = 1 << 18  # in the files of all ranks together: 3 MB of digests
 _MOST_RANKS = 1 << 17
 _MOST_DIMS = 64  # of a tensor, as in torch, and of a mesh
 _Positive = Annotated[int, Meta(ge=1, le=2**62 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**62 - 1)]
 """A whole number in a file."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+"""A region of a tensor: offsets and sizes, by dimension."""
 Cut = tuple[int, int, int]
-"""A part along one dimension of a tensor: start, length, and what the dimension adds to the lowest rank of the part."""
+"""A part along one dimension of a tensor: start, length, and a number of ranks. The sum of these numbers over all
+dimensions is the lowest rank with the part.
+"""
 Part = tuple[dcp.ChunkStorageMetadata, int]
 """A part of a tensor, and the lowest rank with the part."""
 T = TypeVar("T")
 Splits = tuple[tuple[int, int], ...]
-"""Size and stride, the difference between neighboring ranks, of each dimension of a mesh that splits a dimension."""
+"""For each mesh dimension that splits a tensor dimension: size, and stride (difference between neighboring ranks)."""
 
 
 @functools.lru_cache(4096)  # thousands of tensors have few different lengths
@@ -64,7 +67,7 @@ def _cut(length: int, splits: Splits, rank: int) -> Cut:
     return start, length, lowest
 
 
-@functools.lru_cache(64)  # a model has a dozen; few, since an index may be made up to fill memory
+@functools.lru_cache(64)  # a model has a dozen; a small cache, since a forged index could fill memory
 def _cuts(length: int, splits: Splits) -> list[Cut]:
     """Return all parts along a dimension of a tensor, in order."""
     ranks = itertools.product(*(range(0, count * stride, stride) for count, stride in splits))
@@ -72,7 +75,7 @@ def _cuts(length: int, splits: Splits) -> list[Cut]:
 
 
 def _joined(cell: Sequence[Cut]) -> Part:
-    """Return the part with these cuts."""
+    """Return the part with the cut ``cell[d]`` along each dimension ``d``."""
     starts, sizes, ranks = zip(*cell, strict=True) if cell else ((), (), ())
     return dcp.ChunkStorageMetadata(torch.Size(starts), torch.Size(sizes)), sum(ranks)
 
@@ -86,7 +89,7 @@ class SplitTensor(NamedTuple):
         shape: of the whole tensor.
         dtype: of the tensor.
         mesh: shape of the mesh; each rank is in the mesh once, in row-major order.
-        dims: for each dimension of the tensor the dimensions of the mesh for the splits, the outermost first. Each
+        dims: for each dimension of the tensor the mesh dimensions that split the dimension, the outermost first. Each
             split cuts a range into pieces of equal size, rounded up; the last pieces may be smaller, or empty.
     """
 
@@ -121,7 +124,7 @@ class SplitTensor(NamedTuple):
         return StatePiece(self.key, self.shape, self.dtype, chunk.offsets, chunk.sizes), lowest
 
     def parts(self, wanted: Box | None = None) -> Iterator[Part]:
-        """Yield all parts with elements, or those with elements in ``wanted``."""
+        """Yield all parts with elements; with ``wanted`` only the parts with elements in ``wanted``."""
         found = self.cuts()
         for dim, (first, size) in enumerate(zip(*wanted, strict=True) if wanted is not None else ()):
             begin = bisect.bisect_right(found[dim], first, key=lambda cut: cut[0]) - 1
@@ -131,9 +134,10 @@ class SplitTensor(NamedTuple):
 
 
 def split_of(path: Path, tensor: DTensor) -> SplitTensor | None:
-    """Return the splits of ``tensor``; ``None`` for splits of another kind."""
+    """Return the splits of ``tensor``; ``None`` if a placement neither splits a dimension nor replicates."""
     dims: list[list[int]] = [[] for _ in tensor.shape]
-    # A placement with a split factor splits what other placements, also of later dimensions of the mesh, have split.
+    # A placement with a split factor comes last, to split the pieces of all other placements, also of placements
+    # on later mesh dimensions.
     for number, placement in sorted(enumerate(tensor.placements), key=lambda one: hasattr(one[1], "split_factor")):
         dim: Any = getattr(placement, "dim", None)
         if dim is not None:
@@ -165,7 +169,7 @@ class StatePiece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the numbers; 1 for a value, since a rank knows only the size of its own value."""
+        """Bytes of the numbers; 1 for a value, since the size of a value is known only on the rank with the value."""
         return 1 if self.dtype is None else math.prod(self.sizes) * self.dtype.itemsize
 
     @property
@@ -175,7 +179,7 @@ class StatePiece(NamedTuple):
 
 
 def balanced(items: Iterable[T], size_of: Callable[[T], int], count: int) -> list[list[T]]:
-    """Divide ``items`` into ``count`` groups of about the same size: the largest first."""
+    """Divide ``items`` into ``count`` groups of about the same size. The largest items are assigned first."""
     groups: list[list[T]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for item in sorted(items, key=size_of, reverse=True):
@@ -187,7 +191,7 @@ def balanced(items: Iterable[T], size_of: Callable[[T], int], count: int) -> lis
 
 @functools.lru_cache(4096)
 def item_place(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
-    """Return offset of the numbers and bytes of a tensor's item in a data file, as this version writes the item."""
+    """Return the offset of the numbers in a tensor's item, and the bytes of the item, as this version writes items."""
     image = TorchImage(cast("Any", torch.empty(sizes, dtype=dtype)))
     return image.storages[0].offset, image.size_bytes
 
@@ -195,12 +199,13 @@ def item_place(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[int, int]:
 @final
 @dataclass(frozen=True)
 class ShardLayout:
-    """The rule of a state on some ranks. In the index as JSON.
+    """The rule: the splits of all distributed tensors of a state. Stored in the index as JSON.
 
     Attributes:
         ranks: number of ranks.
         tensors: all distributed tensors, in the order of their keys.
-        items: sizes and dtype of a part, and bytes of the part in a file; empty: the bytes of this version.
+        items: for all parts of the same sizes and dtype: sizes, dtype, and bytes of such a part in a file. Empty: the
+            bytes follow from :func:`item_place`.
 
     Raises:
         ValueError: the splits of a tensor do not fit the tensor, or the ranks.
@@ -226,7 +231,7 @@ class ShardLayout:
 
     @functools.cached_property
     def writers(self) -> dict[str, int]:
-        """The replica that writes a tensor, by key: the number to add to the lowest rank with a part."""
+        """The writing replica of each tensor, by key: the number plus the lowest rank with a part is the writer."""
         alike: dict[Any, list[SplitTensor]] = {}
         for tensor in self.tensors:
             alike.setdefault((tensor.mesh, tensor.dims), []).append(tensor)
@@ -246,11 +251,11 @@ class ShardLayout:
 
     @property
     def most_chunks(self) -> int:
-        """Most chunks of a file with a digest: a single record contains the digests of all files."""
+        """Largest number of chunks with a digest in a file: a single record contains the digests of all files."""
         return max(1, _MOST_CHUNKS_BY_RULE // self.ranks)
 
     def pieces(self, rank: int) -> list[StatePiece]:
-        """Return the parts in the file of ``rank``, in order. Listed pieces come at the end of the file."""
+        """Return the parts in the file of ``rank``, in order. Pieces outside of the rule are at the end of the file."""
         parts = (tensor.piece(rank) for tensor in self.tensors)
         return [one for one, lowest in parts if lowest + self.writers[one.key] == rank and one.size_bytes]
 
@@ -299,7 +304,7 @@ def file_name(rank: int, number: int, suffix: str) -> str:
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def read_layout(data: bytes, uri: str) -> dcp.Metadata:
-    """Read a rule.
+    """Return the index in ``data``, bytes of :meth:`ShardLayout.pack`, with the classes of DCP.
 
     Raises:
         CorruptCheckpointError: the index is damaged.

@@ -1,8 +1,8 @@
 """The ``.pt`` file: plain ``torch.load(weights_only=True)`` opens the file, and ``unzip -t`` accepts the file.
 
 The pickle is the pickle of ``torch.save``, byte for byte, with two exceptions: all storages are on the CPU, and deques
-and defaultdicts become constructor calls. Training waits for the pickle at each save, so tensors are reduced faster
-than in torch. The places of the bytes of tensors are our own: see ``zip_file``.
+and defaultdicts become constructor calls. Training waits for the pickle at each save, so this module reduces tensors
+(``__reduce_ex__``) faster than torch. The offsets of tensors in the file differ from torch's: see ``zip_file``.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class StorageCopy(NamedTuple):
 class TorchImage:
     """The ``.pt`` file of some contents, laid out and not yet written.
 
-    Everything but the bytes of tensors is pickled when this is made, and does not change with training any more. The
-    bytes are read when the image is written: from the tensors themselves, or from a copy.
+    The constructor pickles everything but the bytes of tensors. Later training does not change the pickle.
+    :meth:`write` reads the bytes of tensors, from the tensors themselves or from a copy.
 
     Args:
         contents: a dict of tensors and plain values.
@@ -82,12 +82,12 @@ class TorchImage:
     ) -> None:
         pickled = Pickled(contents, must_load=must_load)
         self._rest = [("data.pkl", pickled.data), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")]
-        # Data first: the layout is then the same at every save. torch's '.format_version' and '.storage_alignment' are
-        # left out: with them, readers compute the places of torch's own writer.
+        # Bytes of tensors come first, so the layout is the same at every save. torch's records '.format_version' and
+        # '.storage_alignment' are left out: with these records, readers compute the offsets of torch's own writer.
         sizes = tuple(storage.nbytes() for storage in pickled.storages)
         self._records, self.size_bytes = layout(sizes, [(name, len(value)) for name, value in self._rest])
         self.storages = [StorageCopy(s, r.offset) for s, r in zip(pickled.storages, self._records, strict=False)]
-        # By storage: name, type of numbers, and place of each watched tensor.
+        # By position of the storage: name, dtype, and (offset, size, stride) of each watched tensor in the storage.
         self._watched: dict[int, list[tuple[str, torch.dtype, tuple[Any, ...]]]] = {}
         for name, tensor in watched:
             found = pickled.index.get(storage_id(tensor.untyped_storage()))
@@ -99,7 +99,7 @@ class TorchImage:
         self.comment_bytes = 0
 
     def write(self, sink: Sink | FileInMemory, memory: HostMemory | None = None, start: int = 0) -> None:
-        """Write the file to ``sink``, with the bytes of the tensors, or of a copy of the file in ``memory``.
+        """Write the file to ``sink``. The bytes of tensors come from the tensors, or from a copy in ``memory``.
 
         Args:
             sink: takes the bytes.
@@ -128,7 +128,8 @@ class TorchImage:
         """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
 
         The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
-        piece in a single call, in this thread, and without the interpreter lock. The search ends with the first tensor.
+        piece in a single call, in this thread, and without the interpreter lock. The search ends at the first tensor
+        with a value that is not finite.
         """
         if not record.size:
             return 0
@@ -147,7 +148,7 @@ class TorchImage:
             if watched and self.not_finite is None and not _are_finite(start, size, watched[0][1]):
                 found = (name for name, dtype, place in watched if not _is_finite(storage, dtype, place))
                 self.not_finite = next(found, None)
-                watched = None  # the value may be beside the tensors: check the tensors once
+                watched = None  # the value may be outside the watched tensors: check the tensors once
             crc = sink.copy(start, size, crc)
         return crc
 
@@ -174,7 +175,7 @@ _EXPONENTS = {
     torch.complex128: (8, 0x7FF0 << 48),
     torch.complex64: (4, 0x7F80_0000),
 }
-"""Size in bytes of a number, and the bits of positive infinity, by type. NaN has larger bits."""
+"""By dtype: bytes of a real number (or of each part of a complex number), and bits of infinity. NaN has larger bits."""
 
 
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
@@ -184,7 +185,7 @@ def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
     count = size_bytes // item_bytes
     if not count:
         return True
-    # Positive numbers are the largest signed integers, and negative numbers the largest unsigned integers.
+    # As signed integers, positive numbers are the largest. As unsigned integers, negative numbers are the largest.
     largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}", count).max()) for kind in "iu"]
     return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
 
@@ -221,9 +222,9 @@ class _Reference(tuple[Any, ...]):
 
 @final
 class Pickled(pickle.Pickler):
-    """A pickle of contents as of ``torch.save`` on the CPU, byte for byte. Refers to storages of tensors by position.
+    """Pickle of ``contents``, byte for byte as by ``torch.save`` on the CPU. Tensors refer to storages by position.
 
-    Only deques and defaultdicts differ: constructor calls, because ``weights_only`` refuses torch's own form.
+    Only deques and defaultdicts differ: both become constructor calls, because ``weights_only`` refuses torch's form.
 
     Args:
         contents: a dict of tensors and plain values.
@@ -243,7 +244,7 @@ class Pickled(pickle.Pickler):
         buffer = io.BytesIO()
         super().__init__(buffer, _PROTOCOL)
         self._must_load = must_load
-        self._has_objects = False  # besides tensors, plain values and containers; set only if ``must_load``
+        self._has_objects = False  # not tensors, plain values or containers; set only if ``must_load``
         self.storages: list[torch.UntypedStorage] = []
         self.index: dict[int, tuple[torch.dtype, str]] = {}
         self.dump(contents)
@@ -301,7 +302,7 @@ class Pickled(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
-        """Reduce as torch does, in a tenth of the time; the rare kinds of tensors are left to torch."""
+        """Reduce ``tensor`` to the same pickle as torch, in a tenth of the time. torch itself reduces rare kinds."""
         dtype = tensor.dtype
         storage_type = _STORAGE_TYPES.get(dtype)
         dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_neg() or tensor.is_meta)

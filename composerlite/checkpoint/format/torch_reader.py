@@ -29,7 +29,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[[Any, str], Any]
 
 _MOST_PICKLE_BYTES = 1 << 30
 _SIEVED_BYTES = 32 << 20
-"""Bytes to read at a time of records for sieves."""
+"""Bytes to read at a time from records with a :class:`Sieve`."""
 _SLOTS = 3  # one slot is filled from the file while the others are copied to a device
 
 
@@ -37,9 +37,9 @@ class Sieve(Protocol):
     """Takes the bytes of a record in parts, from front to back, and keeps the wanted bytes."""
 
     step_bytes: int
-    """Parts are multiples of this size, at least 1."""
+    """The size of each part but the last is a multiple of this number, at least 1."""
     device: torch.device | None
-    """Target of copies that run while this thread continues; ``None``: no device."""
+    """Target device of asynchronous copies; ``None``: no asynchronous copies."""
 
     def take(self, start: int, part: torch.Tensor, slots: RingSlots) -> None:
         """Take the bytes from ``start`` on.
@@ -47,7 +47,7 @@ class Sieve(Protocol):
         Args:
             start: offset of ``part`` in the record.
             part: bytes of the record. The memory is reused after the call, and after device copies noted in ``slots``.
-            slots: lender of the memory.
+            slots: owner of the memory of ``part``.
         """
         ...
 
@@ -70,8 +70,8 @@ class TorchFile:
         size_bytes: size of the file.
         map_location: devices of tensors.
         trust: load any type, **running all code in the file**.
-        check_sums: compare the CRC-32 of each record with the directory; for files without other digests. The comment
-            behind the archive may then not be missing.
+        check_sums: compare the CRC-32 of each record with the zip directory; for files without other digests. Then the
+            comment behind the archive must be present.
         types: further allowed classes, by full name, created and filled as pickle does.
 
     Raises:
@@ -110,7 +110,7 @@ class TorchFile:
         self._eager = trust  # the code in the file may read the numbers of tensors
         self.unread: weakref.WeakValueDictionary[str, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._known: dict[str, torch.UntypedStorage] = {}
-        self._sums: dict[str, int] = {}  # CRC-32 of the first parts of records
+        self._sums: dict[str, int] = {}  # CRC-32 of the parts read so far, by record
         data = self._small("data.pkl")
         try:
             reader = RestrictedUnpickler(data, self.storage, types, read_now=self.read_now)
@@ -156,7 +156,7 @@ class TorchFile:
 
         Args:
             places: addresses of further memory to fill with a record, by record name.
-            sieves: take records in parts, by record name. Small records are read together.
+            sieves: receivers of records in parts, by record name. Small records are read together.
 
         Raises:
             CorruptCheckpointError: the file is damaged, or changed since the directory was read.
@@ -186,7 +186,7 @@ class TorchFile:
     def _read_parts(self, parts: Sequence[tuple[ZipRecord, int, int, int]]) -> None:
         """Read parts of records, and compare the CRC-32 of a record after its last part.
 
-        The places of data depend on headers, so headers are verified with the first parts.
+        The offset of a record's data depends on the header, so the header is verified with the first part.
 
         Args:
             parts: record, first byte in the record, address in memory, and size of each part.
@@ -247,7 +247,7 @@ def _trusted(data: bytes, load_storage: Callable[[Any], Any]) -> Any:
 
 
 def untrusted(what: str, refused: RefusedError, *, may_trust: bool = False) -> UntrustedCheckpointError:
-    """Return the error for an unknown type in ``what``. With ``may_trust`` there is an argument to trust all types."""
+    """Return the error for an unknown type in ``what``. ``may_trust``: suggest ``trust_checkpoint=True``."""
     kind = refused.name.rsplit(".", 1)[-1]
     ways = [f"allow the type with torch.serialization.add_safe_globals([{kind}])"] if refused.allowable else []
     if may_trust:

@@ -1,4 +1,4 @@
-"""Names of files of weights in a folder without an index of DCP: safetensors or torch, and other files there."""
+"""Names of files in a folder of weights without a DCP index: weights in safetensors or torch, and other states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from composerlite.errors import CorruptCheckpointError
 
 MOST_HEADER_BYTES = 100_000_000
-"""Largest header of a file, as in the safetensors library."""
+"""Largest accepted header of a file, as in the safetensors library, and largest accepted index."""
 Read = Callable[[str, int, int], bytes]
 """Reads bytes of a file: name, offset, number of bytes."""
 WEIGHTS_SUFFIX = ".safetensors"
@@ -20,28 +20,28 @@ _OF_TORCH = re.compile(r"(?:diffusion_)?pytorch_model(?:-\d+-of-\d+)?\.bin|.+\.b
 VALUES = re.compile(
     r"(?:optimizer|scheduler)(?:_\d+)?\.(?:pt|bin)|scaler\.pt|trainer_state\.json|rng_state(?:_\d+)?\.pth|random_states_\d+\.pkl"
 )
-"""Names of files of the Trainer of transformers, and of accelerate, in a folder with weights."""
+"""Names of files that the Trainer of transformers or accelerate saves with the weights: optimizer, scheduler, …"""
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-"""Names of files of DeepSpeed: of a rank of data parallelism and a rank of model parallelism."""
+"""Names of files of model states of DeepSpeed. Groups: rank of data parallelism, if any, and of model parallelism."""
 
 
 def holds_model_states(names: Collection[str]) -> bool:
-    """Return true for the names of a folder with one save of DeepSpeed's engine."""
+    """Return true for the names of the files in a folder with one save of DeepSpeed's engine."""
     return any(map(MODEL_STATES.fullmatch, names))
 
 
 def holds_weights(names: Collection[str]) -> bool:
-    """Return true for the names of a folder with weights in safetensors, or in ``pytorch_model.bin`` and the like."""
+    """Return true for the names of the files in a folder with weights in safetensors or the format of torch."""
     return are_safetensors(names) or any(map(_OF_TORCH.fullmatch, names))
 
 
 def are_safetensors(names: Collection[str]) -> bool:
-    """Return true for the names of a folder with weights in safetensors."""
+    """Return true for the names of the files in a folder with weights in safetensors."""
     return any(name.endswith((WEIGHTS_SUFFIX, f"{WEIGHTS_SUFFIX}.index.json")) for name in names)
 
 
 def weight_files(names: Collection[str], size: Callable[[str], int], read: Read) -> list[str]:
-    """Return the files of weights in a folder, sorted: the files in the index, or all files without an index.
+    """Return the sorted names of files of weights in a folder: the files in the index, or all without an index.
 
     Args:
         names: of all files in the folder.
@@ -49,7 +49,7 @@ def weight_files(names: Collection[str], size: Callable[[str], int], read: Read)
         read: reads a file.
 
     Raises:
-        CorruptCheckpointError: the index is damaged, or names a missing file.
+        CorruptCheckpointError: the index is damaged or names a missing file, or there are several indexes.
     """
     suffix = WEIGHTS_SUFFIX if are_safetensors(names) else TORCH_SUFFIX
     indexes = sorted(name for name in names if name.endswith(f"{suffix}.index.json"))

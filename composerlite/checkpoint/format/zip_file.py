@@ -1,8 +1,8 @@
-"""Places of the records of a ``.pt`` file: a zip archive, without compression, for torch and unzip.
+"""Layout of the records in a ``.pt`` file: a zip archive without compression, for torch and unzip.
 
-The layout of our own archives depends on names and sizes only, so the layout is known before a byte is written. Large
-records begin on 4096-byte boundaries, data first, the pickle and the directory last. Archives of other programs are
-read after a check of the places in the directory.
+The layout of our own archives depends on names and sizes only, so the layout is known before a byte is written. The
+data of large records begin on 4096-byte boundaries. Records of tensors come first, the pickle and the directory last.
+Archives of other programs are read after a check of the offsets in the directory.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class SourceFile:
     """The part of the interface of a file that :mod:`tarfile` and :mod:`zipfile` need.
 
     Args:
-        read: reads exactly the bytes at an offset, of a size.
+        read: called with an offset and a size; returns exactly ``size`` bytes.
         size_bytes: size of the file.
     """
 
@@ -135,7 +135,7 @@ class SourceFile:
         self._position = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
-        """Change the position; from the end if ``whence`` is ``os.SEEK_END``. Before the beginning counts as 0."""
+        """Set the position to ``offset``, from the end for ``os.SEEK_END``. A negative position becomes 0."""
         self._position = max(0, offset + (self._size_bytes if whence == os.SEEK_END else 0))
 
     def tell(self) -> int:
@@ -152,7 +152,7 @@ class SourceFile:
 
 
 _TAIL_BYTES = 22 + 0xFFFF  # the end of an archive with the longest comment
-_USUAL_HEADER_BYTES = 4096 + 64  # ours, filled up to the next page, and torch's are shorter
+_USUAL_HEADER_BYTES = 4096 + 64  # our headers, padded to the next page, and the headers of torch are shorter
 
 
 def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: bool) -> dict[str, ZipRecord]:
@@ -160,8 +160,8 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
 
     Args:
         size_bytes: size of the archive.
-        read: returns bytes at an offset, of a size.
-        is_whole: the comment may not be missing.
+        read: called with an offset and a size; returns the bytes.
+        is_whole: the comment of the archive must be complete; if false, the comment may be missing.
 
     Raises:
         CorruptCheckpointError: no zip archive; or records are compressed or encrypted, overlap, lie outside of the
@@ -171,7 +171,7 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
     try:
         archive = zipfile.ZipFile(cast("Any", SourceFile(read, size_bytes)), metadata_encoding="utf-8")
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as e:
-        if isinstance(e.__context__, OSError):  # zipfile says of a failed read that the file is no archive
+        if isinstance(e.__context__, OSError):  # zipfile raises BadZipFile if a read fails
             raise e.__context__ from None
         raise CorruptCheckpointError(
             f"it is cut off, or no zip archive, the format of torch.save since torch 1.6: {e}"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run in folders and buckets, and other files with names of the run: list, sort, quarantine."""
+"""List and sort the checkpoints of a run in folders and buckets, and quarantine damaged files with names of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from composerlite.errors import CheckpointError, CorruptCheckpointError
 
 log = logging.getLogger(__name__)
 IN_BUCKET, IN_FOLDER, IN_REPLICAS, IN_MEMORY = range(4)
-"""Where a candidate is. Of two checkpoints of one batch, the one with the higher number is tried first."""
+"""Nearness of a candidate. Of two checkpoints of one batch, the checkpoint with the higher number is tried first."""
 
 
 @final
@@ -29,7 +29,7 @@ class RunPlace:
     """The place for the checkpoints of one saver of a run: a folder or a bucket.
 
     Attributes:
-        catalog: the folder, also for downloads of files from ``buckets``; or the bucket.
+        catalog: catalog of the bucket, or of the folder, which also receives downloads of files from ``buckets``.
         template: template of the names of checkpoints.
         link: in a bucket, full name of the link to the latest checkpoint; ``None``: there is no link.
         buckets: buckets with the uploads of the saver.
@@ -76,11 +76,11 @@ class Listing:
     """The checkpoints of a run.
 
     Attributes:
-        known: all checkpoints of the run, of every kind and attempt; of a bucket that was not listed as a whole, the
-            latest alone.
-        damaged: files in folders with names of the run, without a readable record. They are renamed once a good
-            checkpoint is found, since the run will save these names again.
-        unusable: other files with names of the run and without a readable record. They stay, and may be newer
+        known: all checkpoints of the run, of every kind and attempt. Only the latest checkpoint of a bucket is known if
+            the bucket was not listed as a whole.
+        damaged: damaged files in folders with names of the run. These files are renamed once a good checkpoint is
+            found, since the run will save these names again.
+        unusable: other files with names of the run and without a usable record. These files stay, and may be newer
             checkpoints.
         is_complete: all records of every bucket were read.
     """
@@ -100,14 +100,14 @@ def list_checkpoints(
 ) -> Listing:
     """List the checkpoints of a run. Called on rank 0.
 
-    The data of a file are read only if the file has a name of the run and no record of its own: to find damage.
+    The data of a file are read, to find damage, only if the file has a name of the run and no record has this name.
 
     Args:
         places: the places of each saver of the run.
         run_name: name of the run.
         replicas: checkpoints in the memory of several nodes, by the index of their place.
         whole_buckets: read all records of each bucket. Otherwise follow the link of the bucket to the latest
-            checkpoint, and read all records only if that may not be the latest checkpoint to resume from.
+            checkpoint, and read all records only if the linked checkpoint may not be the latest to resume from.
 
     Raises:
         IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run. This may be
@@ -191,10 +191,10 @@ def _records(place: RunPlace, run_name: str, listing: Listing) -> list[Manifest]
 
 
 def _fault_without_record(catalog: Catalog, name: str) -> CheckpointError | None:
-    """Return the reason why a run cannot resume from a file without a record of its name.
+    """Return the reason why a run cannot resume from the file ``name``, if no record has this name.
 
-    A file in a folder is read: the file is damaged if it is no complete torch file. ``None``: the file is an intact
-    copy made by hand, with the record of another name, or was deleted since it was listed.
+    A file in a folder is read: a file that is no complete torch file is damaged. ``None``: the file is an intact copy
+    made by hand, with the record of another name, or was deleted after the listing.
     """
     uri, in_folder = catalog.place.uri(name), catalog.place.path_of(name) is not None
     try:
@@ -222,8 +222,8 @@ def quarantine_damaged(
 ) -> None:
     """Rename damaged checkpoints in folders, since the run will save these names again.
 
-    Every rank calls this. Rank 0 changes its folders. If nodes have disks of their own, the first rank of each other
-    node changes its disk. The path of ``chosen`` is skipped: a download has replaced the damaged file.
+    Every rank calls this. Rank 0 renames in its folders. If nodes have disks of their own, the first rank of each other
+    node renames on the disk of the node. The path of ``chosen`` is skipped: a download has replaced the damaged file.
     """
     for one in damaged:
         record, catalog = one.record, places[one.place_number].catalog

@@ -59,19 +59,20 @@ def opened(
     ``CHECKPOINT_VALIDATION_FUNCTION`` is called first.
 
     Args:
-        path: the file; with ``together`` read on rank 0, and the same path on every rank.
+        path: the file. With ``together`` the path is the same on every rank, and rank 0 reads the file.
         map_location: device of the tensors, as in ``torch.load``; not used with several ranks.
         trust: load any type, **running any code in the file**.
         progress_bar: show a progress bar on a terminal.
-        together: name of the checkpoint, for messages: every rank calls this, and all ranks call the same methods of
-            the file in the same order. Rank 0 reads the file once, and broadcasts each piece. Tensors arrive in pieces,
-            directly in their destination. Empty: this process alone opens the file.
+        together: name of the checkpoint, for messages. If given, every rank calls this function, and all ranks call the
+            same methods of the file in the same order. Rank 0 reads the file once, and broadcasts each piece. Tensors
+            arrive in pieces, directly in their destination. Empty: this process alone opens the file.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: the bytes differ from the saved bytes.
-        UntrustedCheckpointError: the file holds a type that is not known to be safe, or the function returned false.
-        ConfigError: the function cannot be imported.
+        UntrustedCheckpointError: the file holds a type that is not known to be safe, or the validation function
+            returned false.
+        ConfigError: the validation function cannot be imported, or is no function.
     """
     group = dist.get_group() if together else dist.Group()
     with readable(Path(os.path.realpath(path))), contextlib.ExitStack() as stack:
@@ -117,7 +118,7 @@ def check_exists(path: Path) -> None:
 
 
 def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trust_checkpoint: bool = False) -> Any:
-    """Return the contents of the torch file ``path``, checkpoint or not, compared only with the checksums in the file.
+    """Load the torch file ``path``, checkpoint or not. The bytes are compared only with the checksums in the file.
 
     Args:
         path: a local file.
@@ -142,13 +143,13 @@ def safe_torch_load(path: str | Path, map_location: MapLocation = "cpu", *, trus
 
 @contextlib.contextmanager
 def readable(path: Path) -> Generator[None]:
-    """Add ``path`` to errors about damaged bytes and refused types within the block, and how to load these types."""
+    """Add ``path`` to errors about damaged bytes and refused types in the block, and how to load such types."""
     try:
         yield
     except RefusedError as e:
         raise untrusted(f"checkpoint {str(path)!r}", e, may_trust=True) from e
     except CorruptCheckpointError as e:
-        if str(path) not in str(e):  # in the same error: every rank may have raised it already
+        if str(path) not in str(e):  # change this object: every rank may have raised the same error
             e.args = (f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}",)
         e.add_note("If another process replaced the file while it was read, load it again.")
         raise
@@ -156,10 +157,10 @@ def readable(path: Path) -> Generator[None]:
 
 # ── one file for all ranks ───────────────────────────────────────────────────────────────────────────────────────────
 def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> TorchFile:
-    """Open a torch file that rank 0 has on every rank. Collective, as are all methods of the result.
+    """Open a torch file on every rank; rank 0 reads the file. Collective, as are all methods of the result.
 
     Args:
-        raw: the file, on rank 0.
+        raw: the file on rank 0; ``None`` on the other ranks.
         what: name of the file, for messages.
         trust: load any type, **running any code in the file**.
 
@@ -178,7 +179,7 @@ def shared_file(raw: RawFile | None, what: str, *, trust: bool = False) -> Torch
             return headers.setdefault((offset, size), file.read(offset, size))
 
         try:
-            if trust:  # the code in the file would run here, and again on every rank
+            if trust:  # do not unpickle: the code in the file would run here, and later on every rank
                 entries(file.size_bytes, read, is_whole=raw.check_sums)
             else:
                 noted: Any = SimpleNamespace(read=read)  # no tensor is read here
@@ -217,7 +218,7 @@ class _SharedBytes(NamedTuple):
         return dist.get_group().from_first(self.what, lambda: self.source.read(offset, size))
 
     def read_into(self, targets: Sequence[Piece], progress: Callable[[int], object] = int) -> None:
-        """Fill memory on every rank. ``progress`` is called on rank 0, with each number of bytes."""
+        """Fill ``targets`` on every rank. ``progress`` is called on rank 0, with each number of bytes read."""
         dist.transfers.broadcast_memory(self.what, targets, lambda pieces: self.source.read_into(pieces, progress))
 
 
@@ -287,5 +288,5 @@ def validate(path: Path) -> None:
         ) from e
     if not callable(function):
         raise ConfigError(f"{_VALIDATION}={name!r} is {type(function).__name__} and no function.")
-    if not function(path, None):  # None: the file as a whole, as Composer calls it
+    if not function(path, None):  # None, as in Composer's call: check the file as a whole
         raise UntrustedCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")

@@ -36,7 +36,7 @@ _MOST_LINKS = 8
 
 @final
 class Located(NamedTuple):
-    """The place of a checkpoint.
+    """Location of a checkpoint.
 
     Attributes:
         name: the name given by the user.
@@ -59,8 +59,8 @@ class Located(NamedTuple):
             object_store: the store of ``key``; ``None``: open the store of the URI ``name``.
 
         Returns:
-            The directory, or the file of weights; and the step, ``None`` for other kinds. With a step, the directory
-            has its model and optimizer. The caller closes the step, or else the directory.
+            The directory, or the file of weights; and the step, ``None`` for other kinds. The directory of a step has
+            the model and the optimizer. The caller closes the step if there is a step, otherwise the directory.
         """
         kind = StepFolder if self.kind == "step" else ShardedDirectory
         if self.path is not None:
@@ -76,7 +76,7 @@ class Located(NamedTuple):
 def find_checkpoint(
     stack: contextlib.ExitStack, name: str, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
 ) -> Located:
-    """Find the checkpoint ``name``, on one rank, and download a file.
+    """Find the checkpoint ``name``, and download a checkpoint of one file. Call on one rank.
 
     A directory or a file of safetensors in a store is not downloaded: each rank reads its part. A folder of DeepSpeed
     is merged into one file.
@@ -89,14 +89,14 @@ def find_checkpoint(
         trust: for a folder of DeepSpeed: load any type, **running any code in the files**.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint. A missing local file raises this error during the read.
+        CheckpointNotFoundError: there is no such checkpoint. For a missing local file, the later read raises the error.
         ConfigError, PermissionError, ObjectStoreError: see :func:`~composerlite.checkpoint.load.resolve.fetched`.
     """
     if _is_address(name, object_store):
         path = stack.enter_context(fetched(name, progress_bar=progress_bar))
         return Located(without_secrets(name), "weights" if is_read_in_place(path) else "file", path)
     with place_of(name, object_store) as (place, last):
-        # Each rank follows links on its own disk.
+        # Symbolic links in ``path`` are kept: each rank follows symbolic links on its own disk.
         path = _resolved(name) if _is_local(name, object_store) else None
         if not last:
             raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
@@ -117,7 +117,7 @@ def find_checkpoint(
             path = _temporary_folder(stack) / f"{save.rpartition('/')[2]}.pt"
             torch.save(deepspeed_contents(place, save, trust=trust), path)
         if path is not None:
-            return Located(name, "file", path)  # reading raises the error
+            return Located(name, "file", path)  # the read raises the error if there is no file
         raise CheckpointNotFoundError(
             f"there is no checkpoint {place.uri(last)}: it is no object, and no directory of a checkpoint."
         )
@@ -157,7 +157,7 @@ def place_of(name: str, object_store: ObjectStore | None) -> Generator[tuple[Pla
 
 
 def deepspeed_save(place: Place, folder: str) -> str | None:
-    """Return the folder with one save of DeepSpeed's engine: ``folder``, or the folder in its file ``latest``.
+    """Return the folder with one save of DeepSpeed's engine: ``folder``, or the folder that the file ``latest`` names.
 
     ``None``: there is no such save.
     """
@@ -168,14 +168,14 @@ def deepspeed_save(place: Place, folder: str) -> str | None:
         return None
     try:
         tag = place.read(f"{folder}/latest").decode().strip()
-    except (CorruptCheckpointError, UnicodeDecodeError, OSError):  # a folder of ours may have that name
+    except (CorruptCheckpointError, UnicodeDecodeError, OSError):  # ``latest`` may be a folder of ours
         return None
     save = f"{folder}/{tag}"
     return save if tag in names and holds_model_states(place.names(save)) else None
 
 
 def is_read_in_place(path: Path) -> bool:
-    """Return true for a file of safetensors, by the contents."""
+    """Return true for a file of safetensors, by the suffix or by the first bytes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -191,7 +191,7 @@ _PLAIN_NAME, _ARCHIVED_NAME = "rank0_checkpoint", "composer_states.pt"
 def fetched(
     path: str | Path, object_store: ObjectStore | None = None, *, progress_bar: bool = False, near: Path | None = None
 ) -> Generator[Path]:
-    """Yield the checkpoint ``path`` as a file of this machine, which exists within the block.
+    """Yield the path of the checkpoint ``path`` on this machine. A downloaded file exists only within the block.
 
     A local path is yielded without a check whether the file exists; ``.symlink`` files are followed. Other files are
     downloaded to a temporary folder, which is deleted at the end of the block. A file in a store is verified if there
@@ -238,7 +238,7 @@ def get_file(
     """Make the file ``path`` available as ``destination``: a symbolic link to a file of this machine, else a download.
 
     A file whose name ends with ``.symlink`` contains the name of another file, and the other file is used instead. If
-    there is no ``path`` but a ``path.symlink``, the latter is used in this way.
+    ``path`` does not exist and ``path.symlink`` exists, ``path.symlink`` is used.
 
     Args:
         path: a path, a URI, or a name in ``object_store``.
@@ -272,7 +272,7 @@ def download_checkpoint(
     fsdp_sharded_state_dict_enabled: bool = False,
     deepspeed_sharded_checkpoint: bool = False,
 ) -> tuple[str, str | None, bool]:
-    """Make the checkpoint ``path`` a file in ``node_checkpoint_folder``, unpacked, for ``safe_torch_load``.
+    """Link, download or unpack the checkpoint ``path`` into ``node_checkpoint_folder``, for ``safe_torch_load``.
 
     A file of this machine that is not packed is linked, not copied.
 
@@ -328,7 +328,7 @@ def _put(source: Path, target: Path, *, is_local: bool) -> None:
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def followed(place: Place, name: str) -> str:
-    """Return ``name``, or the target if ``name`` is a ``.symlink`` file, or if there is only ``name.symlink``.
+    """Return ``name``, or the target of the link if ``name`` is a ``.symlink`` file, or only ``name.symlink`` exists.
 
     Raises:
         CorruptCheckpointError: the links form a loop.
@@ -342,7 +342,7 @@ def followed(place: Place, name: str) -> str:
         name = str(folder / target)
         if (here := place.path_of(name)) is None:
             name = target if "/" in target else name
-        elif not here.exists():  # in a copy of a bucket, the folder of the link has the object
+        elif not here.exists():  # in a local copy of a bucket, the target is in the folder of the link
             name = str(folder / PurePosixPath(target).name)
     raise CorruptCheckpointError(f"{place.uri(name)!r} leads to a loop of links.")
 

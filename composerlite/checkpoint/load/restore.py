@@ -141,7 +141,7 @@ def load_checkpoint(
 def read_in_place(
     name: str, plan: RestorePlan, object_store: ObjectStore | None, *, progress_bar: bool, trust: bool
 ) -> RestorePlan:
-    """Read a checkpoint, with its tensors into the state of ``plan``. Nothing else changes until ``plan.restore()``.
+    """Read a checkpoint into ``plan``, and tensors into the state. ``plan.restore()`` restores the rest of the state.
 
     Collective. If damage shows on a rank, all ranks raise the error: then another checkpoint must be read into the
     state.
@@ -171,7 +171,7 @@ def read_in_place(
             with group.all_or_none("comparing the checkpoint with the run"):
                 wanted, live = plan.matched(file.contents)
             file.contents, addresses, sieves = placed(wanted, live, file.unread, file.ring)
-            del wanted  # what nothing refers to is not read
+            del wanted  # the reader skips tensors without a reference
             with half_loaded(bool(addresses or sieves)):
                 file.read(places=addresses, sieves=sieves)
             plan.contents = file.contents
@@ -236,9 +236,9 @@ def placed(
 
 
 def _distributed_targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor] | None:
-    """Return the distributed tensors to fill from a saved storage; ``None`` if it cannot be read in rows.
+    """Return the distributed tensors to fill from a saved storage; ``None`` if the storage cannot be read in rows.
 
-    ``taken`` has the addresses of the tensors to fill so far, and gets the addresses of the result.
+    ``taken`` has the addresses of the tensors to fill so far. The addresses of the result are added.
 
     A live tensor of another dtype is replaced by a new tensor of the saved dtype; the caller converts the numbers.
     """
@@ -251,7 +251,7 @@ def _distributed_targets(pairs: Sequence[_Pair], taken: set[int]) -> list[Tensor
         targets.append(live if live.dtype is saved.dtype else dist.empty_shard_like(live, saved.dtype))
     memory = {local.data_ptr() for target in targets if (local := dist.local_shard(target).local).numel()}
     if memory & taken:
-        return None  # tied here and not in the checkpoint: the tensor loaded last counts
+        return None  # tied in the state and not in the checkpoint: the tensor loaded last counts
     taken |= memory
     return targets
 
@@ -300,9 +300,9 @@ class _Rows:
 
 
 def _form_in_place(saved: Tensor, live: Tensor | None) -> object:
-    """Return the memory and the form of a live tensor whose bytes the bytes of the saved storage can replace.
+    """Return the memory and the form of ``live``; ``None`` if ``saved`` cannot be read in place into ``live``.
 
-    ``None``: they cannot. All tensors in the storage must have the same result.
+    A storage is read in place only if all saved tensors of the storage have the same result.
     """
     if live is None or not _is_plain(live) or live.is_meta or live.is_conj() or live.is_neg() or not _is_whole(saved):
         return None

@@ -45,8 +45,8 @@ class Choice(NamedTuple):
     """The checkpoint that a run resumes from.
 
     Attributes:
-        path: path of the checkpoint; the URI if the checkpoint is a directory in a bucket; ``None``: there is none.
-        lineage: attempt of the run and the attempts before, for the record of all checkpoints saved from now on.
+        path: path of the checkpoint; the URI of a directory in a bucket; ``None``: the run starts over.
+        lineage: attempt of the run and its ancestors, for the record of all checkpoints saved from now on.
         loaded: the contents, read into the state.
     """
 
@@ -72,19 +72,19 @@ def choose(
     trust: bool = False,
     progress_bar: bool = False,
 ) -> Choice:
-    """Read the newest usable checkpoint of ``run_name``. If there is one, quarantine damaged files.
+    """Read the newest usable checkpoint of ``run_name``. Then quarantine the files of damaged checkpoints.
 
     A run consists of numbered attempts. A resume from the newest checkpoint continues the attempt. A new attempt begins
     if newer checkpoints are skipped or if the run starts over; its ancestors are the attempts that it continues.
     Candidates are the checkpoints of the newest attempt and its ancestors; checkpoints of other attempts are never
-    restored. A file in a bucket is first downloaded to the folder of its place. Bytes are verified while tensors are
-    read into ``state``. Bytes that are not read are verified afterwards, except of a directory in a bucket.
+    restored. A file in a bucket is first downloaded to the folder of its entry in ``places``. Bytes are verified while
+    tensors are read into ``state``. All other bytes are verified afterwards, except for a directory in a bucket.
 
-    A candidate is skipped if the candidate is damaged, marked as ``not_finite``, or in a folder that a rank cannot
-    read. Once another candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a bucket
-    stay, because the fault may be in this machine. Checkpoints of weights alone are no candidates. Candidates saved
-    without some keys come last: the missing state starts afresh. Files of other programs, without a record, are no
-    candidates. If only unusable checkpoints exist, the run does not start over: CheckpointError.
+    A candidate is skipped if the candidate is damaged, marked as ``not_finite``, or in a folder and a rank cannot read
+    the files. Once another candidate is good, damaged candidates in folders are quarantined. Damaged candidates in a
+    bucket stay, because the fault may be in this machine. Checkpoints of weights alone are no candidates. Candidates
+    saved without some keys are tried last: the missing state keeps its initial values. Files of other programs, without
+    a record, are no candidates. If only unusable checkpoints exist, the run does not start over: CheckpointError.
 
     Every rank of a run calls this and gets the same result. Rank 0 lists the checkpoints.
 
@@ -100,20 +100,20 @@ def choose(
         CheckpointError: there are checkpoints, and none of them is good.
         IncompatibleCheckpointError: a newer version of composerlite wrote a record under a name of the run, so that
             checkpoint may be the newest; or a candidate does not fit ``state``.
-        OSError: a folder exists and cannot be read; or no candidate is good, and a rank could not read one of them.
+        OSError: a folder exists and cannot be read; or no candidate is good, and a rank could not read a candidate.
         ObjectStoreError: a bucket does not answer.
         PermissionError: a bucket denies access.
     """
     group = dist.get_group()
     algorithms = [] if state is None else list(state.algorithms)
-    read: Candidate | None = None  # the last one whose bytes may be in ``state``
+    read: Candidate | None = None  # the last candidate with bytes that may be in ``state``
     replicas = {number: place.memory.find(run_name) for number, place in enumerate(places) if place.memory is not None}
     listing, queue = Listing(), list[Candidate]()  # filled on rank 0 only
     rejected = list[Rejected]()  # the same on every rank
     loaded: RestorePlan | None = None
     while True:
         with group.all_or_none(_STEP):
-            if group.is_first and not (rejected and listing.is_complete):  # whole buckets after a rejection
+            if group.is_first and not (rejected and listing.is_complete):  # again after a rejection, with whole buckets
                 listing = list_checkpoints(places, run_name, replicas, whole_buckets=bool(rejected))
                 tried = {(one.source, one.record.id) for one, _ in rejected}
                 queue = [one for one in newest_first(listing.known) if (one.source, one.record.id) not in tried]
@@ -128,7 +128,7 @@ def choose(
                 loaded = _read(candidate, before, state, algorithms, stores, trust=trust, progress_bar=progress_bar)
             _verify_rest(files, candidate, places[candidate.place_number].catalog, loaded)
         except RankError:
-            raise  # the ranks can no longer reach each other
+            raise  # the ranks have lost contact
         except (_NotFiniteError, CorruptCheckpointError, OSError) as e:
             if isinstance(e, OSError) and candidate.bucket_number is not None:
                 raise  # a fault of the network or the disk says nothing about the checkpoint: take no older one
@@ -192,7 +192,7 @@ def _read(
 ) -> RestorePlan:
     """Read a candidate into ``state``. Collective.
 
-    ``state`` had these ``algorithms`` at first. Then the damaged candidate ``before`` may have been read in part.
+    ``state`` had ``algorithms`` before the first read. ``before`` is a damaged candidate, read in part; or ``None``.
 
     Raises:
         IncompatibleCheckpointError: the candidate does not fit, does not replace all that was read of ``before``, or
@@ -219,7 +219,7 @@ def _read(
 
 @contextlib.contextmanager
 def advising(path: str) -> Generator[None]:
-    """Add to the error of a checkpoint that does not fit how a run can start from other parts of the checkpoint."""
+    """Add to the error of a checkpoint that does not fit how a run can start from some parts of the checkpoint."""
     try:
         yield
     except IncompatibleCheckpointError as e:
@@ -250,7 +250,7 @@ def _verify_rest(
 def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     """Check that the ranks together see all files; return the files for this rank to verify. Collective.
 
-    All ranks divide the files in a shared folder; the ranks of a node divide the files on its own disk.
+    In a shared folder all ranks divide the files. If nodes have separate disks, the ranks of a node divide its files.
 
     Raises:
         FileNotFoundError: a rank does not see the checkpoint, or a file is on the disk of a node without a rank.
@@ -265,7 +265,8 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     every = group.gather((seen is not None, None if seen is None else seen.node, lacks))
     blind_ranks = [rank for rank, (is_seen, *_) in enumerate(every) if not is_seen]
     nodes = [node for _, node, _ in every]
-    # Nodes without a rank in this run. A missing file of a node with ranks is damage: check_sizes raises.
+    # Nodes with files that no rank has, and without a rank here. A missing file of a node with ranks is damage, which
+    # check_sizes finds.
     lost_nodes = set[int | None].intersection(*(lacks_there for *_, lacks_there in every)) - {*nodes}
     if seen is None or blind_ranks or lost_nodes:
         text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}."

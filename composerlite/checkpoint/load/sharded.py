@@ -32,9 +32,9 @@ from composerlite.storage.disk.reader import units_of
 from composerlite.types import Piece, StateDict, batches
 
 _PARCEL_BYTES = 1 << 20
-"""Most bytes of tensors that are sent together. Larger tensors are sent alone."""
+"""Most bytes of a parcel: tensors that are sent together. Larger tensors are sent alone."""
 _LEAST_PARCELS = 16
-"""The parcels of each rank, if tensors are small."""
+"""Least number of parcels of each rank, if tensors are small."""
 Ranks = tuple[int, ...]
 
 
@@ -103,7 +103,7 @@ def check_one_index(digests: Sequence[str], uri: str) -> None:
 
 
 def as_in_a_file(contents: StateDict) -> StateDict:
-    """Return the contents of a run's directory in the form of a file: with empty dicts, and a list of generators."""
+    """Return the contents of a run's directory as in a file: with empty dicts, and a list of generators by rank."""
     by_rank: Any = contents.get("rng")
     if isinstance(by_rank, dict) and by_rank and all(key.isdecimal() for key in cast("StateDict", by_rank)):
         # A rank saves its generators under its number.
@@ -122,9 +122,10 @@ def as_in_a_file(contents: StateDict) -> StateDict:
 
 
 def _live_or_new(unread: Tensor, live: Tensor | None, taken: set[int]) -> Tensor:
-    """Return the live tensor if shape and type are equal, or a new tensor to fill. ``taken`` gets the address.
+    """Return the live tensor if shape and type are equal, or a new tensor to fill.
 
-    No two tensors are read into the same memory, since the order of the reads would decide the result.
+    The address of a returned live tensor is added to ``taken``. No two tensors are read into the same memory, since
+    the order of the reads would decide the result.
     """
     if live is not None and not is_lazy(live) and live.shape == unread.shape and not live.is_meta:
         dist.shards.make_fillable(live)
@@ -230,7 +231,7 @@ def load_leaves(reader: RemoteFileSystemReader, state: StateDict, *, group: Grou
         return reader.index_digest, digests_of(shared, reader.place)
 
     def all_alike(reports: Sequence[tuple[str, Mapping[bytes, int]]]) -> bool:
-        """Return true if all ranks of each set have reported the same requests."""
+        """Return true if all ranks of each set of ranks have reported the same requests."""
         check_one_index([version for version, _ in reports], reader.uri)
         senders = Counter(digest for _, report in reports for digest in report)
         return all(senders[digest] == count for _, report in reports for digest, count in report.items())
@@ -278,9 +279,9 @@ def unread(metadata: Metadata, keys: Iterable[str], *, device: str = "cpu") -> d
 
 # ── several ranks want the same numbers ──────────────────────────────────────────────────────────────────────────────
 def shared_requests(requests: Iterable[Request], state: Mapping[str, Any]) -> dict[Ranks, list[Request]]:
-    """Return the requests that other ranks should have too, by the ranks, from the placements of tensors.
+    """Return the requests that other ranks should have, too, by the tuple of these ranks.
 
-    Values are left out, since values are small.
+    The ranks follow from the placements of tensors. Values are left out, since values are small.
 
     Args:
         requests: of this rank.
@@ -324,11 +325,12 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
     """Fetch the data of ``wanted`` that the disk of this node does not have. Collective.
 
     If all files are in one folder there is nothing to do. Otherwise each rank gets the missing parts from a rank of a
-    node with the file. The parts are in ``reader.brought``, a temporary folder of the rank. The reader verifies them.
+    node with the file. The parts are written to ``reader.brought``, a temporary folder of the rank. The reader verifies
+    the parts.
 
     Args:
         reader: of the checkpoint.
-        wanted: tensors to fill, and other values, by the keys of the index; other keys on each rank.
+        wanted: tensors to fill, and other values, by the keys of the index. Keys may differ between ranks.
         source: the checkpoint, for messages.
 
     Raises:
@@ -348,7 +350,7 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
             if place.relative_path not in has:
                 lacks.setdefault(place.relative_path, []).append((place.offset, 0, place.length))
         reader.brought = target = reader.brought or reader.temporary_folder()
-        for name in lacks:  # sparse, of the full size
+        for name in lacks:  # make a sparse file of the full size
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             with (target / name).open("ab") as file:
                 file.truncate(files[name].size_bytes)

@@ -57,7 +57,7 @@ def safe_contents(data: bytes, key: str, uri: str) -> Any:
         CorruptCheckpointError: the bytes are damaged.
     """
     try:
-        if key.endswith(".json") and not data.startswith(b"PK"):  # of a folder of another program
+        if key.endswith(".json") and not data.startswith(b"PK"):  # a JSON file in a folder of another program
             return json.loads(data)
         return item_contents(data)
     except RefusedError as e:
@@ -93,7 +93,7 @@ def requests_of(metadata: Metadata, state: Mapping[str, Any], uri: str) -> list[
 
     Args:
         metadata: index of the checkpoint.
-        state: by the keys of the index; of a distributed tensor the part of this rank is filled.
+        state: tensors and values by the keys of the index. Of a distributed tensor, the part of this rank is filled.
         uri: of the checkpoint, for errors.
 
     Raises:
@@ -148,7 +148,7 @@ class RemoteFileSystemReader(StorageReader, Closing):
     """Reads a sharded checkpoint for ``torch.distributed.checkpoint.load`` from a path or a URI.
 
     A checkpoint with a record is verified during the read. A checkpoint without a record is read unverified, with a
-    warning. Only needed bytes are read; of a verified file, whole chunks. Before a file on this machine is read, the
+    warning. Only needed bytes are read; from a verified file, whole chunks. Before a file on this machine is read, the
     function in the environment variable ``CHECKPOINT_VALIDATION_FUNCTION`` is called with the file.
 
     A context manager; otherwise call :meth:`close`.
@@ -201,12 +201,16 @@ class RemoteFileSystemReader(StorageReader, Closing):
 
     @property
     def place(self) -> str:
-        """Text that is equal on ranks with the same files, and differs between nodes with a directory each."""
+        """Text to compare between ranks: equal on ranks with the same files; differs if each node has a directory."""
         node = None if self.manifest is None else self.manifest.node
         return f"{self.index_digest} on {node}: {self.folder.identity()}"
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the index. The next read gets the index again, from ``checkpoint_id`` if given, a path or a URI."""
+        """Forget the index. The next read loads the index again.
+
+        Args:
+            checkpoint_id: path or URI of a checkpoint to read from now on; ``None``: the same checkpoint.
+        """
         if checkpoint_id is not None:
             self.folder.close()
             self.folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
@@ -397,7 +401,7 @@ class RemoteFileSystemReader(StorageReader, Closing):
         """Fill targets on a device through slots of the ring: a slot is filled while another is copied."""
         if not targets:
             return
-        # A target and the offset in its storage, the offset in the file, and bytes.
+        # Each item: (target, offset in the storage of the target), offset in the file, size in bytes.
         cuts: list[tuple[tuple[_Target, int], int, int]] = []
         for target in targets:
             begin = int(target.request.target.storage_offset()) * target.request.target.itemsize
@@ -450,7 +454,7 @@ FileSystemReaderWithValidation = RemoteFileSystemReader
 class DistCPObjectStoreReader(RemoteFileSystemReader):
     """Reads a sharded checkpoint from an object store, after a download of the files for this rank.
 
-    The ranks of a machine download each file once. The files stay, in a folder for this checkpoint only.
+    The ranks of a machine download each file once. The files are kept, in a folder for this checkpoint only.
 
     Args:
         source_path: the directory's name in the store.
@@ -486,7 +490,7 @@ class _Target(NamedTuple):
         numbers: the numbers in ``memory``, in the shape of the target, to copy to the target; ``None``: the memory gets
             the whole item, written by another program.
         runs: for each run of bytes next to each other in the file, offset and size, in order.
-        copier: copies to the device of the target, if there is one.
+        copier: copier of the device, if the bytes go directly to a target on a device; otherwise ``None``.
     """
 
     request: Request
@@ -497,7 +501,7 @@ class _Target(NamedTuple):
 
 
 def _target_of(request: Request, ring: DeviceRing, *, is_ours: bool, is_raw: bool) -> _Target:
-    """Prepare to fill the target of a request: directly if possible, else through memory of our own.
+    """Prepare to fill the target of a request: directly if possible, otherwise through new memory.
 
     Args:
         request: the request.
@@ -507,7 +511,7 @@ def _target_of(request: Request, ring: DeviceRing, *, is_ours: bool, is_raw: boo
     """
     _, place, target, sizes, dtype, offsets = request
     numbers_bytes = math.prod(sizes) * dtype.itemsize
-    # Values and safetensors are nothing but their bytes. Other items are files of torch.
+    # Values, and items of safetensors files, have no header. Other items are files in the format of torch.
     is_raw = is_raw or request.piece.offset is None
     start, item_bytes = 0, numbers_bytes if is_raw else -1
     if not is_raw and is_ours and numbers_bytes < place.length:
@@ -516,7 +520,7 @@ def _target_of(request: Request, ring: DeviceRing, *, is_ours: bool, is_raw: boo
         memory = torch.empty(place.length, dtype=torch.uint8)
         return _Target(request, memory, None, [(place.offset, place.length)], None)
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]  # in numbers, not in bytes
-    inner = len(sizes)  # the dimensions from here on are wanted whole
+    inner = len(sizes)  # the dimensions from ``inner`` on are requested in full
     while inner > 0 and target.shape[inner - 1] == sizes[inner - 1]:
         inner -= 1
     count = math.prod(target.shape[max(0, inner - 1) :])  # numbers of a run

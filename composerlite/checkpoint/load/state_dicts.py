@@ -29,7 +29,7 @@ from composerlite.types import StateDict
 
 log = logging.getLogger(__name__)
 _WRAPPED = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""Names of a wrapped module: in DDP, ``torch.compile``, activation checkpointing."""
+"""Attributes for the wrapped module, in this order: of DDP, ``torch.compile``, and activation checkpointing."""
 SETTINGS_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 """Settings that a scheduler adds to the groups of an optimizer when the scheduler is made, before or after a load."""
 
@@ -42,14 +42,14 @@ def model_state(model: nn.Module) -> StateDict:
     So it is called only for models with tensors on devices, with FSDP1, or with wrapped modules in their names.
 
     Raises:
-        ConfigError: ``model`` is no module, or has parameters on the device ``meta``.
+        ConfigError: ``model`` is no module, or has tensors on the device ``meta``.
     """
     if not isinstance(cast("object", model), nn.Module):
         raise ConfigError(
             f"model is of the type {type(model).__name__}: expected a torch.nn.Module. Put several into one, as "
             "nn.ModuleDict does; a state dict goes to save_state_dict and load_state_dict."
         )
-    # FSDP, and patches of torch, rename keys or move data.
+    # FSDP1, and a ``state_dict`` method that torch has patched into the model, rename keys or move data.
     if "state_dict" not in vars(model) and not any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
         state = model.state_dict()
         if without := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
@@ -112,7 +112,7 @@ def optimizer_state_to_fill(
 
     Args:
         model: the model with the parameters.
-        optim: the optimizer. A missing state is that of a step with zero gradients, to be overwritten.
+        optim: the optimizer. A step with zero gradients makes a missing state, for the load to overwrite.
         is_stored: returns true if the checkpoint has a state of the parameter with the given name.
         strict: leave out the state of parameters without a state in the checkpoint.
 
@@ -175,7 +175,9 @@ def _prepared(optim: Optimizer, *, new_state: bool) -> Generator[None]:
     """Control whether torch makes a state for ``optim`` in the block.
 
     torch makes a state, by a step with zero gradients, if the optimizer has no state and no gradient. With
-    ``new_state`` both are removed. Otherwise one parameter gets a zero gradient. The end of the block restores both.
+    ``new_state``, state and gradients are removed, so torch makes a state. Otherwise, if both are missing, one
+    parameter gets a zero gradient, so torch makes no state. The end of the block restores the gradients, and with
+    ``new_state`` the state.
     """
     state, parameters = optim.state, _parameters(optim)
     gradients = [one.grad for one in parameters]
@@ -197,7 +199,7 @@ def _prepared(optim: Optimizer, *, new_state: bool) -> Generator[None]:
 
 # ── the layout with the settings of the group at every parameter ────────────────────────────────────────────────────
 def flattened(state: StateDict) -> StateDict:
-    """Return ``state`` with keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, as torch flattens it."""
+    """Return ``state`` with keys such as ``state.w.exp_avg`` and ``param_groups.w.lr``, the flat keys of torch."""
     flat = {f"state.{name}.{key}": value for name, fields in state["state"].items() for key, value in fields.items()}
     for group in state["param_groups"]:
         for name in group["params"]:
@@ -219,7 +221,8 @@ def swap_param_keys(
         state_dict: ``{"model": …, "optim": …}``. The optimizer's state has ``state`` and ``param_groups``, or flat keys
             such as ``state.w.exp_avg`` and ``param_groups.w.lr``.
         key_mapping: new names by present names.
-        metadata: of a checkpoint. A parameter keeps its name if the checkpoint does not have the new name.
+        metadata: index of a checkpoint. An item of ``key_mapping`` is ignored if the model in the checkpoint does not
+            have the name in the value of the item.
         reverse: rename the other way, from the values of ``key_mapping`` to its keys.
         quiet: do not log the names.
     """
@@ -248,7 +251,7 @@ def swap_param_keys(
 
 
 def _rename(state: Any, names: Mapping[str, str]) -> None:
-    """Rename keys of a dict, all at the same time, since two may be swapped. Other values stay."""
+    """Rename keys of a dict, all at the same time: two keys may be swapped. Do nothing if ``state`` is no dict."""
     if isinstance(state, dict):
         items = {names.get(key, key): value for key, value in cast("StateDict", state).items()}
         state.clear()
@@ -288,7 +291,7 @@ def prune_state_dict(state_dict: StateDict, allowed_keys: set[str]) -> set[str]:
 def _dicts_in(value: Any) -> list[tuple[str, StateDict]]:
     """Return the dict ``value``, or the dicts in the list ``value``, each with the prefix of its keys.
 
-    Empty: ``value`` is neither a dict nor a list of dicts.
+    The result is empty if ``value`` is neither a dict nor a list of dicts.
     """
     if isinstance(value, dict):
         return [("", cast("StateDict", value))]

@@ -93,7 +93,7 @@ class Bucket(Place):
         return {
             path: StoredFile(path, info.size_bytes, info.modified_at)
             for info in self.transfer.list(prefix)
-            # Names such as ``run//file``, which no store takes from composerlite, belong to other programs.
+            # Names such as ``run//file`` belong to other programs: stores refuse such names from composerlite.
             if is_name(info.name) and (path := info.name.removeprefix(self._prefix))
         }
 
@@ -198,7 +198,10 @@ class Bucket(Place):
 
 
 def _counting(progress: OnBytes) -> Callable[[int, int], object]:
-    """Return a callback for a transfer, with (bytes so far, total), which calls ``progress`` with new bytes only."""
+    """Return a callback for a transfer, to be called with (bytes so far, total).
+
+    The callback calls ``progress`` with the number of bytes since the last call.
+    """
     before = 0
 
     def count(done: int, _: int) -> None:

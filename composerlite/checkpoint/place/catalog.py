@@ -1,7 +1,7 @@
 """Read the records of the checkpoints in a place, and find the latest checkpoint. This module changes no place.
 
-The deciding file of a checkpoint contains the record. The checkpoint exists if this file exists. The deciding file of a
-checkpoint in one file is that file, the deciding file of a directory is its index.
+A place is a folder or a bucket. The deciding file of a checkpoint contains the record. The checkpoint exists if this
+file exists. A checkpoint in one file is its own deciding file. The deciding file of a directory is the index.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = Fa
         place: the place.
         path: path of the file.
         chunks: read the whole index of a directory, with the digests of the chunks of data files.
-        parts: return the record in the archive of a rank other than 0, too, which does not list the other archives.
+        parts: also return the record in the archive of a rank other than 0. Such a record does not list other archives.
 
     Raises:
         CorruptCheckpointError: the record is damaged.
@@ -71,7 +71,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = Fa
     except FileNotFoundError:
         return None
     found = unseal(path, size_bytes, end, place.uri)
-    # The index of another program is a whole pickle. Any other index beside our data was cut off.
+    # The index of another program ends as a pickle does. An index without this end, beside our data, was cut off.
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
         raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
@@ -82,7 +82,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = Fa
 def read_index(place: Place, path: str, data: bytes) -> tuple[bytes, Manifest | None]:
     """Return the index and the record, with digests of chunks, in the file ``path`` with the content ``data``.
 
-    Raises as :func:`record_in`.
+    Raises the errors of :func:`record_in` for a damaged or newer record.
     """
     if path.rpartition("/")[2] == INDEX:
         index, found = unseal_index(path, data, place.uri)
@@ -94,7 +94,7 @@ def read_index(place: Place, path: str, data: bytes) -> tuple[bytes, Manifest | 
 def _with_node(place: Place, manifest: Manifest) -> Manifest:
     """Return the record with the number of the node whose files are in ``place``, if nodes have disks of their own.
 
-    If the files of no node are here, the result has the number of no node, so ``Manifest.here`` has only common files.
+    If ``place`` has no file of any node, the number is unused, so ``Manifest.here`` has only common files.
     """
     firsts = {file.node: file.path for file in reversed(manifest.files) if file.node is not None}
     if not firsts:
@@ -106,8 +106,8 @@ def _with_node(place: Place, manifest: Manifest) -> Manifest:
 def home_of(place: Place, name: str) -> tuple[Place, str]:
     """Return the place in which the checkpoint ``name`` was saved, and the name at the save.
 
-    If the saved name has folders, such as ``sub/ep1.pt``, the result is above ``place``. Without a readable record the
-    result is ``place`` and ``name``.
+    If the name at the save has folders, such as ``sub/ep1.pt``, the returned place is above ``place``. Without a
+    readable record the result is ``place`` and ``name``.
     """
     full = f"/{place.name_of(name)}"
     for path in _deciders_of(name):
@@ -130,7 +130,7 @@ class Catalog:
 
     Attributes:
         place: the place.
-        folder: path of the place, which must be a folder of this machine; ``None`` in a bucket.
+        folder: path of the place. Use only if the place is a folder of this machine; ``None`` in a bucket.
     """
 
     def __init__(self, place: str | Path | Place) -> None:
@@ -141,7 +141,7 @@ class Catalog:
     def manifests(self, names: Sequence[str] | None = None) -> list[Manifest]:
         """Return the record of every committed checkpoint, oldest first. Unreadable records are logged and left out.
 
-        Do not decide deletions from a record that is missing in the result.
+        Steps are left out, too. Do not decide deletions from a record that is missing in the result.
 
         Args:
             names: names of checkpoints; ``None``: all.
@@ -228,9 +228,10 @@ class Catalog:
         return found if found is not None and found.run_name == run_name else None
 
     def written_since(self, manifest: Manifest) -> list[str]:
-        """Return the paths of files in a bucket that can have a record, and are at most as old as ``manifest``.
+        """Return the paths of files in a bucket that can have a record and were written with ``manifest`` or later.
 
-        Lists the bucket. The times are those of the store's clock; if there are none, all files are returned.
+        Lists the bucket, and compares times of the store's clock. A file is returned, too, if a time is unknown. The
+        deciding file of ``manifest`` is left out.
         """
         times = {path: file.modified_at for path, file in self.place.files().items() if may_be_decider(path)}
         since = times.get(manifest.files[0].path)
@@ -280,7 +281,10 @@ class Catalog:
         return [path for path in self.place.files() if not _is_hidden(path)]
 
     def names(self) -> list[str]:
-        """Return all names that a new checkpoint may not have: visible files, and the folders above."""
+        """Return all names that a new checkpoint may not have: visible files, and folders with such files.
+
+        In a bucket, only folders with an index count.
+        """
         every = list(self.place.files())
         visible = [path for path in every if not (_is_hidden(path) or path.endswith(LINK_SUFFIX))]
         in_bucket = self.place.path_of("") is None  # where a directory without an index is no conflict

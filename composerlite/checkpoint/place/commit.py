@@ -1,4 +1,4 @@
-"""Commit and delete checkpoints. Only replicas in memory have a commit elsewhere.
+"""Commit and delete checkpoints. Only :mod:`composerlite.checkpoint.memory` has a commit of its own, for replicas.
 
 A save calls :func:`commit_file` or :func:`put_decider`, an upload :func:`send_files` and :func:`commit_sent`, a
 download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quarantine_checkpoint` remove a checkpoint.
@@ -6,9 +6,10 @@ download :func:`fetch_checkpoint`. :func:`delete_checkpoint` and :func:`quaranti
 
 A checkpoint exists if the deciding file exists. The deciding file contains the record of the checkpoint
 (:mod:`composerlite.checkpoint.record.record`). The deciding file of a checkpoint in one file is that file, the deciding
-file of a directory is its index. The commit is a single atomic put of the deciding file, after all other files are
-durable: a rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so there is
-nothing to recover.
+file of a directory is its index. A checkpoint of the form ``step`` has a second deciding file, the marker, and exists
+if both files exist. The commit is a single atomic put of the (last) deciding file, after all other files are durable: a
+rename in a folder, a request in a bucket. There is no state between "absent" and "committed", so there is nothing to
+recover.
 
 The name of each data file in a directory contains the id of the save, and only the record with this id names the file.
 To replace a directory, a save writes new files beside the old files, commits, and then deletes the old files. The files
@@ -130,7 +131,7 @@ def commit_sent(
         place: the bucket.
         manifest: the record for the bucket.
         decider: the deciding file, or the content.
-        existing: what :func:`send_files` returned.
+        existing: the result of :func:`send_files`.
         links: path of the target by full name of the link, without ``.symlink``.
         overwrite: as for :func:`send_files`.
 
@@ -271,9 +272,9 @@ def check_own(place: Place, manifest: Manifest) -> None:
 
 
 def quarantine_checkpoint(place: Place, manifest: Manifest) -> None:
-    """Rename all files of a damaged checkpoint as :meth:`Place.quarantine` does; archives without a record, too."""
+    """Rename all files of a damaged checkpoint by :meth:`Place.quarantine`; also archives without a readable record."""
     paths = own_files(place, manifest, or_damaged=True) if manifest.form == "archives" else [manifest.name]
-    for path in reversed(paths):  # the record comes last: after a kill the next start finishes
+    for path in reversed(paths):  # the file with the record comes last: after a kill the next start finishes
         place.quarantine(path)
 
 

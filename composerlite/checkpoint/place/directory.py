@@ -1,6 +1,7 @@
-"""The directory of a checkpoint in any place: data files, and the deciding file with the record.
+"""The directory of a checkpoint in a place (a folder or bucket): data files, and the deciding file with the record.
 
-A directory without a record was written by another program, and is read unverified.
+A sharded checkpoint exists once the deciding file exists. A directory without a record was written by another program,
+and is read unverified.
 
 A step is a directory that ``Checkpointer`` saves, in the layout of OLMo-core: ``train/rank*.pt``, ``model_and_optim/``
 and, written last, ``.metadata.json``, which makes the directory a checkpoint for OLMo-core. The record is in
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 _OLD = timedelta(days=1)
 """Age from which files of killed saves are removed, for saves without a lease."""
 _SEEN_SECONDS = 20.0
-"""Time until a network file system shows a new file on other machines."""
+"""Longest wait until a network file system shows a new file on other machines."""
 LEAST_CHUNK_BYTES = 32 << 10
 """Smallest chunk with a digest. Small, because a read of a shard is often a single tensor among many."""
 ON_ALL_NODES = (
@@ -63,7 +64,7 @@ RANK_FILE = re.compile(r"rank(\d+)\.pt")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveHandle:
-    """A save of a directory in progress; equal on all ranks.
+    """A save in progress, equal on all ranks.
 
     Attributes:
         overwrite: replace an existing checkpoint.
@@ -144,10 +145,10 @@ class Directory(Closing):
 class ShardedDirectory(Directory):
     """The directory of one sharded checkpoint, or one file of weights, whose header is the index.
 
-    A save: :meth:`begin` in one process; :meth:`write` on any rank, each file durable and with its final name;
-    :meth:`commit` in the process that called :meth:`begin`. If nodes have disks of their own, one process of each other
-    disk calls :meth:`begin` and :meth:`commit`, too. The checkpoint exists if every disk has the deciding file. No
-    method is collective: the caller orders the calls of the ranks.
+    To save, call :meth:`begin` in one process, :meth:`write` on any rank, and :meth:`commit` in the process that called
+    :meth:`begin`. A written file is durable and has the final name. If nodes have disks of their own, one process for
+    each other disk calls :meth:`begin` and :meth:`commit`, too. The checkpoint exists if every disk has the deciding
+    file. No method is collective: the caller orders the calls of the ranks.
 
     Args:
         place, name, only: as in :class:`Directory`.
@@ -168,7 +169,7 @@ class ShardedDirectory(Directory):
         if (here := self.path) is None:
             return self.uri
         paths = [here, here / INDEX] if self._only is None else [here / self._only]
-        seen = [path.stat() for path in paths if path.exists()]  # equal on all machines with NFS
+        seen = [path.stat() for path in paths if path.exists()]  # stat is equal on all machines with NFS
         return repr([(found.st_ino, found.st_mtime_ns, found.st_ctime_ns) for found in seen])
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +261,8 @@ class ShardedDirectory(Directory):
         save or this process ends. While the lock is held, data files with the id of the save are no garbage.
 
         Raises:
-            CheckpointExistsError, ConfigError: as :meth:`check_free`.
+            CheckpointExistsError: the directory has other files, and ``handle.overwrite`` is false.
+            ConfigError: a checkpoint cannot have this name.
             FileExistsError: another process has begun this save on this disk.
         """
         self.check_free(overwrite=handle.overwrite)
@@ -295,18 +297,18 @@ class ShardedDirectory(Directory):
     def commit(
         self, index: bytes | StateDict, files: Mapping[str, tuple[FileDigest, int | None]], record: Manifest
     ) -> Manifest:
-        """Commit the checkpoint, in a process that called :meth:`begin`: put ``index`` with the record.
+        """Commit the checkpoint: write the deciding file with ``index`` and the record.
 
-        After an error the files are removed, as :meth:`abandon` does.
+        Called in a process that called :meth:`begin`. After an error, :meth:`abandon` removes the files of the save.
 
         Args:
-            index: content of the index: a dict for the index of weights in safetensors.
+            index: content of the index: bytes for a sharded checkpoint, a dict for weights in safetensors.
             files: digests of all other files, by name in the directory, each with the number of the node whose disk has
                 the file; ``None`` if there is one folder for all nodes.
             record: the record. ``record.files`` has only files outside of the directory, such as those in ``train/``.
 
         Returns:
-            The record as a reader sees it.
+            The record, parsed from the content of the deciding file.
 
         Raises:
             CheckpointExistsError: another process saved here meanwhile, and ``overwrite`` is false.
@@ -322,7 +324,7 @@ class ShardedDirectory(Directory):
             record = dataclasses.replace(record, form=form, id=handle.id, files=(*own, *record.files))
             data = seal_index(record, index) if isinstance(index, bytes) else seal_weights_index(record, index)
             decider = self.at(handle.decider)
-            replaced: list[str] = []  # an index of ours in another form comes first; indexes of other programs stay
+            replaced: list[str] = []  # readers may prefer an old index of ours; indexes of other programs stay
             if handle.overwrite:
                 with contextlib.suppress(CorruptCheckpointError):  # the files of a damaged record become garbage
                     there = self.record()
@@ -351,7 +353,7 @@ class ShardedDirectory(Directory):
             return
         there: Manifest | None = None
         try:
-            with contextlib.suppress(CheckpointError):  # the record of an earlier save, damaged or newer
+            with contextlib.suppress(CheckpointError):  # an earlier save's record is damaged or of a newer version
                 there = record_in(self.place, self.at(handle.decider))
             if there is not None and there.id == handle.id:
                 log.warning("checkpoint %s exists and is whole, although its save failed", self.uri)
@@ -394,7 +396,8 @@ class StepFolder(Directory):
         return {int(match[1]): self.at(f"{TRAIN}/{match[0]}") for name in names if (match := RANK_FILE.fullmatch(name))}
 
     def record(self) -> Manifest | None:
-        """Return the record of the model; ``None`` if there is no record. The form ``'step'`` covers the whole step.
+        """Return the record of the model; ``None`` if there is no record. The form ``'step'`` covers the whole
+        step, and other forms the model alone.
 
         Raises:
             CorruptCheckpointError: the record is damaged.
@@ -421,7 +424,7 @@ class StepFolder(Directory):
             CheckpointExistsError: the directory has a checkpoint, and ``overwrite`` is false.
             ConfigError: a checkpoint cannot have this name.
         """
-        if self.name:  # else a bucket
+        if self.name:  # an empty name is the bucket itself
             check_name(self.place, self.name)
         has_model_alone = False
         with contextlib.suppress(CorruptCheckpointError):
@@ -442,4 +445,4 @@ class StepFolder(Directory):
 
 
 PathOrUri = str | os.PathLike[str] | ShardedDirectory
-"""Place of a sharded checkpoint: a path, or a URI of an object store."""
+"""Place of a sharded checkpoint: a path, a URI of an object store, or an open directory."""

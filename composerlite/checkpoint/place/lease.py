@@ -3,8 +3,8 @@
 :func:`take_leases` takes all leases of a run, or raises an error with the name of the holder. In a folder a lease is a
 locked file, in a bucket an object, rewritten every few seconds by the holder. Each such write is a beat. Leases of the
 same file or object in a process share the file or object. Both classes have the attributes ``uri``, the path or URI of
-the file or object, and ``lost_to``, a description of the process with the lease after a takeover; always ``None`` in a
-folder.
+the file or object, and ``lost_to``, a description of the process that has taken the lease over; ``None``: no process
+has, as always in a folder.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
                 if holder != last_holder:
                     log.warning("%s: %r is written by %s: waiting up to %.0f s", what, uri, holder, timeout)
                     last_holder = holder
-                for other in leases.values():  # start every clock now: a dead holder costs one wait
+                for other in leases.values():  # the waits for several dead holders overlap
                     if isinstance(other, HeartbeatLease) and other not in _held:
                         other.observe()
                 time.sleep(0.5)
@@ -170,9 +170,10 @@ class FileLease:
 class HeartbeatLease:
     """Lease in a bucket: an object, rewritten every few seconds by a thread of the holder with a conditional swap.
 
-    Another process takes the lease over with a conditional swap of the version that it has read, so only the first of
-    several processes succeeds. A takeover is allowed after ``DEAD_SECONDS`` without a change, or at once if the holder
-    ran on this machine and is gone. The old holder detects the loss at the next beat.
+    Another process takes the lease over with a conditional swap, and the swap fails if the object has changed since the
+    last read. So only the first of several processes succeeds. A takeover is allowed after ``DEAD_SECONDS`` without
+    a change, or at once if the holder ran on this machine and is gone. The old holder detects the loss at the next
+    beat.
 
     Attributes:
         taken_over: the lease was taken from a silent process, perhaps still alive.
@@ -214,7 +215,7 @@ class HeartbeatLease:
         return None
 
     def observe(self) -> dict[str, Any]:
-        """Read the object and return the holder. Remember the version (``None``: no object) and when this changed."""
+        """Read and return the holder. Store the object's version (``None``: no object) and when the version changed."""
         try:
             data, version = self._transfer.read_versioned(self._name)
         except FileNotFoundError:
@@ -226,13 +227,13 @@ class HeartbeatLease:
     def confirm(self, max_age: float = 2 * BEAT_SECONDS) -> None:
         """Write a beat if the last beat is older than ``max_age`` seconds. Sets ``lost_to`` after a takeover.
 
-        If the object was deleted, the next beat makes a new object. After a long silence another process may have taken
-        the lease, deleted the object and ended: then the lease is lost.
+        If the object was deleted, the next beat creates a new object. If the last beat is also older than
+        ``DEAD_SECONDS``, the lease is lost: another process may have taken the lease, deleted the object and ended.
 
         Raises:
             ObjectStoreError: the store does not answer.
         """
-        with self._lock:  # publishing threads and the thread of the lease
+        with self._lock:  # publishing threads and the thread of the lease call this method
             began, own = _now(), this_process(os.getpid())
             if self.lost_to is not None or began - self._renewed_at < max_age:
                 return
@@ -265,7 +266,7 @@ class HeartbeatLease:
         if self in _held:
             _held.remove(self)
             self._is_released.set()
-            for thread in self._threads:  # limits the wait: requests to a dead store are tried for minutes
+            for thread in self._threads:  # with a limit: requests to a dead store are retried for minutes
                 thread.join(min(DEAD_SECONDS, max(seconds_left(), 1.0)))
 
 
@@ -286,7 +287,7 @@ def _unlock(path: str) -> None:
 
 
 def _close_in_child() -> None:
-    """Close inherited files in a forked child: a child must not hold the locks after the end of this process."""
+    """Close inherited files in a forked child: a child must not hold the locks after the parent has ended."""
     for path in list(_locked):
         _unlock(path)
     _held.clear()
@@ -296,5 +297,5 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _now() -> float:
-    """Return seconds, including time of a suspended machine if the system counts this time."""
+    """Return a monotonic time in seconds, which also counts while the machine is suspended if the system can."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,4 +1,4 @@
-"""Groups of ranks with the same disk, if nodes have disks of their own, and parts of files on these disks."""
+"""Find the ranks with the same checkpoint folder, if nodes have own disks; read and write parts of files there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composerlite.storage import StagedFile, make_folder
 from composerlite.storage.disk.files import temporary_name
 
 _APPEARS_SECONDS = 5.0
-"""Time until a network file system shows a new file on other machines."""
+"""Longest time until a network file system shows a new file on other machines."""
 
 
 @final
@@ -47,13 +47,13 @@ def disks_of(folder: Path) -> Disks | None:
     """Find the ranks with the same ``folder``, and make a missing folder. Collective.
 
     The first rank of each node tries to make the same file, with the number of the rank as content. On a shared file
-    system only the first attempt succeeds.
+    system only the first attempt succeeds. Each rank then reads the number of its leader from the file.
 
     Returns:
         The disks; ``None``: all ranks share the folder.
 
     Raises:
-        ConfigError: a rank sees no such file, or the folder is not writable; on every rank.
+        ConfigError: a rank sees no such file, or the folder is not writable. Every rank raises the error.
     """
     group = dist.get_group()
     mark, mark_id = folder / "seen-by-all", group.from_first("naming a file", new_id)
@@ -97,7 +97,7 @@ def _leader(mark: Path) -> int | None:
 
 # ── parts of files that ranks send to each other ─────────────────────────────────────────────────────────────────────
 def read_part(path: Path, offset: int, size: int) -> bytes:
-    """Return ``size`` bytes of the file ``path``. Raises OSError if the file ends before."""
+    """Return ``size`` bytes at ``offset`` of the file ``path``. Raises OSError if the file is too short."""
     with path.open("rb") as file:
         data = os.pread(file.fileno(), size, offset)
     if len(data) != size:
@@ -106,7 +106,7 @@ def read_part(path: Path, offset: int, size: int) -> bytes:
 
 
 def write_part(path: Path, offset: int, data: memoryview) -> None:
-    """Write ``data`` into the file ``path``, which is made if there is none."""
+    """Write ``data`` at ``offset`` of the file ``path``. A missing file is made first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     with path.open("r+b") as file:

@@ -1,6 +1,6 @@
 """Place: the interface of a folder, and of the objects of a bucket below a prefix. Folder: a folder of this machine.
 
-Nothing here imports torch, which a listing does not need.
+This module does not import torch, since a listing of checkpoints does not need torch.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Place(Closing):
     ) -> contextlib.AbstractContextManager[ByteSource]:
         """Open a file. Every read is compared with ``digest``, if given. Raises FileNotFoundError.
 
-        ``threads`` threads read a file on this machine. An object in a bucket may be missing until the first read.
+        ``threads`` threads read a file on this machine. For a bucket, the first read may raise the error.
         """
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Place(Closing):
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────
     @abstractmethod
     def write(self, file: NewFile) -> FileDigest:
-        """Write a durable file that does not exist, and return the digest."""
+        """Write a new file, durable, and return the digest. The file must not exist."""
 
     @abstractmethod
     def put(self, path: str, data: bytes | Path, *, create_only: bool = False, progress: OnBytes = int) -> None:
@@ -243,14 +243,14 @@ class Place(Closing):
 
     @abstractmethod
     def lock(self, name: str) -> Lease:
-        """Return the lease that protects ``name``, a template of checkpoint names or of a link. It is not taken yet."""
+        """Return the lease that protects ``name``, a template of checkpoint names or of a link. Not acquired yet."""
 
     @abstractmethod
     def sweep(self, older_than: timedelta, *, dry_run: bool = False) -> list[StoredFile]:
         """Remove temporary files and unfinished uploads of killed processes, and return them.
 
-        In a folder a lock shows if a process is dead. In a bucket an upload is removed if the upload started
-        ``older_than`` ago. With ``dry_run`` nothing is removed.
+        In a folder, a lock shows if the process of a temporary file is dead. In a bucket, an upload is removed if the
+        upload started at least ``older_than`` ago. With ``dry_run`` nothing is removed.
         """
 
     def close(self) -> None:
@@ -446,12 +446,12 @@ def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEnt
     Links are not followed, and temporary folders are not entered.
 
     Raises:
-        OSError: a folder cannot be read. An unreadable folder does not count as empty, a missing folder does.
+        OSError: a folder cannot be read. Only a missing folder counts as empty.
         CorruptCheckpointError: ``folder`` is a file.
     """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:  # another process deleted it
+    except FileNotFoundError:  # missing, or deleted by another process
         return
     except NotADirectoryError as e:
         raise CorruptCheckpointError(f"{str(folder)!r} is a file and no folder of checkpoints.") from e

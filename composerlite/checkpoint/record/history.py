@@ -1,11 +1,12 @@
 """The history of a run in its records: the attempts, and the checkpoints to delete. Pure functions of records.
 
 An attempt is one course of a run, from a start until the run is started over. A run that resumes from its newest
-checkpoint continues the attempt. Otherwise a new attempt begins. Its ancestors are the attempts that it continues.
+checkpoint continues the attempt. Otherwise a new attempt begins. If the new attempt starts from a checkpoint of an
+earlier attempt, the earlier attempt and its ancestors are the ancestors of the new attempt.
 
-A run that is started over leaves the checkpoints of the attempt before in the same folder. Batch counts do not tell the
-attempts apart, and clocks may jump. So each attempt has a number: the highest number in the folder or the bucket, plus
-one.
+A run that is started over leaves the checkpoints of the previous attempt in the same folder. Batch counts do not
+distinguish the attempts, and clocks may jump. So each attempt has a number: the highest number in the folder or the
+bucket, plus one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MODES = ("max", "min")
 def is_in_line(manifest: Manifest, lineage: Lineage) -> bool:
     """Return true if the attempt of ``lineage``, or an ancestor, saved the checkpoint.
 
-    Of an ancestor, only checkpoints up to the checkpoint from which the next attempt started count.
+    The checkpoints of an ancestor count only up to the checkpoint from which the next attempt started.
     """
     own, ancestor = manifest.run.lineage, ancestor_in(lineage, manifest)
     is_newest = (own.attempt, own.id) == (lineage.attempt, lineage.id)
@@ -37,7 +38,7 @@ def is_in_line(manifest: Manifest, lineage: Lineage) -> bool:
 
 
 def ancestor_in(lineage: Lineage, manifest: Manifest) -> Ancestor | None:
-    """Return the attempt that saved the checkpoint among the ancestors of ``lineage``."""
+    """Return the ancestor in ``lineage`` that saved the checkpoint; ``None``: no ancestor saved the checkpoint."""
     own = manifest.run.lineage
     return next((one for one in lineage.ancestors if (one.attempt, one.id) == (own.attempt, own.id)), None)
 
@@ -46,8 +47,8 @@ def living_line(items: Sequence[T], manifest_of: Callable[[T], Manifest]) -> lis
     """Select the checkpoints of the newest attempt and its ancestors. All others are abandoned.
 
     The newest attempt has the highest number among checkpoints of a kind in ``RESUMABLE``. Of two attempts with the
-    same number, begun at the same time, the attempt with the last save is the newest. Checkpoints of later attempts,
-    which have other kinds only, are selected, too.
+    same number, begun at the same time, the attempt with the last save is the newest. An attempt with a higher number
+    has no checkpoint of a kind in ``RESUMABLE``. Checkpoints of such an attempt are selected, too.
     """
     manifests = [manifest_of(item) for item in items]
     whole = [manifest for manifest in manifests if manifest.kind in RESUMABLE] or manifests
@@ -88,14 +89,14 @@ def continued(
 ) -> Lineage:
     """Return the lineage of a run that resumes from ``chosen``.
 
-    The run continues the attempt of ``chosen`` if no newer checkpoint is skipped. Otherwise a new attempt begins, so
-    that skipped checkpoints do not count as newer than the next saves.
+    The run continues the attempt of ``chosen`` if no newer checkpoint is skipped and no attempt has a higher number.
+    Otherwise a new attempt begins, so that skipped checkpoints do not count as newer than the next saves.
 
     Args:
         chosen: the checkpoint.
         known: all checkpoints of the run.
         resumable: the checkpoints of the run from which a run can resume, ``chosen`` included.
-        is_incomplete: ``known`` lacks checkpoints whose records cannot be read, and which may be newer.
+        is_incomplete: records of some checkpoints, perhaps newer than ``chosen``, are unreadable and not in ``known``.
     """
     own = chosen.run.lineage
     newer = is_incomplete or any(is_in_line(one, own) and one.order[:3] > chosen.order[:3] for one in resumable)
@@ -123,14 +124,14 @@ class RetentionPolicy:
 
     Attributes:
         last: the newest ``last`` checkpoints stay.
-        every: the first checkpoint at or after each multiple of this interval stays. The answer is the same whether
-            the checkpoints in between exist or are deleted. After ``reset_time`` multiples count anew: a later call of
-            ``fit`` with no more batches than before shows a reset.
+        every: the first checkpoint at or after each multiple of this interval stays. The result is the same whether
+            the checkpoints in between exist or are deleted. After ``reset_time`` multiples are counted from zero. A
+            checkpoint of a later call of ``fit`` without a higher batch count than the checkpoint before shows a reset.
         best: the ``best`` checkpoints with the best value of ``metric`` stay; of equal values the newer checkpoint.
             Checkpoints without the metric, with NaN, or marked as ``not_finite`` do not count.
         metric: name of a value in :attr:`SavedRun.metrics`.
-        mode: ``'max'`` or ``'min'``: the better values.
-        held: names of checkpoints that :meth:`given_up` leaves out, such as those with replicas in memory.
+        mode: ``'max'``: larger values are better; ``'min'``: smaller values are better.
+        held: names of checkpoints that :meth:`given_up` does not list, such as checkpoints with replicas in memory.
     """
 
     last: int | None = None
@@ -141,12 +142,12 @@ class RetentionPolicy:
     held: frozenset[str] = frozenset()
 
     def given_up(self, manifests: Iterable[Manifest], newest: Manifest) -> list[Manifest]:
-        """List the checkpoints in ``manifests`` to delete: of the run and the template of ``newest``."""
+        """List the checkpoints to delete among the checkpoints with the run and the template of ``newest``."""
         own = own_checkpoints(manifests, newest.run, newest.template)
         return [manifest for manifest in deletions(own, self) if manifest.name not in self.held]
 
     def keep(self, manifests: Sequence[Manifest]) -> list[bool]:
-        """Return for each checkpoint whether it stays. Give ``manifests`` oldest first, and none that is ephemeral."""
+        """Return for each checkpoint whether it stays. ``manifests``: oldest first, without ephemeral checkpoints."""
         last, every, best = self.last, self.every, self.best
         if last is None and every is None and best is None:
             return [True] * len(manifests)
@@ -179,7 +180,7 @@ def retention_policy(
     best_metric: str | None = None,
     best_mode: str = "max",
 ) -> RetentionPolicy:
-    """Return the policy of a user's options, checked.
+    """Check a user's options, and return the policy.
 
     Args:
         num_checkpoints_to_keep: number of newest checkpoints to keep, 1 or more; -1: no such rule. ``best_k=3`` alone
@@ -191,8 +192,8 @@ def retention_policy(
         best_mode: as ``RetentionPolicy.mode``.
 
     Raises:
-        ConfigError: ``best_k`` keeps no checkpoint, ``keep_every`` has no unit of :class:`Interval` or is not positive,
-            ``best_k`` is given without ``best_metric`` or the other way round, or the mode is unknown.
+        ConfigError: ``best_k`` is not a positive integer, ``keep_every`` has no unit of :class:`Interval` or is not
+            positive, ``best_k`` is given without ``best_metric`` or the other way round, or the mode is unknown.
     """
     if keep_every is not None and keep_every.unit not in _FIELDS:
         raise ConfigError(
@@ -234,8 +235,8 @@ def own_checkpoints(manifests: Iterable[Manifest], run: SavedRun, template: str 
 
     With the template ``None`` all names are selected.
 
-    Checkpoints of abandoned attempts are left out. So are checkpoints ahead of the run: a run that was started over
-    must not take old checkpoints for newer checkpoints.
+    Checkpoints of abandoned attempts are left out. Checkpoints from after the present time of the run are left out,
+    too: a run that was started over must not take old checkpoints for newer checkpoints.
     """
     own = [
         manifest

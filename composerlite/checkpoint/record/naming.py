@@ -32,7 +32,7 @@ _RANK = re.compile(r"[-_.]?(?:rank)?\{(?:rank|local_rank|node_rank)(?:![^}]*|:[^
 
 
 class TimestampLike(Protocol):
-    """The time of a training state."""
+    """Interface of the timestamp of a training state, for names."""
 
     @property
     def batch(self) -> SupportsInt: ...
@@ -72,7 +72,7 @@ def check_variables(template: str, *, argument: str, allow_time: bool = True) ->
         allow_time: allow variables of time.
 
     Raises:
-        ConfigError: a variable or its format does not exist.
+        ConfigError: a variable does not exist, a format is wrong, or the braces do not match.
     """
     source = f"{argument}={template!r}"
     known = (*DIST_VARIABLES, *(TIME_VARIABLES if allow_time else ()))
@@ -109,9 +109,10 @@ def check_template(template: str, *, argument: str) -> str:
 
 
 def directory_template(template: str, *, argument: str = "save_filename") -> str:
-    """Return the template of a directory of all ranks for the file template ``template``.
+    """Return the name template of a sharded checkpoint's directory, made from the file template ``template``.
 
-    The ending ``.pt`` and variables of ranks are removed: ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}'``.
+    The ending ``.pt`` and, in the last part of the path, the variables that differ between ranks are removed:
+    ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}'``.
 
     Raises:
         ConfigError: the name belongs to an archive or a compressed file, or the result is empty.
@@ -130,9 +131,10 @@ def directory_template(template: str, *, argument: str = "save_filename") -> str
 
 
 def archive_template(template: str, *, argument: str = "save_filename") -> str:
-    """Return the template of the archives of DeepSpeed's ranks for the file template ``template``.
+    """Return the name template of the archives of DeepSpeed's ranks, made from the file template ``template``.
 
-    ``.tar`` replaces ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'`` gives ``'ep{epoch}-rank{rank}.tar'``.
+    The suffix of an archive stays. Otherwise ``.tar`` replaces ``.pt``, or is added: ``'ep{epoch}-rank{rank}.pt'``
+    gives ``'ep{epoch}-rank{rank}.tar'``.
 
     Raises:
         ConfigError: the template has no ``{rank}``, so all ranks would have the same name; or the file is compressed
@@ -155,10 +157,10 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
 
 
 def root_and_template(remote: str, local: str) -> tuple[str, str]:
-    """Split the template ``remote`` of names in a bucket into a root without variables of time, and the rest.
+    """Split the template ``remote`` of names in a bucket into a root folder and the rest.
 
-    The rest is ``local``, the template in the folder, if ``remote`` ends with ``local``. Otherwise the root has all
-    leading folders without variables of time.
+    If ``remote`` ends with ``local``, the template in the local folder, the rest is ``local``. Otherwise the root has
+    all leading folders without variables of time.
     """
     if remote == local or remote.endswith(f"/{local}"):
         return remote.removesuffix(local).rstrip("/"), local
@@ -207,7 +209,7 @@ def format_name_with_dist_and_time(
     Args:
         template: a name with format variables.
         run_name: value of ``{run_name}``.
-        timestamp: values of ``{epoch}``, ``{batch}`` and the like; or its state dict.
+        timestamp: the timestamp with the values of the variables of time, or the state dict of the timestamp.
         **extra: values of further variables.
 
     Returns:
@@ -225,7 +227,7 @@ def format_name_with_dist_and_time(
 
 
 def names_of_ranks(template: str, state: NamedState, count: int = 1) -> list[str]:
-    """Return the names that ``template`` gives now on the first ``count`` ranks, in their order."""
+    """Return the names of ``template`` on the first ``count`` ranks, in order, at the current time of ``state``."""
     from composerlite import dist  # imports torch, which a listing does not need
 
     per_node = dist.get_local_world_size()
@@ -308,7 +310,7 @@ def names_ahead(names: Iterable[str], template: str, run_name: str, timestamp: T
         The names of ``template`` with later numbers than the name at ``timestamp``.
     """
     pattern = name_pattern(template, run_name)
-    # Both sides are read from names: a clock in a name is rounded.
+    # Compare numbers parsed from names on both sides: a clock in a name is rounded.
     own = pattern.fullmatch(format_name_with_dist_and_time(template, run_name, timestamp))
     if own is None:
         return []
@@ -328,7 +330,7 @@ def data_file_id(path: str) -> str | None:
 # ── paths in records ─────────────────────────────────────────────────────────────────────────────────────────────────
 _LONGEST_PATH, _LONGEST_PART = 4096, 255
 _TEMPORARY_BYTES = len("..tmp-") + 16
-"""Bytes that a temporary name has more than the final name."""
+"""Number of bytes by which a temporary name is longer than the final name."""
 
 
 def relative_path(value: str) -> str:
@@ -359,8 +361,8 @@ def new_name(value: str, *, on_disk: bool = True) -> str:
     """Return ``value`` if a new checkpoint, or a new file in a checkpoint, can have this name.
 
     Args:
-        value: the name, below its place.
-        on_disk: the place is a folder, with temporary names, which are longer.
+        value: the name, relative to the folder or bucket of checkpoints.
+        on_disk: the checkpoints are in a folder, where a file first has a longer, temporary name.
 
     Raises:
         ValueError: as :func:`relative_path`, or the name is too long for a temporary name.

@@ -1,6 +1,7 @@
 r"""The record of a checkpoint (class :class:`Manifest`), and how a file keeps the record in its tail.
 
-A checkpoint exists if its deciding files exist: one file, or two of a step. One of them has the record in its tail.
+A checkpoint exists if the deciding files exist. A step (kind ``'step'``) has two deciding files, any other checkpoint
+has one. One deciding file has the record in the tail.
 
 A tail is a line of ASCII JSON and a footer with the length and the digest of the line::
 
@@ -61,9 +62,9 @@ _MOST_COMMENT_BYTES = 0xFFFF - 256
 _FOOTER = re.compile(rb"\nCLREC1 ([0-9a-f]{8}) ([0-9a-f]{32})\n\Z")
 _FOOTER_BYTES = 50
 _VARIABLE_BYTES = 1024
-"""Room for values that are unknown before the tail is written: timings, and a name in ``not_finite``."""
+"""Bytes that :func:`tail_room` adds for values known only later: timings, and a name in ``not_finite``."""
 _MARK_CHARACTERS = 80
-"""Characters of a name in ``not_finite`` if the record is too long. JSON has up to 12 bytes for a character."""
+"""Characters kept of a name in ``not_finite`` if the record is too long. A character has up to 12 bytes in JSON."""
 _CHUNK_DIGEST_BYTES = 8
 
 
@@ -85,7 +86,7 @@ class FileRecord:
         path: relative to the folder of checkpoints.
         size_bytes, xxh3_128, chunk_bytes, chunks, tail_bytes, tail_xxh3_128: as in
             :class:`composerlite.storage.FileDigest`.
-        node: number of the node with the file on its own disk; ``None``: the file is in every folder with the record.
+        node: number of the node whose own disk has the file; ``None``: every folder with the record has the file.
     """
 
     path: str
@@ -100,7 +101,7 @@ class FileRecord:
     @property
     def digest(self) -> FileDigest:
         """Size and hashes of the content."""
-        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing does not read chunks
+        chunks = (self.chunk_bytes, self.chunks) if self.chunks else (0, "")  # a listing reads no digests of chunks
         return FileDigest(self.size_bytes, self.xxh3_128, *chunks, self.tail_bytes, self.tail_xxh3_128)
 
 
@@ -112,8 +113,8 @@ class SavedRun:
     Attributes:
         name: name of the run; empty for a checkpoint without a run.
         timestamp: the fourteen fields of the timestamp; clocks in seconds.
-        fit_calls: number of calls of ``fit`` so far. Only with this number are batch counts of a run in order:
-            ``reset_time`` sets the timestamp back.
+        fit_calls: number of calls of ``fit`` so far. ``reset_time`` sets the timestamp back, so batch counts order the
+            saves of a run only together with this number.
         world_size: number of ranks.
         lineage: the attempt of the run.
         metrics: metric values, by name.
@@ -143,8 +144,8 @@ class Manifest:
     Attributes:
         name: path of the checkpoint below the folder of checkpoints.
         id: 16 hexadecimal digits, new for each save.
-        also: further names of the same bytes in a bucket, and the template of each name. In a record from a file, the
-            name at the save comes first: :attr:`saved_as`.
+        also: further names of the same bytes in a bucket, mapped to the template of each name. In a record from a
+            file, the first key is the name at the save: :attr:`saved_as`.
         kind: ``'monolithic'``: all parts of the state, in a file; ``'sharded'``: in a directory; ``'deepspeed'``: in
             archives; ``'weights'``: the model only; ``'crash'``: all parts, saved after an exception; ``'step'``: saved
             by ``Checkpointer``.
@@ -152,15 +153,15 @@ class Manifest:
             a directory.
         template: template of the file name. Savers of one folder have different templates.
         run: the run at the moment of the save.
-        files: the data files, on all disks; the deciding file first.
+        files: all files, on all disks; the deciding file first. A record to write excludes the deciding file.
         left_out: globs of parts of the state that were not saved; ``['<function>']`` for a choice by a function.
         unpacked_bytes: size of the decompressed file, of the file in the archive, or of the largest archive of a rank
             before compression; 0: unknown.
         ephemeral: retention deletes the checkpoint after the next commit.
         timings: seconds of the phases of the save, by name: see ``SaveReport``.
         saved_at: time of the save, ISO 8601 in UTC.
-        node: number of the node with the files beside this record, if nodes have disks of their own; ``None``: all
-            files are in the same folder.
+        node: number of the node whose disk has this record, if nodes have disks of their own; ``None``: all files are
+            in the same folder.
     """
 
     name: str
@@ -202,7 +203,7 @@ class Manifest:
     # ── the files ────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def saved_as(self) -> str:
-        """Name at the save, in a record from a file; it differs after a move or a copy by hand. Otherwise empty."""
+        """Name at the save; empty if not from a file. Differs from ``name`` after a move or copy by hand."""
         return next(iter(self.also), "")
 
     @property
@@ -212,14 +213,14 @@ class Manifest:
 
     @property
     def home(self) -> str:
-        """Folder with the files of the checkpoint, with a slash at the end; empty: the place itself."""
+        """Folder with the files, with a slash at the end; empty: the folder of checkpoints itself."""
         if self.is_directory:
             return f"{self.name}/" if self.name else ""
         return "".join(self.name.rpartition("/")[:2])
 
     @property
     def here(self) -> tuple[FileRecord, ...]:
-        """The files in the folder of this record. If nodes have disks of their own, other disks have the others."""
+        """The files in the folder of this record. Disks of other nodes may have other files."""
         return tuple(file for file in self.files if file.node in (None, self.node))
 
     @property
@@ -297,8 +298,8 @@ def recorded(kind: type[T], fields: object) -> T:
 def manifest_from(fields: object, decider: FileRecord) -> Manifest:
     """Return the record with the JSON ``fields``, with ``decider`` as the first file.
 
-    The name and the paths of the other files are made relative to the place of ``decider``: a copied directory names
-    its own files.
+    The name and the paths of the other files are derived from the path of ``decider``, so the record in a copied
+    directory names the files of the copy.
 
     Raises:
         ValueError: a field is missing or has another type, or :meth:`Manifest.check` finds a fault.
@@ -441,11 +442,11 @@ def tail_bytes(end: bytes) -> int:
 def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) -> Manifest | None:
     """Return the record in the file ``path``. ``None``: the file has no tail.
 
-    The name and the paths of the record's files are relative to the place of ``path``. The digests of data files have
-    no chunks.
+    The name and the paths of the record's files are derived from ``path``. Only the record in an index of weights has
+    the digests of the chunks of data files.
 
     Args:
-        path: path of the file, below the place.
+        path: path of the file, relative to the folder of checkpoints.
         size_bytes: size of the file.
         end: the end of the file, with the whole tail: see :func:`tail_bytes`.
         uri: returns the URI of ``path``, or the full path, for messages.
@@ -485,10 +486,10 @@ def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) ->
 
 
 def unseal_index(path: str, data: bytes, uri: Callable[[str], str]) -> tuple[bytes, Manifest | None]:
-    """Return the index in ``.metadata`` with the whole content ``data``, and the record with the digests of chunks.
+    """Return the index in ``.metadata``, and the record with the digests of chunks. ``data``: the whole content.
 
-    Without a tail, the index is the whole content, and the record is ``None``. The index is compared with its digest,
-    too. Arguments and errors are those of :func:`unseal`.
+    Without a tail, the index is the whole content, and the record is ``None``. The bytes before the tail are verified
+    with the digest in the tail. Other arguments and errors are those of :func:`unseal`.
     """
     manifest = unseal(path, len(data), data, uri)
     if manifest is None:

@@ -107,13 +107,13 @@ class FileWriter(RankWriter):
     The file has a temporary name until the commit.
 
     Args:
-        images: contents of the file: one, or several by their names in an archive.
+        images: contents of the file: a single image, or the images of an archive by their names there.
         catalog: of the folder.
         name: of the file.
         overwrite: replace a checkpoint of the same name.
-        record: the record of the checkpoint, without files. The end of its template chooses the format. A checkpoint of
-            one file, and the archive of each other rank, contain the record when they are flushed. The archive of rank
-            0 gets the record of all at the commit.
+        record: the record of the checkpoint, without files. The suffix of ``record.template`` chooses the format.
+            :meth:`write` adds the record to a checkpoint of one file, and to the archive of a rank other than 0.
+            :meth:`commit` adds the record of all archives to the archive of rank 0.
         is_copy: the images are a copy already: training changes no tensor there.
     """
 
@@ -199,7 +199,7 @@ class FileWriter(RankWriter):
             for part in written[1:]:
                 part.temporary.replace(self._catalog.folder / part.name)
             for folder in {(self._catalog.folder / part.name).parent for part in written[1:]}:
-                fsync_folder(folder)  # these names are durable before the archive that decides about them
+                fsync_folder(folder)  # durable before the archive of rank 0: that archive makes the checkpoint valid
         try:
             commit_file(self._data, overwrite=self._overwrite)
         except FileExistsError as e:
@@ -226,7 +226,7 @@ class SaveRequest:
         weights_only: save only the model.
         ignore_keys: keys to leave out.
         catalog: of the folder.
-        template: name of the checkpoint in its form, with format variables.
+        template: name of the checkpoint in this ``form``, with format variables.
         form: form of the checkpoint; ``None``: the form for ``state``.
         latest: name of the symbolic link to the checkpoint, with format variables.
         overwrite: replace a checkpoint of the same name.
@@ -263,8 +263,8 @@ class SaveRequest:
         Args:
             held: the state of the run, or the weights, with live tensors.
             generators: states of the random generators: a list of all ranks; or a dict with this rank alone, by the
-                number of the rank, for a directory. The call is then collective, and gathers the metrics and positions
-                of all ranks. Default: the state of this rank's generators.
+                number of the rank, for a directory. If given, the call is collective, and gathers the metrics and
+                positions of all ranks. ``None``: the state of this rank's generators.
         """
         contents: StateDict = {"state": held}
         if not self.weights_only:
@@ -283,8 +283,8 @@ class SaveRequest:
 def _with_all_ranks(contents: StateDict) -> StateDict:
     """Return ``contents`` with the metric states of all ranks, and the positions in the data if the ranks differ.
 
-    Collective. In ``contents`` the list ``per_rank`` has the entries of this rank, each with the share of the data. In
-    a loop without a Trainer, the list ``ranks`` has the states of this rank.
+    Collective. The list ``per_rank`` of the position in ``contents`` has only the entries of this rank; each entry
+    names a share of the data. In a loop without a Trainer, the list ``ranks`` has the states of this rank.
     """
     dataset_state = contents.get("dataset_state") or {}
     position: Any = dataset_state.get("train")
@@ -345,7 +345,7 @@ class Form:
         self.disks: Disks | None = None
 
     def template(self, template: str, argument: str = "save_filename") -> str:
-        """Return the template of names in this form for the template of a file; ``argument`` is for errors."""
+        """Convert the ``template`` of a file name to this form. ``argument``: name of the option, for errors."""
         if self.kind == "sharded":
             return directory_template(template, argument=argument)
         return archive_template(template, argument=argument) if self.kind == "deepspeed" else template
@@ -367,7 +367,7 @@ class Form:
         """Find out which ranks see the same ``folder``. Collective.
 
         Raises:
-            ConfigError: nodes have disks of their own, and DeepSpeed saves.
+            ConfigError: nodes have disks of their own, and the form is ``'deepspeed'``.
         """
         self.disks = disks_of(folder) if self.kind != "monolithic" and dist.get_world_size() > 1 else None
         if self.disks is not None and self.kind == "deepspeed":
@@ -396,7 +396,7 @@ class Form:
             request: what to save.
             held: the state of the run, or the weights.
             record: of the checkpoint, without files.
-            names: of the files of a checkpoint: of all ranks if each writes a file, else of rank 0.
+            names: names of the archives, by rank; for the other forms, the name of the file or directory comes first.
         """
         rank, catalog, overwrite = dist.get_global_rank(), request.catalog, request.overwrite
         if self.kind == "sharded":

@@ -47,13 +47,13 @@ class Names:
         has_link_here: the local folder has a link to the newest checkpoint.
 
     Attributes:
-        folder: as the user gave it, a path or a URI.
+        folder: path or URI, as given by the user.
         bucket: the URI of the bucket of ``folder``; ``None``: ``folder`` is on this machine.
-        local_folder: the folder on this machine, which has each checkpoint first.
-        filename: of a checkpoint, below the folder.
-        latest: of the link to the newest, below the folder; ``None``: no link.
-        remote_filename: of a checkpoint in a bucket, from the root of the bucket.
-        remote_latest: of the link in a bucket; ``None``: no link.
+        local_folder: the folder on this machine. Each checkpoint is saved here first.
+        filename: template for a checkpoint, relative to the folder.
+        latest: template for the link to the newest checkpoint, relative to the folder; ``None``: no link.
+        remote_filename: template for a checkpoint in a bucket, from the root of the bucket.
+        remote_latest: template for the link in a bucket, from the root of the bucket; ``None``: no link.
 
     Raises:
         ConfigError: a name is invalid, or the folder is a URI of no known store.
@@ -83,14 +83,14 @@ class Names:
         if link is not None:
             link = check_template(str(link), argument="save_latest_filename")
         self.latest: str | None = link if has_link_here else None
-        self._named_buckets: list[tuple[str, str]] = []  # URIs as names, each with the argument
+        self._named_buckets: list[tuple[str, str]] = []  # names given as URIs, each with the argument
         self.remote_filename = self._in_bucket(options, "remote_file_name", self.filename)
         self.remote_latest: str | None = None
         if link is not None or options["latest_remote_file_name"] not in (None, OWN_REMOTE_LATEST):
             self.remote_latest = self._in_bucket(options, "latest_remote_file_name", link or "")
 
     def _in_bucket(self, options: Mapping[str, Any], option: str, here: str) -> str:
-        """Return the template of the name in a bucket that ``option`` gives. ``here``: the template in the folder."""
+        """Return the template for a bucket from the value of ``option``. ``here``: the template for the folder."""
         given, default, argument = options[option], DEFAULTS[option], f"save_{option}"
         if given is None or (given == default and self.bucket is not None):
             return f"{self._path.removeprefix('./').strip('/')}/{here}".lstrip("/")
@@ -126,8 +126,8 @@ class Keep:
         options: all options of the manager.
 
     Attributes:
-        policy: for the folder.
-        none_here: the folder keeps none: a checkpoint is deleted from the folder after the upload to a bucket.
+        policy: retention policy of the folder.
+        none_here: the folder keeps no checkpoint: each checkpoint is deleted from the folder after upload to a bucket.
         any_ephemeral: there are ephemeral checkpoints, each deleted as soon as there is a newer checkpoint.
         deletes: a save may delete older checkpoints from the folder, by ``policy`` or as ephemeral checkpoints.
         in_bucket: number of newest checkpoints to keep in a bucket; -1: all.
@@ -156,7 +156,7 @@ class SaveOptions:
         given: options by the names in :data:`DEFAULTS`. Other options have their defaults.
 
     Attributes:
-        names: of files and links.
+        names: templates of the names of files and links.
         keep: rules of retention.
         staging_bytes: largest memory for a copy of the state, in bytes; ``None``: half of the free memory.
         replication: replicate checkpoints in memory to another node, at most at this rate in GB/s; ``None``: do not.

@@ -59,8 +59,8 @@ class Publication(NamedTuple):
         upload: event of the upload: name and place, time of the end, and the seconds from the first request to the
             link. An event of a failure has the same name and place.
         error: reason for a failure; ``None``: success.
-        events: events for loggers, apart from a failure. With an upload come the deletions from the folder: the manager
-            forgets these checkpoints.
+        events: events for loggers, without an event of a failure. The events of an upload include the deletion from the
+            folder, if any: the manager forgets the checkpoint.
     """
 
     work: str
@@ -143,8 +143,9 @@ class Publisher:
     ) -> None:
         """Publish a checkpoint of ``catalog`` in the background. After the call the folder's copy may be deleted.
 
-        Waits while too many uploads are pending, since each keeps its files on the disk. The background thread of a
-        save calls this; the training thread only before training, for interrupted uploads.
+        Waits while too many uploads are pending, since each pending upload keeps files on the disk. The background
+        thread of a save calls this method. The training thread calls this method only before training, for interrupted
+        uploads.
 
         Args:
             manifest: record of the checkpoint.
@@ -169,7 +170,7 @@ class Publisher:
                 decider = manifest.files[0].path  # the record in this file has the paths of all files
                 index, _ = read_index(catalog.place, decider, catalog.place.read(decider))
                 files[there.files[0].path] = seal_index(replace(there, files=there.files[1:]), index)
-            held = stack.pop_all()  # pins the files until closed
+            held = stack.pop_all()  # the files stay pinned until ``held`` is closed
 
         def commit(replaced: Sequence[Manifest | None]) -> None:
             """Commit on rank 0 after all ranks have sent files. ``replaced``: existing record found by each rank."""
@@ -282,7 +283,7 @@ class Publishing:
     Attributes:
         buckets: URIs of the buckets, on every rank, after :meth:`open`; empty: nothing is published.
         publishers: a publisher for each bucket, on the publishing ranks, after :meth:`open`.
-        ranks_with_news: 1 if rank 0 has new outcomes, else 0; the ranks learn the number with each batch.
+        ranks_with_news: 1 if rank 0 has new outcomes, else 0; every rank receives the number with each batch.
     """
 
     def __init__(self, options: SaveOptions, where: RunFolder, check: Callable[[], object]) -> None:
@@ -300,7 +301,7 @@ class Publishing:
 
     # ── finding buckets ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, state: NamedState, form: Form, uploaders: Sequence[tuple[Uploader, str]]) -> None:
-        """Find the buckets, and check writes and any needed deletions. Collective.
+        """Find the buckets, and check that the buckets allow writes, and deletions if needed. Collective.
 
         Args:
             state: state of the run.
@@ -308,7 +309,7 @@ class Publishing:
             uploaders: uploaders of the run's loggers, each with a prefix for names in the bucket.
 
         Raises:
-            ConfigError: the options need a bucket, and there is none, or another one; the names do not fit the form;
+            ConfigError: the options need a bucket, and there is no bucket or another bucket; names do not fit the form;
                 or a rank publishes from the disk of a node, and has other loggers than rank 0.
             PermissionError: a bucket refuses writes, or refuses deletions although old checkpoints must be deleted.
             FileNotFoundError: a bucket does not exist.
@@ -421,7 +422,7 @@ class Publishing:
             publisher.submit(manifest, catalog, vote, overwrite=overwrite, moves=moves)
 
     def names_in_buckets(self, name: str, state: NamedState) -> dict[str, str]:
-        """Return the name of the checkpoint ``name`` in buckets, with the template; empty if both names are equal."""
+        """Return ``{name in buckets: template}`` for the checkpoint ``name``; empty if both names are equal."""
         there = names_of_ranks(self._template, state)[0]
         return {} if there == name else {there: self._template}
 

@@ -37,7 +37,7 @@ from composerlite.storage import make_folder
 from composerlite.types import Lineage
 
 _MARK = ".memory-id"
-"""Name of the file with the random number of a folder or bucket, a part of the name of its folder in memory."""
+"""Name of the file with the random number of a folder or bucket. :meth:`RunFolder.key` hashes this number."""
 
 
 @final
@@ -49,7 +49,7 @@ class RunFolder:
 
     Attributes:
         folder: path in the user's notation, with './' if given. :meth:`name` fills in the variables.
-        catalog: catalog of the checkpoints, by full path, even after a change of the working directory.
+        catalog: catalog of the checkpoints. A later change of the working directory does not change the path.
         filename: template of the names of checkpoints.
         latest: template of the name of the link to the newest checkpoint; ``None``: no link.
         form: form of the checkpoints, after :meth:`name`.
@@ -104,12 +104,12 @@ class RunFolder:
     def key(self, buckets: Sequence[Bucket], *, share: bool) -> str:
         """Return a unique key of the folder, or of the bucket if the folder stages uploads. Collective.
 
-        A folder that was removed and made again, or copied, has another key: a random number in a file is part of the
-        key.
+        The key is a hash of a random number in a file, the path of the folder and the URIs of ``buckets``. So a folder
+        that was removed and created again, or copied, has another key.
 
         Args:
             buckets: targets of uploads; needed on rank 0.
-            share: copy the random number to the folder of each node without a number, since a node may be lost.
+            share: copy the random number to the folder of each node that lacks the number, since a node may be lost.
         """
         group, place = dist.get_group(), self.catalog.place
         in_bucket = self._options.names.bucket is not None
@@ -133,7 +133,7 @@ class RunFolder:
     def keep_in_memory(self, state: TrainingState, key: str) -> None:
         """Add ``key``, the :meth:`key` of the run's other folder, to the name of this folder. Collective.
 
-        Also make the folder, private to this user.
+        Also create the folder, accessible to this user only.
 
         Raises:
             ConfigError: another user owns the folder or may write to the folder.
@@ -142,9 +142,9 @@ class RunFolder:
         make_private(self.catalog.folder, levels=len(Path(state.run_name).parts) + 1)
 
     def prepare(self, state: TrainingState) -> None:
-        """Make the folder, check writes and the name of the link, and note the target bucket. Call on rank 0.
+        """Create the folder, check writes and the name of the link, and store the target bucket. Call on rank 0.
 
-        The note is a file with the bucket of the run, since another run may have the same name.
+        A file in the folder, the note, stores the target bucket of the run, since another run may have the same name.
 
         Raises:
             ConfigError: the folder cannot be made or written to, has checkpoints of this run for another bucket, or has
@@ -173,7 +173,8 @@ class RunFolder:
         """Find the ranks with the same folder, make missing folders, and remove files of killed processes. Collective.
 
         If a disk has data files of a save without the record, a kill interrupted the save or a deletion: the checkpoint
-        is deleted on all disks. So is a checkpoint that the disk of rank 0 lacks.
+        is deleted on all disks. A checkpoint that the disk of rank 0 lacks is deleted, too, unless that disk has no
+        checkpoint of the run.
 
         Raises:
             ConfigError: ranks write together, and a rank shares no folder with any other rank of the node.
@@ -197,7 +198,7 @@ class RunFolder:
                     if one.node is not None and (one.id in partial or (first and one.id not in first)):
                         delete_checkpoint(place, one)
         with group.all_or_none("removing what killed processes have left"):
-            place.delete(unnamed, folders=True)  # last: these files name the partial checkpoints
+            place.delete(unnamed, folders=True)  # last: from these files a later start finds the partial checkpoints
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
     def catch_up(self, newest: Manifest | None, state: TrainingState) -> None:
@@ -205,7 +206,7 @@ class RunFolder:
 
         Also makes a missing link, and replaces a broken link, unless the link leads out of the folder. If the newest
         checkpoint has another template, because the run had another ``save_filename``, only a broken link is replaced.
-        A broken link is removed if the run has no checkpoint (``None``). Every leader of a disk calls this.
+        A broken link is removed if ``newest`` is ``None``. Every leader of a disk calls this method.
         """
         if self.latest is None:
             return
@@ -223,13 +224,13 @@ class RunFolder:
             return
         if leads_to is not None and not is_broken:
             target = self.catalog.manifests([leads_to])
-            # Keep links of other runs. This run may have had another save_filename.
+            # Keep links of other runs, and links to newer checkpoints. This run may have had another save_filename.
             if not target or target[0].run_name != newest.run_name or target[0].order >= newest.order:
                 return
-        # Each rank has an archive and a link.
+        # With archives, each rank has an archive and a link.
         targets = [file.path for file in newest.files] if newest.form == "archives" else [newest.name]
         links = dict(zip(names_of_ranks(self.latest, state, len(targets)), targets, strict=True))
-        for link in reversed(links):  # the link of rank 0 last: after a kill the next start finds it old
+        for link in reversed(links):  # rank 0 last: after a kill the next start finds an old link of rank 0
             set_link(place, link, links[link])
 
     # ── other processes, and other runs ──────────────────────────────────────────────────────────────────────────
@@ -257,7 +258,7 @@ class RunFolder:
         return f".bucket-{xxhash.xxh3_64_hexdigest(run_name.encode())}"
 
     def close(self) -> None:
-        """Delete the note if retention keeps no checkpoint here and none is left. Call on rank 0, with the leases."""
+        """Delete the note if the folder is to keep no checkpoint and has none. Call on rank 0, holding the leases."""
         if self._options.keep.none_here and not self.catalog.manifests():
             self.catalog.place.delete([self._note(self.run_name)])
 
@@ -268,7 +269,8 @@ def begin_attempt(places: Sequence[tuple[Catalog, str | None]], run_name: str, *
     Collective. All ranks return the same lineage. An attempt has a number, and the lineage lists the attempts before.
 
     Args:
-        places: folders and buckets of the savers. With a bucket: the name of the link to the latest checkpoint.
+        places: folders and buckets of the savers, each with the name of the link to the latest checkpoint in a bucket,
+            or ``None``.
         run_name: name of the run.
         origin: the checkpoint to resume from. If the same run saved the checkpoint, and ``places`` have the record, the
             checkpoints up to ``origin`` belong to the new attempt, too.
@@ -304,6 +306,9 @@ def _manifest_at(catalog: Catalog, origin: str) -> Manifest | None:
 def may_replace(state: TrainingState, catalog: Catalog, name: str) -> bool:
     """Return true if autoresume skipped the checkpoint ``name``: the run will save this checkpoint again.
 
+    If autoresume skipped any checkpoint, also true for ``name`` with a damaged record, with an unreadable record in a
+    folder, or without a record in a bucket.
+
     Raises:
         OSError: the record in a bucket cannot be read.
     """
@@ -319,5 +324,5 @@ def may_replace(state: TrainingState, catalog: Catalog, name: str) -> bool:
         if in_bucket:
             raise
         return True  # a folder lets this user replace a file that this user cannot read
-    # Without a record: incomplete after a kill. In a folder such a file was renamed.
+    # Without a record, a checkpoint in a bucket is incomplete after a kill. A file in a folder was renamed.
     return in_bucket if manifest is None else ancestor_in(state.lineage, manifest) in skipped

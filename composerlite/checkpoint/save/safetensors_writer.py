@@ -33,7 +33,7 @@ from composerlite.types import StateDict, batches
 LARGEST_FILE_BYTES = 5 * 10**9
 """As in ``save_pretrained``: every tool and hub takes files of this size."""
 _CHUNKS_OF_A_TENSOR = 128
-"""Most chunks of a tensor. A reader of a part verifies whole chunks: about a hundredth more of the tensor."""
+"""Chunks allowed for each tensor. A reader of a part verifies whole chunks: about a hundredth of a tensor more."""
 
 
 # ── rank 0 divides the work ──────────────────────────────────────────────────────────────────────────────────────────
@@ -43,8 +43,8 @@ class _Division(NamedTuple):
 
     Attributes:
         handle: of the save.
-        files: of each rank: name and tensors.
-        parts: of each tensor of several ranks, by name. Each part has the number of its rank.
+        files: name and tensors of each file, by rank.
+        parts: the parts of each tensor with several parts, by name of the tensor. A part is a rank and a piece.
         content: of the index.
     """
 
@@ -86,7 +86,7 @@ def _divide(tables: Sequence[Sequence[StatePiece]], handle: SaveHandle, largest_
 
 
 def most_chunks(size_bytes: int, tensors: int) -> int:
-    """Return the most chunks of a file: some for each tensor, and at least a chunk for each MiB."""
+    """Return the largest count of chunks of a file: some for each tensor, or a chunk for each MiB if this is more."""
     return min(MOST_CHUNKS, max(_CHUNKS_OF_A_TENSOR * tensors, size_bytes >> 20))
 
 
@@ -128,8 +128,8 @@ class SafetensorsWriter(RankWriter):
             deque(entry for _, tensors in files for entry in tensors if entry.name in self._plan.parts)
             for files in self._plan.files
         ]
-        """Tensors of several ranks in the files of each rank, in order: each is put together on the rank. The ranks
-        exchange the first tensor of each rank, then the second, and so on."""
+        """Tensors with several parts in the files of each rank, in order. The rank of the file gathers the parts. The
+        ranks exchange the first tensor of each rank, then the second, and so on."""
 
     def write(self, manifest: Manifest, memory: HostMemory | None = None) -> list[tuple[str, FileDigest]]:
         """Write the files of this rank, send parts to other ranks, and return names and digests of the files.
@@ -161,7 +161,7 @@ class SafetensorsWriter(RankWriter):
         return NewFile(name, size, fill, chunk_bytes_for(size, LEAST_CHUNK_BYTES, most_chunks(size, len(tensors))))
 
     def _exchange(self) -> Tensor | None:
-        """Make the next exchange with all ranks, and return the tensor for this rank, if there is a tensor."""
+        """Make the next exchange with all ranks. Return this rank's whole tensor; ``None``: no tensor is left."""
         whole: Tensor | None = None
         transfers: list[dist.TensorTransfer] = []
         for owner, entry in [(rank, queue.popleft()) for rank, queue in enumerate(self._split) if queue]:

@@ -3,7 +3,7 @@
 The training thread plans the save (:func:`begin_save`) and copies the state (:meth:`SaveTask.begin`). A background
 thread (:meth:`SaveTask.run`) writes the copy, votes with the other ranks, commits, makes ``latest`` point to the new
 checkpoint, publishes, and deletes older checkpoints. If a rank fails before the commit, all ranks remove their files
-and raise. A rank that cannot learn whether rank 0 committed keeps its files, since they may belong to a checkpoint. A
+and raise. A rank that cannot find out whether rank 0 committed keeps its files: the checkpoint may exist. A
 ``RankWriter`` writes the files of this rank.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _unfinished: set[SaveTask] = set()
 LONGEST_WORK = timedelta(hours=1)
-"""Time limit for the writes of a rank. A rank that writes longer counts as lost: the disk hangs."""
+"""Time limit for the writes of a rank. The other ranks treat a rank that writes longer as lost: its disk hangs."""
 _LONGEST_SAVE_SECONDS = 3600.0
 """Time limit for waiting for the end of a save. After this time the wait raises SaveError."""
 
@@ -60,15 +60,15 @@ class SaveReport:
         moment: (calls of ``fit``, batch), the sort key of checkpoints.
         size_bytes: size of the data.
         seconds: durations by name, measured on rank 0 except ``stall``.
-            ``stall``: training waited on this rank. ``longest_stall``: longest wait of training on any rank.
+            ``stall``: how long training on this rank waited for the save. ``longest_stall``: the longest on any rank.
             ``snapshot``: copying the state, in part in the background.
             ``waiting``: training waited for the previous save.
             ``hash``, ``write``, ``flush``: activities of the writing threads.
-            ``straggler``: time of the slowest writing rank, less the median of the other writing ranks.
-            ``commit``: from durable data to an existing checkpoint.
-            ``total``: ``waiting``, and the time from the call to an existing checkpoint.
+            ``straggler``: time of the slowest writing rank minus the median time of the other writing ranks.
+            ``commit``: from the moment when all data are durable until the checkpoint exists.
+            ``total``: ``waiting`` plus the time from the call until the checkpoint exists.
         slowest_rank: the slowest writing rank; ``None``: fewer than two ranks wrote.
-        deleted: names of the older checkpoints to delete after the commit, chosen by retention.
+        deleted: names of the older checkpoints that retention chose. After a ``deletion_error`` some still exist.
         deletion_error: error of this rank while deleting older checkpoints.
     """
 
@@ -92,8 +92,8 @@ def begin_save(
 ) -> SaveTask:
     """Save a checkpoint; training may continue when this returns. Every rank calls this, one save after the other.
 
-    After an exception or a kill at any point, either the complete checkpoint exists or no part of it, and ``latest``
-    points to the newest complete checkpoint.
+    After an exception or a kill at any point, the checkpoint is complete, or does not exist and the next start removes
+    its files. ``latest`` points to a complete checkpoint. A start points ``latest`` to the newest.
 
     Args:
         request: state to save, names and options.
@@ -114,8 +114,8 @@ def begin_save(
         OSError: no space, no permission, and the like.
     """
     started = (time.perf_counter() if started is None else started) - waited
-    # 1. Names and votes. Votes of different ranks are matched by their order of creation, so create all votes before
-    # any step that can fail on one rank alone.
+    # 1. Names and votes. The votes of different ranks are matched by their order of creation. So create all votes
+    # before any step that can fail on one rank alone.
     state, group = request.state, dist.get_group()
     form = request.form or Form(state)
     disks = form.disks
@@ -129,7 +129,7 @@ def begin_save(
     own_links = {link: name for link, name in zip(links, names, strict=False) if link != name}
     with group.all_or_none(what):
         held = state.weights_state_dict() if request.weights_only else state.state_dict()
-        # The writer checks the name of a directory.
+        # The writer of a directory itself looks for an existing directory.
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
             if (path := request.catalog.folder / name).exists():
                 raise CheckpointExistsError(
@@ -153,7 +153,7 @@ def begin_save(
         blocking=how == "sync",
     )
     # 4. Copy the state, then do all further work in the background.
-    # DeepSpeed changes weights between two steps of an optimizer, so nothing may be copied later.
+    # DeepSpeed also changes weights between two steps of an optimizer, so nothing may be copied later.
     task.begin(staging, state.optimizers if how == "lazy" and form.kind != "deepspeed" else ())
     return task
 
@@ -195,7 +195,7 @@ class _RankPart(NamedTuple):
 
     Attributes:
         written: result of the writer.
-        not_finite: name of a weight with a NaN or infinite value.
+        not_finite: name of a weight with a NaN or infinite value; ``None``: all values are finite.
         seconds: time until the files were durable.
         stall_seconds: how long training waited.
     """
@@ -218,14 +218,15 @@ class SaveTask:
         votes: one or two votes of all ranks. The ranks vote after every rank has written. If nodes have separate
             disks, the ranks vote again after every disk has the deciding file, which makes the checkpoint valid there.
         request: request of a run; ``None``: the checkpoint belongs to no run, and nothing is done after the commit.
-        links: targets of the links that this rank points to the checkpoint, by name of the link. ``None``: this rank
-            does not lead its disk, so that it moves no link and deletes no checkpoint.
+        links: name of the checkpoint by name of each link that this rank moves. ``None``: this rank does not lead its
+            disk, so that the rank moves no link and deletes no checkpoint.
         started: time of the call.
         blocking: training waits until the end.
-        stall_seconds: how long training waited for the call. The next step may wait again: ``snapshot.stall_seconds``.
+        stall_seconds: how long training waited for the call. A lazy copy may delay the next step, too:
+            ``snapshot.stall_seconds``.
         snapshot: copy of the state; ``None``: the writer reads the tensors themselves.
         failure: error of this rank while copying. With an error, this rank votes against the checkpoint.
-        future: result of :meth:`begin`; cancelled if the caller was interrupted before the thread began.
+        future: result of :meth:`begin`; cancelled if :meth:`begin` raised before the thread began.
     """
 
     manifest: Manifest
@@ -251,11 +252,11 @@ class SaveTask:
         The result of the future is the report; ``None`` if the checkpoint belongs to no run. A blocking save copies
         nothing, and calls :meth:`run` in the calling thread. If no memory is ready for a copy, training waits while the
         state itself is written. In a run of one rank, an error of the copy is raised at once. With several ranks, the
-        vote raises the error on all ranks. Ctrl-C is raised at once.
+        vote raises the error on all ranks. Ctrl-C is raised at once; after the start of the thread, at its end.
 
         Args:
             staging: memory for the copy.
-            lazy: optimizers. Tensors that only optimizers change may be copied from accelerators until the next step.
+            lazy: optimizers. Their tensors may be copied from accelerators later, until the next step.
 
         Returns:
             The future.
@@ -299,8 +300,11 @@ class SaveTask:
         return writer.write(dataclasses.replace(self.manifest, timings=timings), memory)
 
     def _start(self) -> None:
-        """Call :meth:`run` in a thread; in this thread if no thread can be started. The interpreter waits at exit."""
-        is_logged = self.votes[0].rank == 0 and not self.blocking  # perhaps nobody reads the future
+        """Call :meth:`run` in a thread; in this thread if the save is blocking or no thread can be started.
+
+        At exit the interpreter waits for the thread.
+        """
+        is_logged = self.votes[0].rank == 0 and not self.blocking  # the caller may never call wait()
 
         def run() -> None:
             try:
@@ -327,7 +331,7 @@ class SaveTask:
     def run(self) -> SaveReport:
         """Write, vote, commit, point ``latest``, publish, and delete older checkpoints, together with the other ranks.
 
-        After an error this rank removes its files, unless the checkpoint is committed or the outcome is unknown.
+        After an error this rank removes its files, unless the checkpoint exists or may exist.
 
         Raises:
             SaveError: a tensor changed while the snapshot was taken.
@@ -381,7 +385,7 @@ class SaveTask:
         return self._conclude(manifest, before_commit, slowest)
 
     def _pointing(self) -> contextlib.AbstractContextManager[None]:
-        """Prepare this rank's links, so that a full disk fails now, run the block (the commit), and move the links."""
+        """Prepare the links of this rank: a full disk fails before the block, the commit. Move the links at its end."""
         if self.request is None or self.links is None:
             return contextlib.nullcontext()
         return self.request.catalog.place.pointing(self.links)
@@ -389,10 +393,9 @@ class SaveTask:
     def _commit_on_disks(self, writer: ShardWriter) -> SaveReport:
         """Commit on nodes with separate disks. The checkpoint exists if every disk has the deciding file.
 
-        The first vote confirms the data files, the second vote the deciding files. The ranks delete no checkpoint and
-        move no link before the second vote.
+        The first vote confirms that all data files are durable, the second vote that all deciding files are. The ranks
+        delete no checkpoint and move no link before the second vote.
         """
-
         all_wrote, all_committed = self.votes
 
         def finish() -> _RankPart:

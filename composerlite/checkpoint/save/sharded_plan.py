@@ -1,6 +1,6 @@
 """Plan of a sharded save: the pieces of the state that each rank writes, and the entries of the index.
 
-One rank writes a tensor of several ranks. If all ranks split their tensors by the same rule
+If several ranks have a piece, one of the ranks writes the piece. If all ranks split their tensors by the same rule
 (:class:`~composerlite.checkpoint.format.sharded_layout.ShardLayout`), each rank computes its pieces from the rule
 (docs/adr/0081). Otherwise the ranks send lists of their pieces to rank 0, and rank 0 divides the work. A plan is kept,
 and used again for a later save of a state with the same keys, shapes, types and placements.
@@ -30,18 +30,19 @@ log = logging.getLogger(__name__)
 MOST_PLANS = 4
 """Number of plans kept for later saves."""
 MOST_LISTED = 50_000
-"""Most pieces of tensors in an index of DCP: about 9 MB. With more pieces the index is a rule."""
+"""Most pieces of tensors that an index of DCP lists: about 9 MB. With more pieces, the index is a rule, not a list."""
 LEAST_FILE_BYTES = 64 << 20
-"""Least bytes of a data file if a rank writes several."""
+"""Least bytes of a data file if a rank writes several data files."""
 
 
 class Proposal(NamedTuple):
     """Message of a rank to rank 0, for a new plan.
 
     Attributes:
-        digest: of the rule, and of other pieces if all ranks have the same; empty without a rule. Rank 0 compares the
-            digests of all ranks.
-        pieces: for rank 0 to divide: all pieces, or the pieces beside the rule.
+        digest: of the rule; and, except in a training run, of the pieces beside the rule, equal on all ranks. Empty
+            without a rule. Rank 0 compares the digests of all ranks.
+        pieces: for rank 0 to divide. Without a rule: all pieces of the rank. With a rule: the pieces beside the rule;
+            except in a training run, the share of the rank of these pieces.
         paths: of the keys of these pieces in the nested state.
     """
 
@@ -59,7 +60,7 @@ class RankState:
         group: the ranks of the save.
         of_run: the state of a training run. Values and plain tensors are taken from rank 0, since ranks may differ;
             each rank writes its own random generators; a value without tensors is one entry of the index. If false,
-            any rank may write a piece of all ranks, and all dicts are taken apart, as DCP does.
+            any rank may write a piece that all ranks have, and all dicts are flattened, as DCP does.
 
     Attributes:
         pieces: of this rank, in the order of the state.
@@ -150,7 +151,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
         ranks: pieces of each rank.
 
     Returns:
-        The numbers of the pieces to write, for each rank; and the entries of the index by key.
+        For each rank, the positions of the pieces to write; and the entries of the index by key.
 
     Raises:
         ValueError: the parts of a tensor overlap, or do not make up the whole.
@@ -161,7 +162,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
             owners.setdefault((piece.key, piece.offsets), (piece, []))[1].append((rank, number))
     loads = [0] * len(ranks)
     written: list[list[int]] = [[] for _ in ranks]
-    # Pieces of a single rank come first, then the largest: the others even out the bytes of the ranks.
+    # Pieces of a single rank are assigned first. Then pieces of several ranks, the largest first, even out the bytes.
     for piece, owner in sorted(owners.values(), key=lambda one: (len(one[1]) > 1, -one[0].size_bytes)):
         rank, number = min(owner, key=lambda one: (loads[one[0]], one[0]))
         written[rank].append(number)
@@ -189,7 +190,7 @@ def merge_pieces(ranks: Sequence[Sequence[StatePiece]]) -> tuple[list[list[int]]
 def _check_parts(key: str, entry: dcp.TensorStorageMetadata) -> None:
     """Raise ``ValueError`` if the parts of the tensor ``key`` overlap, or do not make up the whole.
 
-    A part is compared with the parts that overlap along a single dimension, with the most different offsets.
+    A part is compared only with parts that overlap along one dimension: the dimension with the most different offsets.
     """
     parts = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     if sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(entry.size):
@@ -216,8 +217,8 @@ class Plan(NamedTuple):
         name: id of the first save with the plan. Ranks compare names to find a common plan.
         state: identity of the state of this rank.
         own: the pieces to write on this rank: first the pieces of the rule, in order.
-        metadata: index without places, on rank 0: of all pieces, or of the pieces beside the rule.
-        layout: the rule.
+        metadata: on rank 0, index without places: of all pieces, or of the pieces beside the rule. ``None`` elsewhere.
+        layout: the rule; ``None``: no rule.
     """
 
     name: str
@@ -240,7 +241,7 @@ def plan_save(
         group: the ranks of the save.
         contents: makes the state. If this fails on a rank, all ranks raise the error.
         folder: the directory.
-        handle: of the save; rank 0 decides.
+        handle: of the save. All ranks get the handle of rank 0.
         of_run: see :class:`RankState`.
 
     Returns:
@@ -276,7 +277,7 @@ def plan_save(
 
 
 def _new_plan(group: Group, state: RankState, folder: ShardedDirectory, handle: SaveHandle) -> tuple[Plan, SaveHandle]:
-    """Make a plan by a rule; if the ranks differ, from lists of all pieces."""
+    """Make a plan with the rule; if the digests of the ranks differ, make a plan from lists of all pieces."""
     index: list[dcp.Metadata] = []
 
     def divide(proposals: list[Proposal]) -> list[tuple[list[int], SaveHandle] | None]:

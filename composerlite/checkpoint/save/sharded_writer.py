@@ -2,6 +2,9 @@
 
 Saves of composerlite use :class:`ShardWriter`. :class:`RemoteFileSystemWriter` is for
 ``torch.distributed.checkpoint.save``. Both call :func:`write_files` and :func:`index_bytes`.
+
+A piece is a part of a tensor, or another value, that a rank writes. A rule (:class:`ShardLayout`) computes the places
+of pieces in the files, so the index does not list these places.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ _ITEM_FRAME_BYTES = 16 << 10
 _ALIGNMENT = 64
 _THREADS = min(4, os.cpu_count() or 1)
 Data = Mapping[MetadataIndex, Tensor | bytes]
-"""The tensor of each piece, or the bytes of a value."""
+"""The pieces of a rank, by index: tensors, or the bytes of other values."""
 
 
 @final
@@ -51,8 +54,8 @@ class WrittenFile(NamedTuple):
     Attributes:
         name: in the directory.
         digest: of the file.
-        places: offset and bytes of the pieces whose place does not follow from the rule of the index.
-        not_finite: name of a watched tensor with a NaN or infinite value.
+        places: offset and size, in bytes, of the pieces with a place that does not follow from the rule.
+        not_finite: name of a watched tensor with a NaN or infinite value; ``None``: there is no such tensor.
     """
 
     name: str
@@ -71,8 +74,8 @@ def files_of(data: Data, threads: int, layout: ShardLayout | None) -> list[list[
 
     Args:
         data: the pieces.
-        threads: most files, of about the same size. Ignored with a ``layout``.
-        layout: the rule; all pieces are then in a single file, in order.
+        threads: largest number of files. The files have about the same size. Ignored with a ``layout``.
+        layout: the rule. With a rule all pieces are in a single file, in order.
     """
     files = [list(data)]
     if layout is None:
@@ -107,7 +110,7 @@ def write_files(
     most_chunks = MOST_CHUNKS if layout is None else layout.most_chunks
 
     def write(number: int) -> WrittenFile:
-        """Write a file: each piece is a ``.pt`` file of its own, as in DCP."""
+        """Write a file. Each tensor in the file has the form of a whole ``.pt`` file, as in DCP."""
         name = file_name(rank, number, handle.suffix)
         part = {index: data[index] for index in files[number]}
         most = sum(one.nbytes + _ITEM_FRAME_BYTES if isinstance(one, Tensor) else len(one) for one in part.values())
@@ -138,7 +141,7 @@ def write_files(
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:
-    """Return a plain tensor with a storage of its own: in the same memory if possible, or a copy on the CPU."""
+    """Return a plain, contiguous tensor that fills a storage: a view of the same memory, or else a copy on the CPU."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
     if not plain or not tensor.is_contiguous() or tensor.is_quantized or not tensor.numel():
         return tensor.cpu().clone(memory_format=torch.contiguous_format)
@@ -151,10 +154,10 @@ def in_one_piece(tensor: Tensor) -> Tensor:
 def index_bytes(
     index: Metadata, written: Iterable[Sequence[WrittenFile]], layout: ShardLayout | None, suffix: str
 ) -> bytes:
-    """Return the content of ``.metadata``: a pickled index of DCP, or a rule.
+    """Return the content of ``.metadata``: a pickled index of DCP, or a rule with the rest of the index.
 
     Args:
-        index: without places; with a rule, of the pieces beside the rule.
+        index: index of DCP, without places; with a rule, only of pieces that the rule does not cover.
         written: files of each rank.
         layout: the rule.
         suffix: of the names of the data files.
@@ -170,7 +173,7 @@ def index_bytes(
 
 
 def record_of_directory(name: str, world_size: int, *, kind: str = "sharded", batch: int = 0) -> Manifest:
-    """Return the record, without files, of the directory ``name`` of no run."""
+    """Return the record, without files, of the directory ``name`` that no training run saves."""
     run = SavedRun(name="", timestamp={"batch": batch}, world_size=world_size)
     return Manifest(name=name, kind=kind, template=name, run=run, files=())
 
@@ -211,13 +214,13 @@ class RemoteFileSystemWriter(StorageWriter):
         self._handle: SaveHandle | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin again, in another directory if ``checkpoint_id`` is given."""
+        """Change to the directory ``checkpoint_id``; ``None``: keep the directory."""
         if checkpoint_id is not None:
             self._folder.close()
             self._folder = ShardedDirectory.of(checkpoint_id, threads=self._threads)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the plan is enough for a rank.
+        """Do nothing: :meth:`prepare_global_plan` puts all facts for a rank into the plan.
 
         Args:
             is_coordinator: ignored; torch passes it.
@@ -335,7 +338,7 @@ class ShardWriter:  # a RankWriter, which this module cannot import
             if isinstance(tensor, Tensor) and storage_id(tensor.untyped_storage()) in watched
         }
         self._starts: dict[int, int] = {}
-        """Where the first byte of each storage is, or would be, in the snapshot."""
+        """Offset of each storage's first byte in the snapshot, even if the byte is not copied; by id of the storage."""
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -407,7 +410,7 @@ class ShardWriter:  # a RankWriter, which this module cannot import
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of ``tensor`` in the storage, and the end of the last byte. ``tensor`` is not empty."""
+    """Return the offsets, in bytes, of the start and end of ``tensor`` in the storage. ``tensor`` is not empty."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return int(first) * tensor.itemsize, int(last + 1) * tensor.itemsize
@@ -416,7 +419,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def expected_bytes(contents: StateDict) -> int:
     """Estimate the bytes of ``contents`` to copy on this rank for a save, without communication.
 
-    The plan later chooses a rank for each replicated tensor. Here each rank counts an equal share.
+    The plan later chooses a rank for each replicated tensor. Here each rank counts an equal share of a replicated
+    ``DTensor``, and rank 0 counts all plain tensors.
     """
     sizes: dict[int, int] = {}
     for tensor in leaves(contents).values.values():

@@ -1,8 +1,8 @@
 """Copies of a training state. Checkpoints are written from a copy while training continues.
 
-A copy has the layout of the file, so that it is written without another copy. Tensors on the CPU are copied when a save
-is called. Tensors that only optimizers change may be copied from an accelerator until the next optimizer step, on a
-side stream. Without memory for a copy a save is synchronous.
+A copy has the layout of the file, so the bytes are written to the file without another copy. Tensors on the CPU are
+copied when a save is called. Tensors on an accelerator that only optimizers change may be copied on a side stream until
+the next optimizer step. Without memory for a copy a save is synchronous.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from composerlite.threads import start_threads
 
 log = logging.getLogger(__name__)
 _SPARE_BYTES = 4 << 20  # room for a growing checkpoint, and for small tensors of devices
-_LITTLE_BYTES = 8 << 20  # new memory of this size costs nothing
-_FAULT_BYTES = 2 << 20  # a huge page: an allocation by training may wait for one piece
-_FAULT_PAUSES = 19.0  # with this many times as much pause a thread takes 5 % of a core
+_LITTLE_BYTES = 8 << 20  # up to this size new memory needs no preparation
+_FAULT_BYTES = 2 << 20  # piece to fault in at once, a huge page: an allocation by training may wait for a piece
+_FAULT_PAUSES = 19.0  # seconds of pause per second of work: the thread takes 5 % of a core
 _MOST_PAUSE_SECONDS = 0.2
 _SMALL_BYTES = 64 << 10  # smaller storages of a device are copied together
 _MOST_GATHERED_BYTES = 16 << 20  # of all small storages
@@ -44,7 +44,7 @@ _WAIT_SECONDS = 600.0  # longest wait for a device or a thread
 def finish_device_work(copies: Iterable[StorageCopy], devices: Devices = this_machine) -> None:
     """Wait until accelerators have finished the work of training, so that any thread may read their storages.
 
-    For the training thread: the queues of other threads on a device do not wait for training.
+    Call on the training thread, since the queues of other threads on a device do not wait for training.
 
     Args:
         copies: the storages.
@@ -115,7 +115,7 @@ class Snapshot:
             self._staging.give_back(memory)
 
     def wait(self) -> None:
-        """Wait until everything is copied. For any thread.
+        """Wait until everything is copied, and check that no tensor changed before the optimizer step. For any thread.
 
         Raises:
             SaveError: a tensor changed between the save and the optimizer step.
@@ -131,7 +131,7 @@ class Snapshot:
             )
 
     def _compare_counts(self) -> None:
-        """Note whether torch has counted a change since the save. Only the first call compares."""
+        """Set ``_was_changed`` if torch has counted a change since the save. Only the first call compares."""
         with self._lock:
             self._was_changed |= any(change_count(tensor) != count for tensor, count in self._counts)
             self._counts = []
@@ -145,7 +145,7 @@ class _DeviceCopy:
         copier: of the device.
         memory: of the snapshot.
         spare: offset of free room in ``memory``. Small storages are copied there together, and later moved into place.
-        copies: the storages. They are copied before training changes anything, except late storages.
+        copies: the storages. All but the late storages are copied before training changes anything.
         may_be_late: ids of storages that may be copied until an optimizer steps.
 
     Attributes:
@@ -207,7 +207,7 @@ class _DeviceCopy:
 
 
 def _small_of(copies: Sequence[StorageCopy], room: int) -> list[StorageCopy]:
-    """Return small storages of ``copies`` for ``room`` bytes together; none for a single small storage."""
+    """Return small storages of ``copies``, together at most ``room`` bytes; fewer than two: none."""
     found: list[StorageCopy] = []
     room = min(room, _MOST_GATHERED_BYTES)
     for copy in copies:
@@ -236,8 +236,8 @@ class StagingMemory:
         self._in_use: HostMemory | None = None  # lent, or being faulted in
         self._preparing: threading.Thread | None = None
         self._has_warned = False
-        self._optimizers: WeakSet[Optimizer] = WeakSet()  # with our hook
-        self._late: Snapshot | None = None  # not known to be complete before the next optimizer step
+        self._optimizers: WeakSet[Optimizer] = WeakSet()  # with the hook :meth:`_before_step`
+        self._late: Snapshot | None = None  # with copies that may run until the next optimizer step
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, size_bytes: int) -> None:
@@ -303,7 +303,7 @@ class StagingMemory:
         self._release(memory)  # closed meanwhile
 
     def close(self) -> None:
-        """Free the memory. Memory in use is freed in :meth:`give_back`. May be called twice, and used again after."""
+        """Free the memory. Memory in use is freed in :meth:`give_back`. Callable twice; the object stays usable."""
         with self._lock:
             memory, self._memory, self._in_use = self._memory, None, None
         self.wait_until_prepared()
@@ -322,7 +322,7 @@ class StagingMemory:
         return self._memory is not None and self._memory.size_bytes >= size_bytes
 
     def _allocate(self, size_bytes: int) -> HostMemory | None:
-        """Release the memory, and return new memory; ``None`` if memory is in use, or the new would be too large."""
+        """Release the memory, and return new memory; ``None`` if memory is in use, too large or not available."""
         if self._in_use is not None:
             return None
         reason: object = None  # the user has set a limit
@@ -357,8 +357,8 @@ class StagingMemory:
         Args:
             copies: the storages, and the offset of each in the memory.
             size_bytes: of all storages in the memory.
-            lazy: optimizers. Their parameters and state on accelerators are copied until an optimizer steps; nothing
-                else may change the tensors before.
+            lazy: optimizers. The optimizers' parameters and state on accelerators may be copied until an optimizer
+                steps. Until then nothing else may change these tensors.
 
         Returns:
             The copy. After the file is written, :meth:`Snapshot.give_back` gives the memory back. ``None``: no memory

@@ -41,10 +41,10 @@ class Comparison(NamedTuple):
 
     Attributes:
         only_a, only_b: keys of one side alone.
-        forms: keys with another shape or type, with the form on each side.
+        forms: keys with another shape or type, with the type and shape on each side, as text.
         changes: tensors with other numbers, the largest difference first.
-        values: keys with other values of plain types, with both values.
-        equal_count: number of equal keys. The sign of zero and the kind of NaN do not count.
+        values: keys with other values that are no tensors, with both values as text.
+        equal_count: number of equal keys. In tensors, the sign of zero and the kind of NaN make no difference.
     """
 
     only_a: Sequence[str]
@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
 
 
 def flat(contents: Any) -> dict[str, Any]:
-    """Flatten nested dicts and lists to keys joined by dots. Empty containers are values, arrays of numbers tensors."""
+    """Flatten nested dicts and lists to keys joined by dots. Empty containers stay; numeric arrays become tensors."""
     return {".".join(path): as_tensor(value) for path, value in leaves_in(contents)}
 
 
@@ -99,7 +99,7 @@ def _form(value: Any) -> str:
 def _change(key: str, a: Tensor, b: Tensor) -> Change:
     """Return the difference of two tensors of equal shape and type."""
     shape = tuple(a.shape)
-    a, b = (one.detach().to_dense().reshape(-1) for one in (a, b))  # also sparse ones
+    a, b = (one.detach().to_dense().reshape(-1) for one in (a, b))  # for sparse tensors, too
     largest, squares, size = [0.0], 0.0, 0.0
     for start in range(0, a.numel(), _STEP):
         part = a[start : start + _STEP]
@@ -119,7 +119,7 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
     distance = torch.where(same, 0, one - other).abs()
     if a.dtype not in (torch.int64, torch.uint64):
         return distance
-    differs = a.view(torch.int64) != b.view(torch.int64)  # float64 lacks large integers
+    differs = a.view(torch.int64) != b.view(torch.int64)  # float64 cannot hold all large integers
     return torch.where(differs, distance.clamp(min=1), 0)
 
 

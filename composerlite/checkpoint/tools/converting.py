@@ -29,9 +29,9 @@ def write_file(contents: Any, path: Path, manifest: Manifest | None, *, overwrit
     """Write the checkpoint file ``path``, in the format of its suffix, with a record.
 
     Args:
-        contents: contents of the source.
+        contents: contents of the checkpoint to convert.
         path: path of the file.
-        manifest: record of the source; ``None``: no record.
+        manifest: record of the checkpoint to convert; ``None``: no record.
         overwrite: replace an existing file.
 
     Raises:
@@ -53,7 +53,7 @@ def write_directory(contents: Any, path: Path, manifest: Manifest | None, *, ove
     state: StateDict = contents
     folder = ShardedDirectory.of(path)
     record = _record(manifest, folder.name, "sharded")
-    of_run = isinstance(state.get("state"), Mapping)  # otherwise the functions on state dicts load it
+    of_run = isinstance(state.get("state"), Mapping)  # if false, the functions on state dicts load the directory
     if not of_run and not isinstance(state.get("model"), Mapping):
         state = {"model": weights_of(contents, str(path))}
     if of_run and isinstance(state.get("rng"), list):
@@ -93,7 +93,8 @@ def write_weights(
 def _record(manifest: Manifest | None, name: str, kind: str) -> Manifest:
     """Return the record of the converted checkpoint, without files.
 
-    The user chose the name, not a template: retention in the folder of a run ignores the converted checkpoint.
+    The template is the name itself, since the user chose the name. So retention in the folder of a run ignores the
+    converted checkpoint.
     """
     run, left_out = SavedRun(name="", timestamp={"batch": 0}), ()
     if manifest is not None and manifest.kind != "step":

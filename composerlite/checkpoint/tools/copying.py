@@ -21,20 +21,21 @@ from composerlite.errors import (
 def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBytes = int) -> bool:
     """Copy the checkpoint ``found`` to ``target``, under the same name. Returns false if the copy existed already.
 
-    After a kill at any moment the copy is missing in the listing of ``target``, or whole. Files of a directory from an
-    interrupted copy are verified and not copied again.
+    If the process is killed at any moment, a listing of ``target`` shows the complete copy or none. Files of a
+    directory from an interrupted copy are verified and not copied again.
 
     Args:
         found: the checkpoint.
         target: place of the copy.
-        overwrite: replace another checkpoint of the same name, after all bytes of the source were verified. A step and
-            archives of ranks are deleted before the copy; other forms stay until the copy is committed.
+        overwrite: replace another checkpoint of the same name, after all bytes of the source were verified. If the
+            source is a step or archives of ranks, the old checkpoint is deleted before the copy; otherwise the old
+            checkpoint stays until the copy is committed.
         progress: called with each number of bytes.
 
     Raises:
-        CheckpointExistsError: ``target`` has another checkpoint of the same name, also if saved during the copy, or a
-            file of the same name with other bytes. With ``overwrite`` if a file would replace a directory, or a
-            directory a file.
+        CheckpointExistsError: without ``overwrite``: ``target`` has another checkpoint of the same name, perhaps saved
+            during the copy, or a file of the same name with other bytes. With or without ``overwrite``: a file would
+            replace a directory, or a directory a file.
         CorruptCheckpointError: the checkpoint is incomplete, or the bytes of a file differ from the record.
         CheckpointNotFoundError: the checkpoint has no record.
         IncompatibleCheckpointError: a part of the checkpoint is on the disks of other nodes.
@@ -71,7 +72,7 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
             f"{uri!r} is another checkpoint of that name. Copy to another place, or give --overwrite to replace it."
         )
     old = [] if replaced is None else own_files(target, replaced)
-    if is_taken and manifest.form in ("step", "archives"):  # files of fixed names
+    if is_taken and manifest.form in ("step", "archives"):  # old and new files have the same names
         Catalog(source).verify(manifest)
         if replaced is not None:
             delete_checkpoint(target, replaced)

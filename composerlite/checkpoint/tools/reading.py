@@ -33,7 +33,10 @@ _MOST_TEXT, _MOST_ITEMS = 60, 8
 
 # ── parts of a checkpoint ────────────────────────────────────────────────────────────────────────────────────────────
 def model_directory(found: Found) -> ShardedDirectory | None:
-    """Return the directory of the model, for a step the directory in the step. ``None``: the checkpoint is one file."""
+    """Return the directory with the model; for a step, the folder of the model in the step. ``None``: there is none.
+
+    A safetensors file is returned as a directory, too.
+    """
     if found.kind == "step":
         return ShardedDirectory(found.place.inside(""), f"{found.name}/{MODEL}")
     if found.name.endswith(WEIGHTS_SUFFIX):
@@ -51,7 +54,7 @@ def _deepspeed_folder(found: Found) -> str | None:
 
 
 def _train_files(found: Found) -> list[str]:
-    """Return the paths of the train states of a step's ranks."""
+    """Return the paths of the files with the train states of a step's ranks; empty for other kinds."""
     start = f"{found.name}/train/rank"
     return [file.path for file in found.files if found.kind == "step" and file.path.startswith(start)]
 
@@ -60,7 +63,7 @@ def _train_files(found: Found) -> list[str]:
 def contents_of(found: Found) -> Any:
     """Return the contents of a checkpoint with tensors on the device ``meta``.
 
-    Bytes of tensors are read of compressed files only.
+    The bytes of tensors are not read, unless the file is compressed.
 
     Raises:
         CheckpointNotFoundError: the files are gone.
@@ -84,7 +87,7 @@ def _shapes_in_file(path: str, found: Found) -> Any:
     if place.path_of(path) is None:
         size = place.size(path)
         digest = next((record.digest for record in found.records if record.path == path), None)
-        verifiable = digest if digest is not None and digest.chunk_bytes else None  # in parts
+        verifiable = digest if digest is not None and digest.chunk_bytes else None  # verifies single chunks
         body = size if verifiable is None else verifiable.body_bytes
         with place.opened(path, verifiable) as source, readable(Path(place.uri(path))):
             if not is_packed_beginning(source.read(0, min(body, HEADER_BYTES))):
@@ -95,7 +98,7 @@ def _shapes_in_file(path: str, found: Found) -> Any:
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def whole_contents(found: Found, *, weights_only: bool = False) -> Any:
-    """Load a checkpoint, verified if there is a record. Of a step, model and optimizer are loaded.
+    """Load a checkpoint, and verify the bytes if there is a record. For a step, load model and optimizer only.
 
     Args:
         found: the checkpoint.
@@ -120,7 +123,8 @@ def model_and_integrations(text: str) -> Any:
     """Load the model and the state of integrations from the checkpoint at the path, URI or address ``text``.
 
     Returns:
-        ``{'state': {'model': …, 'integrations': …}}``; without integrations the model, as :func:`weights_of` takes it.
+        ``{'state': {'model': …, 'integrations': …}}``; without integrations the model alone,
+        an argument for :func:`weights_of`.
 
     Raises:
         ConfigError: ``text`` is a folder of several checkpoints, or the URI names no store.
@@ -156,7 +160,7 @@ def weights_of(contents: Any, source: str) -> StateDict:
 
 
 def _read_directory(folder: ShardedDirectory, wanted: tuple[str, ...] = ("",), *, shapes_only: bool = False) -> Any:
-    """Return the contents of a directory: of keys that begin with a part of ``wanted``, or of all if none does.
+    """Return the values in a directory whose keys begin with an item of ``wanted``; all values if no key does.
 
     With ``shapes_only`` no value is read: tensors are on the device ``meta``, and ``...`` stands for other values.
     """
@@ -191,7 +195,7 @@ def _read_file(path: Path, *, weights_only: bool) -> Any:
 
 
 def _weights_in(contents: Any) -> Any:
-    """Return the model in ``contents``; with the state of integrations, if there is one, both in a dict of a run."""
+    """Return the model in ``contents``. If there is a state of integrations, return both, nested as in a run."""
     integrations = found_at(contents, "state.integrations")
     if integrations is NOTHING:
         return model_in(contents)
@@ -202,7 +206,7 @@ def _weights_in(contents: Any) -> Any:
 def read_without_record(found: Found) -> str:
     """Read a checkpoint without a record, and compare the bytes with the checksums in the files.
 
-    Of a directory a single item is in memory at a time, of other forms the whole checkpoint.
+    Memory holds a single item of a directory at a time; of other forms, the whole checkpoint.
 
     Returns:
         A sentence for the user, with the system that saved the checkpoint.
@@ -244,7 +248,7 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: the keys from the top of the checkpoint to the value.
-        kind: ``'tensor'``, ``'array'`` or the name of the type of a plain value.
+        kind: ``'tensor'``, ``'array'``, the name of the type of a plain value, or ``'value'`` for a value not read.
         dtype: type of the numbers in a tensor or an array.
         shape: shape of a tensor or an array.
         size_bytes: size of a tensor or an array in bytes.
@@ -260,7 +264,10 @@ class Leaf(NamedTuple):
 
 
 def leaves_in(contents: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the leaves of nested dicts and lists, each after its keys. Empty dicts and lists are leaves."""
+    """Yield the keys and the value of each leaf of nested dicts and lists.
+
+    Empty dicts are leaves, and so are lists without tensors, arrays, dicts or lists.
+    """
     items = list(items_of(contents))
     is_nested = any(isinstance(value, Tensor | np.ndarray | Mapping | list | tuple) for _, value in items)
     if items and (is_nested or isinstance(contents, Mapping)):
@@ -286,6 +293,6 @@ def leaves_of_contents(contents: Any) -> Iterator[Leaf]:
 
 
 def shortened(value: Any) -> str:
-    """Return the value as text, of one line at most."""
+    """Return ``repr(value)``, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}…"

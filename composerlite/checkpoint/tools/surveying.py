@@ -1,4 +1,4 @@
-"""Find checkpoints: all in a place, complete or not, with reasons, or the checkpoint at a path or URI.
+"""List all checkpoints in a place, with the faults of incomplete checkpoints; find the checkpoint at a path or URI.
 
 Only records are read, no data.
 """
@@ -45,7 +45,7 @@ class Found(NamedTuple):
         faults: reasons why the checkpoint is not committed; empty for a committed checkpoint.
         files: the existing files.
         decider: path of the file with the record; empty without a record.
-        copy_of: name in the record of a copy made by hand; ``None`` otherwise.
+        copy_of: for a copy made by hand, the name in the record; ``None`` otherwise.
         home: the folder of the run, with a slash at the end; empty: the place itself.
         abandoned: the checkpoint is committed, but no run resumes from it: its run was started over, or went back to
             an older checkpoint.
@@ -115,7 +115,7 @@ def survey(place: Place) -> list[Found]:
     records = zip(deciders, map_reads(place, functools.partial(_record, place), deciders), strict=True)
     found = [_of_record(place, path, record, files) for path, record in records if record is not None]
     known = {one.name for one in found}
-    for path in files:  # steps of other programs have no record with the names of their files
+    for path in files:  # a step of another program has no record with the names of the files
         name = path.removesuffix(f"/{MARKER}")
         if name != path and name not in known:
             needed = (f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt")
@@ -139,7 +139,7 @@ def _by_run(listed: Iterable[Found]) -> list[list[tuple[Found, Manifest]]]:
 
 
 def checkpoint_at(place: Place, path: str) -> Found | None:
-    """Return the checkpoint with the deciding file ``path``; ``None``: the file is missing, or has no record."""
+    """Return the checkpoint with the record in the file ``path``; ``None``: no such file, or no record in the file."""
     record = _record(place, path)
     if record is None:
         return None
@@ -162,7 +162,8 @@ def remove(found: Found, *, dry_run: bool = False) -> bool:
         dry_run: delete nothing.
 
     Returns:
-        True if the checkpoint is deleted. A checkpoint saved under this name meanwhile stays.
+        True if the checkpoint is deleted, or with ``dry_run`` would be deleted. A checkpoint saved under the same name
+        meanwhile is not deleted.
     """
     if found.manifest is None:
         return False
@@ -202,7 +203,7 @@ class Pointed(NamedTuple):
             return chosen
         files = files_of(self.place.files(), self.name)
         has_index = any(file.path.endswith(f"/{INDEX}") for file in files)  # the model of a step
-        if files and not has_index:  # a checkpoint by its contents, not by its name
+        if files and not has_index:  # the contents show a checkpoint, the name does not
             return [Found(self.place, self.name, "", None, (UNLISTED,), files)]
         raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.")
 
@@ -210,12 +211,12 @@ class Pointed(NamedTuple):
         """Return the one checkpoint of this name.
 
         Args:
-            whole: an incomplete checkpoint is an error.
+            whole: an incomplete checkpoint with a record is an error.
 
         Raises:
-            ConfigError: ``text`` is a folder of several checkpoints.
+            ConfigError: ``text`` is a folder of checkpoints.
             CheckpointNotFoundError: there is no checkpoint of this name.
-            CorruptCheckpointError: the checkpoint is incomplete, and ``whole`` is true.
+            CorruptCheckpointError: the checkpoint has a record and is incomplete, and ``whole`` is true.
         """
         if self.name is None:
             raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
@@ -230,7 +231,7 @@ def place_at(text: str, *, may_be_new: bool = False) -> Place:
 
     Args:
         text: a path or a URI.
-        may_be_new: the folder need not exist: a copy makes the folder.
+        may_be_new: accept a missing folder, for a copy to make later.
 
     Raises:
         ConfigError: the URI names no store, or ``text`` is a file.
@@ -283,7 +284,10 @@ def _record(place: Place, path: str) -> Manifest | CheckpointError | None:
 def _of_record(
     place: Place, decider: str, record: Manifest | CheckpointError, files: Mapping[str, StoredFile]
 ) -> Found:
-    """Compare names and sizes of ``files`` with the record, or with the error of an unreadable record."""
+    """Return the checkpoint of a record. The faults are differences between the record and ``files``.
+
+    An unreadable record, given as the error, is the only fault.
+    """
     if not isinstance(record, Manifest):
         name = decider.rpartition("/")[0].removesuffix(f"/{MODEL}") if decider.endswith(INDEXES) else decider
         return Found(place, name, "", None, (str(record),), files_of(files, name), decider)
@@ -306,7 +310,7 @@ def _of_record(
 
 
 def _without_record(place: Place, files: Mapping[str, StoredFile], known: set[str]) -> list[Found]:
-    """Find sharded directories, folders of weights, and single files with the names of checkpoints.
+    """Find checkpoints without a record: sharded directories, folders of weights, and files named as checkpoints.
 
     Data files of a killed save in a ``known`` directory are left out: ``gc`` removes these files.
     """

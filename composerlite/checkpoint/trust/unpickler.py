@@ -1,4 +1,4 @@
-"""An unpickler with a list of allowed calls: what may be in a checkpoint without ``trust_checkpoint=True``.
+"""An unpickler with a list of allowed classes and functions, for checkpoints without ``trust_checkpoint=True``.
 
 The tables of the allowed classes and functions are above the unpickler. The functions above the tables check the
 arguments and create the values. Classes allowed by users with ``torch.serialization.add_safe_globals`` are called as
@@ -93,7 +93,7 @@ def is_loadable(thing: Any) -> bool:
 class _Maker:
     """Stands for an allowed function on the stack of the unpickler.
 
-    ``call`` checks the arguments, and does what the function does. It is called with the unpickler and the arguments.
+    ``call`` gets the unpickler and the arguments, checks the arguments, and returns the result of the function.
     """
 
     call: Callable[..., Any]
@@ -247,7 +247,7 @@ def _ordered_dict(own: Any, items: Any = ()) -> collections.OrderedDict[Any, Any
 
 
 def _enum_member(own: Any, kind: Any, name: Any) -> Any:
-    """Return ``getattr(Color, 'RED')`` for a member of an enumeration, the form of Python 3.11."""
+    """Return a member of an enumeration. Python 3.11 pickles a member as a call such as ``getattr(Color, 'RED')``."""
     allowed = isinstance(kind, type) and issubclass(kind, enum.Enum)
     if not allowed or type(name) is not str or name not in kind.__members__:
         raise RefusedError("builtins.getattr", allowable=False)
@@ -257,7 +257,7 @@ def _enum_member(own: Any, kind: Any, name: Any) -> Any:
 def _dtype(own: Any, text: Any, *_: Any) -> np.dtype[Any]:
     if type(text) is not str or _DTYPE.fullmatch(text) is None:
         raise RefusedError(f"numpy.dtype({str(text)[:40]!r})", allowable=False)
-    return np.dtype(text, copy=True)  # a shared object would get the byte order
+    return np.dtype(text, copy=True)  # without a copy, the byte order would be set in an object shared with other code
 
 
 def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> np.ndarray[Any, Any]:
@@ -326,7 +326,7 @@ def _parameter(own: Any, data: Any, requires_grad: Any = True, hooks: Any = None
 
 
 def _with_type(own: Any, make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Return a tensor with attributes, or of a class allowed by the user."""
+    """Return the tensor made by ``make``, as a ``kind``, perhaps a class of the user, with the attributes ``state``."""
     made = own.make(arguments, make)
     if not isinstance(made, Tensor):
         raise ValueError("attributes of what is no tensor")
@@ -353,8 +353,8 @@ def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: An
 
 # ── allowed values ──────────────────────────────────────────────────────────────────────────────────────────────────
 _OF_COMPOSER = ("composer.", "torchmetrics.")
-"""Beginnings of the names of classes of Composer and torchmetrics. The objects become dicts, with the class name, the
-arguments and the state.
+"""Prefixes of the names of classes of Composer and torchmetrics. The unpickler creates a dict in place of an instance,
+with the class name, the arguments and the state.
 """
 _CONTAINERS = (dict, list, tuple, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)

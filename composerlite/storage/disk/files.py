@@ -77,12 +77,12 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 def write_file(path: Path, memory: memoryview, position: int, size: int) -> None:
     """Write to an existing file, with O_DIRECT unless the file system refuses O_DIRECT.
 
-    New pages of the page cache would cost more than the disk.
+    Without O_DIRECT, new pages of the page cache would take longer than the disk.
 
     Args:
         path: path of the file.
-        memory: begins with the bytes. The address is a multiple of ``BLOCK_BYTES``. The last block may be written
-            whole, so the caller must truncate the file afterwards.
+        memory: has the bytes to write at the beginning. The address is a multiple of ``BLOCK_BYTES``. The last
+            block may be written whole, so the caller must truncate the file afterwards.
         position: offset of the bytes in the file, a multiple of ``BLOCK_BYTES``.
         size: number of bytes.
     """
@@ -113,7 +113,7 @@ def reserve(descriptor: int, size_bytes: int, path: Path) -> None:
 
 @contextlib.contextmanager
 def naming_file(path: Path) -> Generator[None]:
-    """Add ``path`` to an OSError of the block: the system names no file."""
+    """Add ``path`` to an OSError of the block, since the system's error has no file name."""
     try:
         yield
     except OSError as e:

@@ -18,16 +18,16 @@ from composerlite.threads import start_threads
 _HUGE_PAGE_BYTES = 2 << 20
 _HUGE_PAGES, _WIPE_ON_FORK, _POPULATE_WRITE = 14, 18, 23  # advice for madvise(2)
 _PIECE_BYTES = 1000 << 10  # from 1 MiB on libc moves memory in a slower way
-_SMALL_BYTES = 16 << 10  # moved while the interpreter's lock is held
-_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads copy no faster; fewer pieces than 8 for a thread do not pay
+_SMALL_BYTES = 16 << 10  # smaller copies hold the interpreter's lock
+_MOST_COPIERS, _PIECES_EACH = 4, 8  # more threads copy no faster; a thread does not pay for fewer than 8 pieces
 _LEAST_LENT_BYTES = 49 << 20  # enough for the 48 MiB of StreamWriter: a save can use the memory of an earlier load
-_MOST_KEPT_BYTES = 65 << 20  # a load by ParallelReader with 16 threads
+_MOST_KEPT_BYTES = 65 << 20  # as needed by ParallelReader with 16 threads
 
 _GROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Control groups of both versions: folder, limit, used memory, and the line of the statistics with cached files."""
+"""For control groups of version 2, then version 1: folder, files with limit and used memory, name of cached files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -37,7 +37,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class HostMemory:
     """Zeroed memory of this machine, in huge pages if the system has some. The owner calls :meth:`close`.
 
-    Forked processes, such as workers of a data loader, find zeros: inherited pages would be copied at the next use.
+    Forked processes, such as workers of a data loader, see zeros. If a child inherited the pages, the system would copy
+    the pages at the next use.
 
     Args:
         size_bytes: smallest size, in bytes.
@@ -74,7 +75,7 @@ class HostMemory:
     def fault_in(self, offset: int, size: int) -> None:
         """Make the system provide the pages of a range now instead of at the first use.
 
-        Other threads run meanwhile. The range may be filled with zeros.
+        Other threads run meanwhile. Zeros may replace the content of the range.
 
         Args:
             offset: offset of the range in bytes, a multiple of the page size.
@@ -103,7 +104,7 @@ the first access takes up to 3 ms per MiB, as long as a write of 1 MiB to a fast
 
 
 def borrow_memory(size_bytes: int) -> HostMemory:
-    """Return memory of at least ``size_bytes``, with any content, until :func:`give_memory_back`."""
+    """Lend memory of at least ``size_bytes``, with undefined content, until :func:`give_memory_back`."""
     with contextlib.suppress(IndexError):  # another thread may have borrowed the kept memory
         memory = _kept.pop()
         if memory.size_bytes >= size_bytes:
@@ -113,7 +114,10 @@ def borrow_memory(size_bytes: int) -> HostMemory:
 
 
 def give_memory_back(memory: HostMemory) -> None:
-    """Return borrowed memory, and use no view of it afterwards. Up to 65 MiB are kept for the next borrower."""
+    """Give borrowed memory back. Use no view of the memory afterwards.
+
+    One memory of up to 65 MiB is kept for the next borrower.
+    """
     if _kept or memory.size_bytes > _MOST_KEPT_BYTES:
         memory.close()
     else:
@@ -127,7 +131,8 @@ def available_memory(root: Path = Path("/")) -> int:
         root: folder with ``proc`` and ``sys``.
 
     Returns:
-        The smallest of these numbers, at least 0. Half of the memory of the machine if the system reports nothing.
+        The smallest of the free memory of the machine and of each control group, at least 0. If the machine does not
+        report free memory, half of all memory counts as free.
     """
     free = _number_in(root / "proc/meminfo", "MemAvailable")
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if free is None else free << 10
@@ -145,7 +150,8 @@ def _number_in(file: Path, name: str) -> int | None:
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group of the process with a limit, in both versions of control groups.
 
-    The parents of a group are included. A container may see its own group as the mount, where the path does not exist.
+    The parents of a group are included. In a container the mount may be the container's own group, and the path of the
+    group may not exist below the mount.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -160,7 +166,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────────────────
-_ALL = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")  # the address space; nothing is touched
+_ALL = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")  # the address space; no byte is accessed
 
 _move_large = ctypes.CDLL(None).memmove  # other threads run meanwhile
 _move_small = ctypes.PyDLL(None).memmove  # holds the interpreter's lock: to wait for the lock would take longer

@@ -26,17 +26,17 @@ from composerlite.storage.workers import WorkerPool
 from composerlite.threads import start_threads
 from composerlite.types import Closing, Piece
 
-_FILLED_BYTES = 1 << 20  # read from the page cache, then hashed while in the cache of the processor
-_MOVED_BYTES = 512 << 10  # hashed, then moved: libc moves 1 MiB and more in a slower way
+_FILLED_BYTES = 1 << 20  # size of a read from the page cache, hashed while in the cache of the processor
+_MOVED_BYTES = 512 << 10  # size of a piece that is hashed, then moved: libc moves 1 MiB and more in a slower way
 _GAP_BYTES = 64 << 10  # to read the bytes of a smaller gap is faster than another read
-_CACHESTAT = 451  # number of the system call, on all processors
+_CACHESTAT = 451  # number of the system call cachestat, on all processors
 
 _Counts = ctypes.c_uint64 * 5  # pages: in the cache, dirty, being written, evicted, evicted not long ago
 _syscall = ctypes.CDLL(None).syscall
 
 UNIT_BYTES = 2 << 20  # size of a read with O_DIRECT, and of a job of a thread unless a chunk is larger
-_LOADERS = 4  # threads that wait for the disk; more of them take the interpreter's lock from the others
-_BLOCKS = 4  # of UNIT_BYTES, for each thread that verifies: loaded ahead
+_LOADERS = 4  # threads that wait for the disk; more threads would take the interpreter's lock from the others
+_BLOCKS = 4  # number of blocks of UNIT_BYTES loaded ahead, for each thread that verifies
 
 Unit = tuple[int, int]
 """A part of a file: offsets of the beginning and the end."""
@@ -149,8 +149,8 @@ class ParallelReader(Closing):
     """Reads parts of a file. Used as a context manager, or until :meth:`close`.
 
     With a digest, every chunk with a requested byte is read as a whole and verified. If the digest has no chunks, the
-    file is a single chunk. Cached bytes are read from the page cache, others with O_DIRECT if the file system allows:
-    then four threads only load, since a thread that also verifies leaves the disk idle meanwhile.
+    file is a single chunk. Cached bytes are read from the page cache, other bytes with O_DIRECT if the file system
+    allows O_DIRECT. With O_DIRECT up to four more threads only load, since a verifying thread leaves the disk idle.
 
     Args:
         path: the file.
@@ -170,7 +170,7 @@ class ParallelReader(Closing):
         self._path = path
         self._threads = threads
         self.verified: set[int] = set()
-        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe would wait for a writer
+        self._buffered = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # O_NONBLOCK: opening a pipe must not wait
         self._direct: int | None = None
         try:
             self.size_bytes = self._check_size(digest)
@@ -179,7 +179,7 @@ class ParallelReader(Closing):
                 self._chunk_bytes = digest.chunk_bytes or max(1, self.size_bytes)
                 self._chunks = digest.chunk_digests(str(path)) if digest.chunk_bytes else [digest.xxh3_128]
             self._hash = xxhash.xxh3_64 if digest is None or digest.chunk_bytes else xxhash.xxh3_128
-            # The same file, even after a rename.
+            # This path opens the same file even after a rename.
             self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
         except BaseException:
             self.close()
@@ -405,18 +405,18 @@ class ParallelReader(Closing):
 
 
 def cached_share(descriptor: int, start: int, end: int) -> float:
-    """Return the share of a part of a file in the page cache, from 0 to 1; 1 if the system does not report this.
+    """Return the share of a part of a file that is cached, from 0 to 1; 1 if the system does not report the share.
 
-    ``start`` is less than ``end``.
+    The part begins at the offset ``start`` and ends before ``end``, which is greater.
     """
     counts = _Counts()
     extent = (ctypes.c_uint64 * 2)(start, end - start)
     if _syscall(_CACHESTAT, descriptor, ctypes.byref(extent), ctypes.byref(counts), 0) == 0:
         return counts[0] / (-(-end // mmap.PAGESIZE) - start // mmap.PAGESIZE)
-    try:  # Linux before 6.5: the byte in the middle stands for all
+    try:  # Linux before 6.5: check only the byte in the middle
         os.preadv(descriptor, [bytearray(1)], (start + end) // 2, os.RWF_NOWAIT)
     except OSError as e:
-        return 0.0 if isinstance(e, BlockingIOError) else 1.0  # other errors: the file system does not tell
+        return 0.0 if isinstance(e, BlockingIOError) else 1.0  # other errors: not reported
     return 1.0
 
 

@@ -27,12 +27,12 @@ _WINDOW_BYTES = 8 << 20  # more windows than threads: all threads and the caller
 _WRITERS = 4  # fewer leave the disk idle between two writes
 _PIECE_BYTES = 2 << 20  # copied, then hashed while in the cache of the processor
 _LARGE_WINDOW_BYTES = 32 << 20
-"""Window of memory written without a copy. Large, for few calls: at each call training waits for the interpreter."""
+"""Size of a window of memory written without a copy. Large: at each write call training waits for the interpreter."""
 _FEW_CORES = 2  # training has a core; the other core either hashes or writes
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
-"""Makes the tail of a file. Called with the digest of the stored bytes, and with that of the bytes before compression;
-the latter is ``None`` without compression.
+"""Function that returns the tail of a file. Arguments: the digest of the stored bytes, and the digest of the bytes
+before compression, ``None`` without compression.
 """
 
 
@@ -71,15 +71,15 @@ class StreamWriter(Closing):
 
     Windows are written with O_DIRECT, or through the page cache if the file system refuses O_DIRECT. Files in
     ``memory`` are written in the calling thread on machines with one or two cores, where threads would slow down
-    training. Used as a context manager. Without :meth:`finish` the file stays incomplete, and the caller removes the
+    training. Use as a context manager. Without :meth:`finish` the file stays incomplete, and the caller removes the
     file.
 
     Args:
         path: an existing file, empty.
         size_bytes: expected size of the file. The space is reserved first, so that a full disk is an error before any
             write.
-        memory: memory for the whole file, owned by the caller. The bytes are copied to the same offset as in the file,
-            unless ``copy`` gets this address, and are written from there. No other code may change the memory until
+        memory: memory for the whole file, owned by the caller; the file is written from there. :meth:`copy` copies the
+            bytes to the same offset as in the file, unless already there. No other code may change the memory until
             :meth:`finish` returns. ``None``: a ring of 48 MiB, where a window is reused after the write.
         chunk_bytes: size of the chunks with a digest; ``None``: the result of :func:`chunk_bytes_for`.
 
@@ -120,7 +120,7 @@ class StreamWriter(Closing):
         self.copy(address_of(data), len(data), crc=None)
 
     def copy(self, address: int, size: int, crc: int | None = 0) -> int:
-        """Append ``size`` bytes of memory at ``address``. The memory may change when this returns.
+        """Append ``size`` bytes at ``address``. The bytes may change after the call if not in ``memory``.
 
         Args:
             address: address of the first byte.
@@ -185,7 +185,7 @@ class StreamWriter(Closing):
         self.seconds["hash"] += time.perf_counter() - started
 
     def _write_window(self) -> None:
-        """Write the first window by the pool, and rotate to the next window."""
+        """Submit the first window to the pool, and rotate to the next window. Waits until the next window is free."""
         self._digest()
         write = partial(self._write, self._windows[0], self.size_bytes - self._filled, self._filled)
         self._filled = self._digested = 0

@@ -114,7 +114,7 @@ class BackendStore(ObjectStore):
     def check_writable(self, prefix: str) -> None:
         name = f"{prefix}{'' if not prefix or prefix.endswith('/') else '.'}check-{secrets.token_hex(8)}"
         with self._translated("check that objects can be written", name) as key:
-            if self.least_part_bytes:  # leaves nothing, also without the right to delete objects
+            if self.least_part_bytes:  # an aborted upload leaves nothing, without the right to delete
                 undo = _Parts(self, name, self._start(key)).abort
             else:
                 self._put(key, io.BytesIO(b"check"), 5, None)
@@ -158,7 +158,7 @@ class BackendStore(ObjectStore):
         return [info for info in self._infos(prefix, level=False) if not info.name.endswith("/")]
 
     def list_level(self, prefix: str = "") -> tuple[list[ObjectInfo], list[str]]:
-        # Consoles show an empty folder by an object with a slash at the end of the name: the prefix itself is left out.
+        # Consoles store an empty folder as an object with a slash at the end of the name. Leave out this object.
         return split_level(prefix, (info for info in self._infos(prefix, level=True) if info.name != prefix))
 
     def _infos(self, prefix: str, *, level: bool) -> list[ObjectInfo]:
@@ -188,9 +188,10 @@ class BackendStore(ObjectStore):
     def _put(self, key: str, file: IO[bytes], size: int, version: str | None) -> None:
         """Make the ``size`` bytes of ``file`` the content of an object.
 
-        ``None`` replaces any version, ``ABSENT`` only creates the object, and any other ``version`` is the only version
-        to replace. Raise an error with the meaning FileExistsError if the object has another version. A store with
-        false :attr:`creates_atomically` ignores ``version``: the caller has checked if the object exists.
+        If ``version`` is ``None``, replace any version. If ``version`` is ``ABSENT``, only create the object. Otherwise
+        replace only this version. If the object has another version, raise an error that :meth:`_meaning` translates to
+        FileExistsError. A store with false :attr:`creates_atomically` ignores ``version``: the caller has checked if
+        the object exists.
         """
 
     @abstractmethod
@@ -229,7 +230,7 @@ class BackendStore(ObjectStore):
         return ()
 
     def _list_parts(self, key: str, upload_id: str) -> dict[int, Any]:
-        """Return the parts stored by the backend: number to part. A part is any value for ``_complete``."""
+        """Return the parts stored by the backend, by number. A part is any value that ``_complete`` accepts."""
         raise NotImplementedError
 
     def _recognized(self, part: Any, data: bytes | memoryview) -> Any:
@@ -251,7 +252,7 @@ class BackendStore(ObjectStore):
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def _translated(self, operation: str, name: str, *, is_prefix: bool = False) -> Generator[str]:
-        """Give the block the key of ``name``, and translate errors into those of :class:`ObjectStore`."""
+        """Yield the key of ``name``, and translate errors of the block into errors of :class:`ObjectStore`."""
         key = self.prefix + name if is_prefix else self._key(name)
         try:
             yield key
@@ -273,7 +274,10 @@ class BackendStore(ObjectStore):
 
 
 def _of_system(error: Exception) -> Meaning | None:
-    """Translate an error of the operating system. A missing local file does not mean a missing object."""
+    """Translate an error of the operating system.
+
+    A missing local file becomes ObjectStoreError, since FileNotFoundError stands for a missing object.
+    """
     if not isinstance(error, OSError):
         return None
     cause = error.strerror or str(error) or type(error).__name__
@@ -308,7 +312,7 @@ class _Parts(PartUpload):
             if missing := [number for number in range(1, count + 1) if number not in known]:
                 uri = self._store.get_uri(self.name)
                 raise ObjectStoreError(f"{uri}: {operation}: part {missing[0]} of {count} was not sent.")
-            if create_only and self._store.has_object(self.name):  # some services ignore the condition here
+            if create_only and self._store.has_object(self.name):  # some services ignore ABSENT in _complete
                 raise FileExistsError
             chosen = [known[number] for number in range(1, count + 1)]
             self._store._complete(key, self.upload_id, chosen, ABSENT if create_only else None)

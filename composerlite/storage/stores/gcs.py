@@ -117,7 +117,7 @@ class GCSObjectStore(BackendStore):
         self._bucket.blob(key).delete(**self._always)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
-        # The SDK returns a range only as a whole, and without the size of the object, which is in a header.
+        # Not by the SDK: the SDK returns a range only as a whole, and without the object's size from the header.
         from google.api_core.exceptions import from_http_response
 
         url = self._bucket.blob(key)._get_download_url(self._client)

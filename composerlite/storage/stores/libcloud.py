@@ -46,8 +46,9 @@ _TIMES = ("last_modified", "modify_time")
 class LibcloudObjectStore(BackendStore):
     """Objects in a container of any provider supported by Apache Libcloud. Needs ``composerlite[libcloud]``.
 
-    The guarantees depend on the driver of the provider. With drivers of services objects appear atomically. The driver
-    of the provider ``local`` writes files in place, and reads a whole file for each range: use a path for a folder.
+    The guarantees depend on the driver of the provider. If the provider is a service, objects appear atomically. The
+    driver of the provider ``local`` writes files in place, and reads a whole file for each range: for a folder, use a
+    path instead of this class.
     ``create_only`` and :meth:`swap_bytes` are a check followed by a write. Uploads report progress once, at the end.
 
     Args:
@@ -140,7 +141,7 @@ class LibcloudObjectStore(BackendStore):
             asked = None if self.provider in _LISTS_WHOLE else prefix or None
             try:
                 listed = driver.list_container_objects(container, prefix=asked)
-            except ObjectDoesNotExistError as e:  # not about the container
+            except ObjectDoesNotExistError as e:  # the container exists
                 raise ConnectionError("an object was deleted during the listing") from e
         return [ObjectInfo(found.name, int(found.size)) for found in listed if found.name.startswith(prefix)]
 

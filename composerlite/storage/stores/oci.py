@@ -173,7 +173,7 @@ class OCIObjectStore(BackendStore):
         while True:
             answer = self._call(verb, *args, **kwargs, **more)
             yield answer.data
-            if start := getattr(answer.data, "next_start_with", None):  # of a listing of objects
+            if start := getattr(answer.data, "next_start_with", None):  # only in a listing of objects
                 more = {"start": start}
             elif answer.has_next_page:
                 more = {"page": answer.next_page}
@@ -190,7 +190,10 @@ class OCIObjectStore(BackendStore):
 
 
 def _condition(version: str | None) -> dict[str, str]:
-    """Return arguments that make a request replace only ``version``, with the values of ``BackendStore._put``."""
+    """Return the arguments for a request to replace only ``version`` of an object.
+
+    ``None``: no condition. ``ABSENT``: only if there is no object.
+    """
     if version is None:
         return {}
     return {"if_none_match": "*"} if version == ABSENT else {"if_match": version}
@@ -210,7 +213,7 @@ def _checked(answer: Any) -> Any:
 
 
 def _answered(error: sdk.ServiceError) -> Meaning:
-    """Translate an answer of the service."""
+    """Return the exception type and the cause for an error answer of the service."""
     cause = f"{error.status} {error.code or ''}: {error.message}"
     if error.code == "NotAuthorizedOrNotFound":
         return PermissionError, f"{cause} (The service does not tell if the object or the right to see it is missing.)"

@@ -68,8 +68,8 @@ class S3ObjectStore(BackendStore):
         prefix: put before every name, with a slash between. Listings return names without the prefix.
         region_name: region of the bucket; otherwise the region of the environment or the profile.
         endpoint_url: address of the service, such as ``https://host:9000``; otherwise ``S3_ENDPOINT_URL``,
-            ``AWS_ENDPOINT_URL``, the profile, or Amazon. At a given address the bucket is a part of the path, at
-            addresses of CoreWeave a part of the host, unless ``client_config`` has
+            ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, the profile, or Amazon. At a given address the bucket is a
+            part of the path, at addresses of CoreWeave a part of the host, unless ``client_config`` has
             ``{"s3": {"addressing_style": …}}``.
         aws_access_key_id: together with ``aws_secret_access_key``.
         aws_secret_access_key: together with ``aws_access_key_id``.
@@ -169,7 +169,9 @@ class S3ObjectStore(BackendStore):
 
     @contextlib.contextmanager
     def _condition(self, version: str | None) -> Generator[dict[str, str]]:
-        """Give the block arguments that make a request replace only ``version``, with the values of ``_put``.
+        """Yield the arguments that make a request replace only ``version``, a value as in ``_put``.
+
+        ``ABSENT``: create the object only. ``None``, or a service without conditional writes: no condition.
 
         Raises:
             ObjectStoreTransientError: the service has no conditional writes. A retry writes without a condition.

@@ -42,8 +42,8 @@ class SFTPObjectStore(BackendStore):
     ``create_only`` is atomic, too, by the rename of the protocol without replacement. :meth:`swap_bytes` is not atomic.
     A path cannot be both a file and a folder, so ``a`` and ``a/b`` cannot both be objects (ObjectStoreError). A lost
     connection is an ObjectStoreTransientError, and the next operation connects again. :meth:`unfinished_parts` lists
-    the temporary files of uploads, running uploads included. These uploads can be aborted, and not resumed; the start
-    of an upload is the last write to the file.
+    the temporary files of uploads, running uploads included. These uploads can be aborted, and not resumed. The
+    reported start of an upload is the time of the last write to the temporary file.
 
     Times of files are in whole seconds, so a reader does not notice that a file was replaced by a file of the same size
     within a second.
@@ -67,7 +67,7 @@ class SFTPObjectStore(BackendStore):
         connect_kwargs: further arguments of ``paramiko.SSHClient.connect``.
 
     Raises:
-        ConfigError: an argument is wrong, or a file does not exist. The first operation connects.
+        ConfigError: an argument is wrong, or a file does not exist. The first operation connects, not the constructor.
     """
 
     creates_atomically = True
@@ -206,7 +206,11 @@ class SFTPObjectStore(BackendStore):
             raise FileNotFoundError("the folder of the store does not exist on the server")
 
     def _make_folder(self, channel: paramiko.SFTPClient, folder: str) -> None:
-        """Make ``folder`` and missing parents below the folder of the store. FileNotFoundError: no such store."""
+        """Create ``folder`` and missing parents below the folder of the store.
+
+        Raises:
+            FileNotFoundError: the folder of the store does not exist.
+        """
         if folder == self._root:
             self._check_root(channel)
         elif not _is_there(channel, folder, of_type=stat.S_ISDIR):

@@ -17,10 +17,10 @@ from composerlite.storage.stores.base import PIECE_BYTES, Meaning
 
 @final
 class RequestBody(io.BytesIO):
-    """Body of a request: the bytes as a file, without a copy."""
+    """Body of a request: the bytes as a file. A ``bytes`` object is not copied, a ``memoryview`` is."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        # At least 1 MiB, for fewer calls: urllib3 requests 16 KiB and sends all bytes that it gets.
+        # At least 1 MiB, for fewer calls: urllib3 requests 16 KiB and sends all bytes returned.
         return super().read(-1 if size is None or size < 0 else max(size, PIECE_BYTES))
 
 
@@ -60,7 +60,9 @@ def ranged_answer(
 
 
 def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
-    """Translate an HTTP answer. A page of HTML comes from a proxy and is no evidence for or against an object.
+    """Return the error type and the message for an HTTP answer.
+
+    A page of HTML comes from a proxy and is no evidence for or against an object.
 
     Args:
         status: status of the answer.
