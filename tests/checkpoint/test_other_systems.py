@@ -241,6 +241,20 @@ def test_weights_are_taken_alone(name: str) -> None:
         assert not run.state.optimizers[0].state
 
 
+@pytest.mark.parametrize("name", ["first", "second", "third"])
+def test_a_tied_weight_that_was_saved_once_is_loaded_under_all_names(tmp_path: Path, name: str) -> None:
+    """Programs that write safetensors save one of the names of a tied weight."""
+    model = Classifier()
+    saved = {**model.state_dict(), f"{name}.weight": torch.full((4, 4), 7.0)}
+    torch.save(saved, tmp_path / "weights.pt")
+    for tied in ("first", "second", "third"):
+        setattr(model, tied, nn.Linear(4, 4, bias=False))
+        getattr(model, tied).weight = model.first.weight
+    with trainer(tmp_path / "weights.pt", model=model, load_weights_only=True):
+        assert torch.equal(model.first.weight, saved[f"{name}.weight"])
+        assert model.first.weight is model.second.weight is model.third.weight
+
+
 def test_what_is_not_taken_over_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """The keys that are left, and that nothing tells the time."""
     with caplog.at_level("INFO", logger="composerlite"), trainer(DATA / "torch/checkpoint.pt"):

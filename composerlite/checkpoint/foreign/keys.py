@@ -268,15 +268,14 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     weights: StateDict = {
         name.replace("_orig_mod.", ""): value for name, value in flat_weights(taken.model, run.source).items()
     }
-    # Some programs save a tied weight under a single name.
-    tied = {name: other for names in dist.tied_names(run.model) for name in names for other in names if other != name}
     rename = common_rename(weights, run.model, all_must=run.strict)
     if rename != Rename():
         log.info("%s: its weights %r* are taken for %r*", run.source, rename.strip, rename.add)
     weights = {rename.of(name): tensor for name, tensor in weights.items()}
-    state: StateDict = {
-        "model": weights | {name: weights[o] for name, o in tied.items() if name not in weights and o in weights}
-    }
+    for names in dist.tied_names(run.model):  # some programs save a tied weight under a single name
+        saved = [weights[name] for name in names if name in weights]
+        weights |= {name: saved[0] for name in names if saved and name not in weights}
+    state: StateDict = {"model": weights}
     left = list(taken.left)
     if taken.optimizer is not None and run.optimizers:
         kind, live = next(iter(run.optimizers.items()))
