@@ -20,7 +20,7 @@ from typing import IO, final
 import xxhash
 
 from composerlite.errors import ConfigError, CorruptCheckpointError, ObjectStoreError, ObjectStoreTransientError
-from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, reserve, write_file
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, StagedFile, reserve, set_direct, write_window
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back
 from composerlite.storage.disk.reader import ReadTargets, Unit, check_targets, cut, layers, put, read_bytes, units_of
 from composerlite.storage.object_store import ObjectInfo, ObjectRange, ObjectStore, PartUpload, Progress
@@ -152,13 +152,11 @@ class _Source:
     The file stays open as long as a thread uses this object. Each thread reads into a buffer of its own.
     """
 
+    _file: IO[bytes] | None = None  # for __del__ after an error of __init__
+
     def __init__(self, content: str | Path | memoryview) -> None:
-        self._memory: memoryview | None = None
-        self._file: IO[bytes] | None = None
-        if isinstance(content, memoryview):
-            self._memory = content.cast("B")
-        else:
-            self._file = Path(content).open("rb")  # noqa: SIM115 - see __del__
+        self._memory = content.cast("B") if isinstance(content, memoryview) else None
+        self._file = None if isinstance(content, memoryview) else Path(content).open("rb")  # noqa: SIM115 - see __del__
         self._buffers = threading.local()
         self.size_bytes = os.fstat(self._file.fileno()).st_size if self._file else len(self._memory or b"")
 
@@ -490,7 +488,9 @@ class Transfer(Closing):
 
             try:
                 self._stream(batch, name, start, end, put, same)
-                write_file(staged.temporary, window, start, end - start)
+                with staged.temporary.open("r+b", buffering=0) as file:  # no shared file: after an error jobs run on
+                    set_direct(file, True)
+                    write_window(file, window, start, end - start)
             finally:
                 windows.put(window)
 

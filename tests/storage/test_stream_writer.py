@@ -18,6 +18,7 @@ import xxhash
 from left_open import opened
 
 from composerlite.storage import FileDigest, HostMemory, StreamWriter
+from composerlite.storage.disk.files import set_direct, write_window
 from composerlite.storage.disk.memory import address_of
 
 MiB = 1 << 20
@@ -184,6 +185,19 @@ def test_file_systems_in_memory_work_too(mounted: Path) -> None:
     pieces = pieces_of([5 * MiB + 3, 4 * MiB])
     write(mounted / "file", pieces, reserve=9 * MiB + 3)
     assert (mounted / "file").read_bytes() == b"".join(pieces)
+
+
+def test_a_refused_direct_write_goes_through_the_page_cache(tmp_path: Path) -> None:
+    """Some file systems accept O_DIRECT and refuse to write. This one refuses memory that is not aligned."""
+    data = memoryview(bytearray(random.Random(1).randbytes(2 * MiB + 1)))[1:]
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        set_direct(file, True)
+        with suppress(OSError):  # this disk takes any memory
+            assert os.pwrite(file.fileno(), data, 0) == len(data)
+            pytest.skip("the file system takes memory that is not aligned")
+        write_window(file, data, 0, MiB + 5)
+        file.truncate(MiB + 5)
+    assert (tmp_path / "file").read_bytes() == data[: MiB + 5]
 
 
 @pytest.mark.parametrize("mounted", [("tmpfs", "size=8m")], indirect=True, ids=["8MiB"])

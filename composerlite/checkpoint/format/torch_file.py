@@ -127,9 +127,8 @@ class TorchImage:
     ) -> int:
         """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
 
-        The maximum of the numbers, read as integers, shows whether all numbers are finite. numpy finds the maximum of a
-        piece in a single call, in this thread, and without the interpreter lock. The search ends at the first tensor
-        with a value that is not finite.
+        numpy looks at a piece in one or two calls, in this thread, and without the interpreter lock. The search ends at
+        the first tensor with a value that is not finite.
         """
         if not record.size:
             return 0
@@ -168,26 +167,31 @@ class FileInMemory(io.BytesIO):
 
 # ── NaN and infinite values ─────────────────────────────────────────────────────────────────────────────────────
 _EXPONENTS = {
-    torch.float64: (8, 0x7FF0 << 48),
-    torch.float32: (4, 0x7F80_0000),
-    torch.float16: (2, 0x7C00),
-    torch.bfloat16: (2, 0x7F80),
-    torch.complex128: (8, 0x7FF0 << 48),
-    torch.complex64: (4, 0x7F80_0000),
+    torch.float64: ("f8", 0),
+    torch.float32: ("f4", 0),
+    torch.complex128: ("f8", 0),
+    torch.complex64: ("f4", 0),
+    torch.float16: ("i2", 0x7C00),
+    torch.bfloat16: ("i2", 0x7F80),
 }
-"""By dtype: bytes of a real number (or of each part of a complex number), and bits of infinity. NaN has larger bits."""
+"""By dtype: type in numpy of a number or of each part of a complex number, and for "i2" the bits of infinity."""
 
 
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
-    """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``."""
-    item_bytes, exponent = _EXPONENTS[dtype]
+    """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``. May return false for large numbers.
+
+    A sum with a value that is not finite is not finite. The sum of large numbers may overflow.
+    """
+    kind, exponent = _EXPONENTS[dtype]
     memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
-    count = size_bytes // item_bytes
-    if not count:
-        return True
+    numbers = np.frombuffer(memory, kind, size_bytes // int(kind[1]))
+    if not exponent:
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(np.add.reduce(numbers)))
     # As signed integers, positive numbers are the largest. As unsigned integers, negative numbers are the largest.
-    largest = [int(np.frombuffer(memory, f"{kind}{item_bytes}", count).max()) for kind in "iu"]
-    return largest[0] < exponent and largest[1] < exponent | 1 << (8 * item_bytes - 1)
+    # The bits of NaN are larger than those of infinity.
+    positive, negative = numbers.max(initial=0), numbers.view("u2").max(initial=0)
+    return bool(positive < exponent and negative < exponent | 0x8000)
 
 
 def _is_finite(storage: torch.UntypedStorage, dtype: torch.dtype, place: tuple[Any, ...]) -> bool:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
 from typing import IO, final
 
@@ -54,19 +55,6 @@ def final_name(temporary: str) -> str:
     return temporary[1:].rpartition(".tmp-")[0]
 
 
-def open_direct(path: Path, flags: int) -> int | None:
-    """Open a file with O_DIRECT and return the descriptor, for the caller to close.
-
-    Returns ``None`` if the file system refuses O_DIRECT or ``path`` does not exist, such as a path in ``/proc``.
-    """
-    try:
-        return os.open(path, flags | os.O_DIRECT)
-    except OSError as e:
-        if e.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOENT):
-            return None
-        raise
-
-
 def write_all(descriptor: int, data: memoryview, position: int) -> None:
     """Write ``data`` to a file at byte ``position``."""
     while data:
@@ -74,27 +62,32 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def write_file(path: Path, memory: memoryview, position: int, size: int) -> None:
-    """Write to an existing file, with O_DIRECT unless the file system refuses O_DIRECT.
+def set_direct(file: FileIO, direct: bool) -> None:
+    """Write past the page cache from now on (O_DIRECT), or through the page cache again.
 
-    Without O_DIRECT, new pages of the page cache would take longer than the disk.
+    New pages of the page cache would take longer than the disk. Does nothing if the file system refuses O_DIRECT.
+    """
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+
+
+def write_window(file: FileIO, memory: memoryview, position: int, size: int) -> None:
+    """Write to a file, with or without O_DIRECT.
 
     Args:
-        path: path of the file.
-        memory: has the bytes to write at the beginning. The address is a multiple of ``BLOCK_BYTES``. The last
-            block may be written whole, so the caller must truncate the file afterwards.
-        position: offset of the bytes in the file, a multiple of ``BLOCK_BYTES``.
+        file: an open file. :func:`set_direct` chooses O_DIRECT.
+        memory: has the bytes to write at the beginning. With O_DIRECT, the address is a multiple of ``BLOCK_BYTES``.
+            The last block is written whole, so the caller must truncate the file afterwards.
+        position: offset of the bytes in the file; with O_DIRECT a multiple of ``BLOCK_BYTES``.
         size: number of bytes.
     """
-    if (direct := open_direct(path, os.O_WRONLY)) is not None:
-        with os.fdopen(direct, "wb", buffering=0):
-            try:
-                write_all(direct, memory[: size + -size % BLOCK_BYTES], position)
-                return
-            except OSError as e:
-                if e.errno != errno.EINVAL:  # some file systems open with O_DIRECT and refuse to write
-                    raise
-    with path.open("r+b", buffering=0) as file:
+    try:
+        write_all(file.fileno(), memory[: size + -size % BLOCK_BYTES], position)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # some file systems accept O_DIRECT and refuse to write
+            raise
+        set_direct(file, False)
         write_all(file.fileno(), memory[:size], position)
 
 

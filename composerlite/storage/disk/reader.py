@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -20,7 +21,7 @@ from typing import final
 import xxhash
 
 from composerlite.errors import CorruptCheckpointError
-from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest, open_direct
+from composerlite.storage.disk.files import BLOCK_BYTES, FileDigest
 from composerlite.storage.disk.memory import address_of, borrow_memory, give_memory_back, memory_at, move
 from composerlite.storage.workers import WorkerPool
 from composerlite.threads import start_threads
@@ -179,8 +180,9 @@ class ParallelReader(Closing):
                 self._chunk_bytes = digest.chunk_bytes or max(1, self.size_bytes)
                 self._chunks = digest.chunk_digests(str(path)) if digest.chunk_bytes else [digest.xxh3_128]
             self._hash = xxhash.xxh3_64 if digest is None or digest.chunk_bytes else xxhash.xxh3_128
-            # This path opens the same file even after a rename.
-            self._direct = open_direct(Path(f"/proc/self/fd/{self._buffered}"), os.O_RDONLY)
+            with contextlib.suppress(OSError):  # no O_DIRECT in the file system, or no /proc: the page cache is used
+                # This path opens the same file even after a rename.
+                self._direct = os.open(f"/proc/self/fd/{self._buffered}", os.O_RDONLY | os.O_DIRECT)
         except BaseException:
             self.close()
             raise

@@ -15,7 +15,7 @@ from typing import final
 import xxhash
 from isal import isal_zlib
 
-from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, naming_file, reserve, write_all, write_file
+from composerlite.storage.disk.files import FileDigest, chunk_bytes_for, naming_file, reserve, set_direct, write_window
 from composerlite.storage.disk.memory import HostMemory, address_of, borrow_memory, give_memory_back, move
 from composerlite.storage.disk.reader import cut
 from composerlite.storage.workers import WorkerPool
@@ -114,6 +114,8 @@ class StreamWriter(Closing):
         self._filled = self._digested = 0  # bytes of the first window
         self._pool = WorkerPool(threads, name="checkpoint-writer")
         self._pending: deque[Future[float]] = deque()  # unfinished writes of windows, the oldest first
+        self._file = path.open("r+b", buffering=0)
+        set_direct(self._file, True)
 
     def write(self, data: bytes) -> None:
         """Append ``data``. Raises an OSError if an earlier append could not be written."""
@@ -169,10 +171,11 @@ class StreamWriter(Closing):
         digest = self._digester.finish()
         tail = b"" if seal is None else seal(digest, None)
         started = time.perf_counter()
-        with naming_file(self._path), self._path.open("r+b", buffering=0) as file:
-            write_all(file.fileno(), memoryview(tail), self.size_bytes)
-            os.ftruncate(file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
-            os.fsync(file.fileno())
+        with naming_file(self._path):
+            set_direct(self._file, False)
+            write_window(self._file, memoryview(tail), self.size_bytes, len(tail))
+            os.ftruncate(self._file.fileno(), self.size_bytes + len(tail))  # the last block was written whole
+            os.fsync(self._file.fileno())
         self.seconds["flush"] = time.perf_counter() - started
         self.close()
         return digest.with_tail(tail)
@@ -198,7 +201,7 @@ class StreamWriter(Closing):
         """Write the first ``size`` bytes of a window at ``position`` in the file, and return the time in seconds."""
         started = time.perf_counter()
         with naming_file(self._path):
-            write_file(self._path, view, position, size)
+            write_window(self._file, view, position, size)
         return time.perf_counter() - started
 
     def _finish_oldest(self) -> None:
@@ -212,6 +215,7 @@ class StreamWriter(Closing):
         for future in self._pending:
             future.cancel()
         self._pool.close()
+        self._file.close()
         self._pending.clear()
         self._windows.clear()
         if self._is_borrowed:
