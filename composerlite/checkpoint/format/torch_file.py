@@ -70,7 +70,7 @@ class TorchImage:
             after the image is written from a copy.
         comment_bytes: size of the zip comment. The caller sets the size before :meth:`write`, and appends the comment.
         ring: buffers for reading from devices.
-        not_finite: after :meth:`write`, name of the first tensor in ``watched`` with a value that is NaN or infinite.
+        not_finite: after :meth:`write`, name of the first watched tensor in the file with a NaN or infinite value.
 
     Raises:
         SaveError: ``must_load``, and the contents need ``trust_checkpoint``.
@@ -125,10 +125,10 @@ class TorchImage:
     def _copy(
         self, number: int, record: ZipRecord, sink: Sink | FileInMemory, memory: HostMemory | None, first: int
     ) -> int:
-        """Copy the storage ``number`` to ``sink``, look for values that are not finite, and return the CRC-32.
+        """Copy the storage ``number`` to ``sink``, and return the CRC-32.
 
-        numpy looks at a piece in one or two calls, in this thread, and without the interpreter lock. The search ends at
-        the first tensor with a value that is not finite.
+        Looks for NaN and infinite values in each piece. After a suspicious piece, each watched tensor of the storage is
+        checked once, and later pieces of the storage are not. The first tensor with such a value ends the search.
         """
         if not record.size:
             return 0
@@ -147,7 +147,7 @@ class TorchImage:
             if watched and self.not_finite is None and not _are_finite(start, size, watched[0][1]):
                 found = (name for name, dtype, place in watched if not _is_finite(storage, dtype, place))
                 self.not_finite = next(found, None)
-                watched = None  # the value may be outside the watched tensors: check the tensors once
+                watched = None  # the value may be outside the watched tensors, or a sum of large numbers overflowed
             crc = sink.copy(start, size, crc)
         return crc
 
@@ -174,13 +174,16 @@ _EXPONENTS = {
     torch.float16: ("i2", 0x7C00),
     torch.bfloat16: ("i2", 0x7F80),
 }
-"""By dtype: type in numpy of a number or of each part of a complex number, and for "i2" the bits of infinity."""
+"""By dtype: the numpy type to read, and the bits of infinity; 0 for types that numpy can add. A complex number is read
+as two numbers.
+"""
 
 
 def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
-    """Check that ``size_bytes`` of memory contain only finite numbers of ``dtype``. May return false for large numbers.
+    """Return true if ``size_bytes`` of memory contain only finite numbers of ``dtype``.
 
-    A sum with a value that is not finite is not finite. The sum of large numbers may overflow.
+    False may be wrong for numbers of 4 or 8 bytes. A sum with NaN or infinity is never finite. A sum of large finite
+    numbers may overflow.
     """
     kind, exponent = _EXPONENTS[dtype]
     memory = memoryview((ctypes.c_char * size_bytes).from_address(address))
@@ -189,7 +192,7 @@ def _are_finite(address: int, size_bytes: int, dtype: torch.dtype) -> bool:
         with np.errstate(all="ignore"):
             return bool(np.isfinite(np.add.reduce(numbers)))
     # As signed integers, positive numbers are the largest. As unsigned integers, negative numbers are the largest.
-    # The bits of NaN are larger than those of infinity.
+    # NaN has larger bits than infinity of the same sign.
     positive, negative = numbers.max(initial=0), numbers.view("u2").max(initial=0)
     return bool(positive < exponent and negative < exponent | 0x8000)
 

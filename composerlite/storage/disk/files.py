@@ -27,7 +27,7 @@ TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 _ABANDONED_SECONDS = 7 * 24 * 3600.0
 """On a file system without locks, a temporary file without a change for this time is abandoned."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-BLOCK_BYTES = 4096  # O_DIRECT requires multiples of this for offsets in files, sizes and addresses
+BLOCK_BYTES = 4096  # enough for O_DIRECT on all disks: offsets in files, sizes and addresses are multiples
 _SMALLEST_CHUNK_BYTES = 1 << 20
 _MOST_CHUNKS = 2048
 
@@ -63,9 +63,10 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def set_direct(file: FileIO, direct: bool) -> None:
-    """Write past the page cache from now on (O_DIRECT), or through the page cache again.
+    """Turn O_DIRECT on or off for an open file.
 
-    New pages of the page cache would take longer than the disk. Does nothing if the file system refuses O_DIRECT.
+    With O_DIRECT, writes skip the page cache: new pages of the cache take longer than the disk. The setting stays as
+    before if the file system refuses the change.
     """
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
@@ -73,12 +74,13 @@ def set_direct(file: FileIO, direct: bool) -> None:
 
 
 def write_window(file: FileIO, memory: memoryview, position: int, size: int) -> None:
-    """Write to a file, with or without O_DIRECT.
+    """Write the first ``size`` bytes of ``memory`` to an open file.
+
+    The size is rounded up to whole blocks if ``memory`` is long enough. So the caller truncates the file afterwards.
 
     Args:
-        file: an open file. :func:`set_direct` chooses O_DIRECT.
-        memory: has the bytes to write at the beginning. With O_DIRECT, the address is a multiple of ``BLOCK_BYTES``.
-            The last block is written whole, so the caller must truncate the file afterwards.
+        file: the file. :func:`set_direct` turns O_DIRECT on and off.
+        memory: bytes to write. With O_DIRECT, the address is a multiple of ``BLOCK_BYTES``.
         position: offset of the bytes in the file; with O_DIRECT a multiple of ``BLOCK_BYTES``.
         size: number of bytes.
     """
@@ -92,7 +94,7 @@ def write_window(file: FileIO, memory: memoryview, position: int, size: int) -> 
 
 
 def reserve(descriptor: int, size_bytes: int, path: Path) -> None:
-    """Reserve space for a file, which becomes ``size_bytes`` long, so that a full disk is an error before any write.
+    """Make a file ``size_bytes`` long and reserve the space, so that a full disk is an error before the first write.
 
     ``path`` is for the message of the OSError. Does nothing if the file system cannot reserve space.
     """
@@ -274,8 +276,8 @@ def abandoned_temporaries(folder: Path) -> Iterator[Path]:
         if temporary.is_symlink():
             yield temporary  # a link cannot be locked
         elif temporary.is_file():
-            # Errors: published a moment ago, or owned by another user.
-            with contextlib.suppress(FileNotFoundError, PermissionError), temporary.open("rb") as file:
+            # Errors: published a moment ago, or owned by another user. NFS locks only files that are open for writing.
+            with contextlib.suppress(FileNotFoundError, PermissionError), temporary.open("r+b") as file:
                 if _is_abandoned(file):
                     yield temporary
 

@@ -25,9 +25,9 @@ _RING_BYTES = 48 << 20
 """Size of the ring: the memory for a file that is not in memory as a whole, divided into windows used in turn."""
 _WINDOW_BYTES = 8 << 20  # more windows than threads: all threads and the caller are busy
 _WRITERS = 4  # fewer leave the disk idle between two writes
-_PIECE_BYTES = 2 << 20  # copied, then hashed while in the cache of the processor
+_PIECE_BYTES = 2 << 20  # size of a copy; the bytes are hashed while in the cache of the processor
 _LARGE_WINDOW_BYTES = 32 << 20
-"""Size of a window of memory written without a copy. Large: at each write call training waits for the interpreter."""
+"""Size of a window of memory written without a copy. Large, since each write call takes the interpreter's lock."""
 _FEW_CORES = 2  # training has a core; the other core either hashes or writes
 
 Seal = Callable[[FileDigest, FileDigest | None], bytes]
@@ -80,7 +80,8 @@ class StreamWriter(Closing):
             write.
         memory: memory for the whole file, owned by the caller; the file is written from there. :meth:`copy` copies the
             bytes to the same offset as in the file, unless already there. No other code may change the memory until
-            :meth:`finish` returns. ``None``: a ring of 48 MiB, where a window is reused after the write.
+            :meth:`finish` or :meth:`close` returns. ``None``: a ring of 48 MiB, where a window is reused after the
+            write.
         chunk_bytes: size of the chunks with a digest; ``None``: the result of :func:`chunk_bytes_for`.
 
     Attributes:
@@ -111,7 +112,7 @@ class StreamWriter(Closing):
         size, step = (_RING_BYTES, _WINDOW_BYTES) if memory is None else (memory.size_bytes, _LARGE_WINDOW_BYTES)
         threads = _WRITERS if memory is None or len(os.sched_getaffinity(0)) > _FEW_CORES else 0
         self._windows = deque(self._memory.view(start, end - start) for start, end in cut(0, size, step))
-        self._filled = self._digested = 0  # bytes of the first window
+        self._filled = self._digested = 0  # bytes filled and bytes digested in the first window
         self._pool = WorkerPool(threads, name="checkpoint-writer")
         self._pending: deque[Future[float]] = deque()  # unfinished writes of windows, the oldest first
         self._file = path.open("r+b", buffering=0)
@@ -156,7 +157,7 @@ class StreamWriter(Closing):
         return crc or 0
 
     def finish(self, seal: Seal | None = None) -> FileDigest:
-        """Wait until the file is durable, and return the digest. Nothing can be appended afterwards.
+        """Write the rest, wait until the file is durable, close the file, and return the digest.
 
         Args:
             seal: called for the tail, with ``None`` as the second argument. The tail is written before the fsync.
@@ -211,7 +212,10 @@ class StreamWriter(Closing):
         self.seconds["wait"] += time.perf_counter() - started
 
     def close(self) -> None:
-        """Drop the writes that have not begun, stop the threads and return borrowed memory. May be called twice."""
+        """Drop the writes that have not begun, wait for the others, close the file and return borrowed memory.
+
+        May be called twice.
+        """
         for future in self._pending:
             future.cancel()
         self._pool.close()
