@@ -113,5 +113,5 @@ def test_what_the_api_pages_show_says_what_it_takes_and_returns() -> None:
         is_without_result = is_constructor or signature.return_annotation in (None, "None", "Generator[None]")
         if not is_without_result and "Returns:" not in doc and "Yields:" not in doc:
             offenders.append(f"{name} -> {signature.return_annotation}: no Returns or Yields")
-    assert count > 300
+    assert count > 250
     assert not offenders, "\n".join(offenders)

@@ -13,24 +13,17 @@ from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import CheckpointManager, IgnoreKeys
 from composerlite.checkpoint.record.naming import PartialFilePath
 from composerlite.checkpoint.save.options import DEFAULTS, OWN_REMOTE_LATEST, OWN_REMOTE_NAME
-from composerlite.core import (
+from composerlite.core import Callback, Event, Logger, SchedulePredicate, State, TimeInput
+from composerlite.core.interval import (
     AutoInterval,
-    Callback,
-    Event,
-    Logger,
-    MeasuredMetrics,
-    SchedulePredicate,
-    State,
-    TimeInput,
-    check_metric_exists,
     ends_with_this_batch,
     interval_of,
     is_never,
     is_of_one_rank,
     is_once,
-    note_unread_losses,
     time_of,
 )
+from composerlite.core.measured import MeasuredMetrics, check_metric_exists, note_unread_losses
 from composerlite.errors import CheckpointError, checked_arguments
 from composerlite.types import CheckpointNews
 

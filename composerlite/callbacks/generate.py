@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from composerlite.checkpoint import rng
-from composerlite.core import Callback, Event, Logger, State, TimeInput, get_precision_context, interval_of
+from composerlite.core import Callback, Event, Logger, State, TimeInput, get_precision_context
+from composerlite.core.interval import interval_of
 from composerlite.errors import ConfigError
 
 log = logging.getLogger(__name__)

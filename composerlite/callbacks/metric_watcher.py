@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 import torch
 
-from composerlite.core import Callback, Logger, State, gives_one_value
+from composerlite.core import Callback, Logger, State
+from composerlite.core.measured import gives_one_value
 from composerlite.errors import ConfigError, did_you_mean
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,9 @@ from typing import Any, final
 import torch
 
 from composerlite import dist
-from composerlite.core import Callback, Logger, State, by_class, note_not_finite
+from composerlite.core import Callback, Logger, State
+from composerlite.core.measured import note_not_finite
+from composerlite.core.state.run_state import by_class
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, TrainingError, checked_arguments, did_you_mean
 

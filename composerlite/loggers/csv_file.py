@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, final
 
-from composerlite.core import CheckpointNews, Logger, State
+from composerlite.core import Logger, State
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import plain
 from composerlite.storage import atomic_write
+from composerlite.types import CheckpointNews
 
 _FIRST = ("batch", "epoch")
 _SAME = ("time/batch", "time/epoch")

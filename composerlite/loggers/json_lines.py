@@ -17,10 +17,11 @@ from typing import Any, cast, final
 import torch
 
 from composerlite._version import VERSION
-from composerlite.core import CheckpointNews, Logger, State
+from composerlite.core import Logger, State
 from composerlite.errors import checked_arguments
 from composerlite.loggers.run_file import RunFileLogger
 from composerlite.loggers.values import to_json
+from composerlite.types import CheckpointNews
 
 _FORMAT = 1
 

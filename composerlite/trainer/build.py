@@ -30,8 +30,8 @@ from composerlite.core import (
     Time,
     TimeInput,
     TimeUnit,
-    lost_parameters,
 )
+from composerlite.core.state.optimizer_state import lost_parameters
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
 from composerlite.loggers import ConsoleLogger, ProgressBarLogger
@@ -394,7 +394,7 @@ def parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> Parallel
     """Return the parallelism of the model, checked against the number of ranks; ``None`` for a replica on each rank."""
     if value is None:
         return None
-    from composerlite.core import ensure_parallelism
+    from composerlite.core.parallelism import ensure_parallelism
 
     config = ensure_parallelism(value)
     if config is not None:

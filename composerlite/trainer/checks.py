@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from composerlite.core import (
-    MAX_SEED,
     Algorithm,
     AlgorithmPass,
     Callback,
@@ -25,10 +24,11 @@ from composerlite.core import (
     SchedulePredicate,
     State,
     TimeInput,
-    check_metric_exists,
     create_interval_scheduler,
 )
 from composerlite.core.data import length_of
+from composerlite.core.measured import check_metric_exists
+from composerlite.core.numerics import MAX_SEED
 from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError, did_you_mean, naming
 from composerlite.models import ComposerModel
 from composerlite.other_trainers import way_here

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from composerlite.core import (
     DataSpec,
     Engine,
-    EvaluationAbandonedError,
     Evaluator,
     Event,
     Logger,
@@ -26,6 +25,7 @@ from composerlite.core import (
     metric_values,
     move_to_device,
 )
+from composerlite.core.interruption import EvaluationAbandonedError
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.checks import check_loss

@@ -10,19 +10,10 @@ from typing import NoReturn
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from composerlite.core import (
-    BatchAbandonedError,
-    DataSpec,
-    Engine,
-    Event,
-    Logger,
-    State,
-    TimeUnit,
-    count_samples,
-    move_to_device,
-    note_not_finite,
-    read_losses,
-)
+from composerlite.core import DataSpec, Engine, Event, Logger, State, TimeUnit, move_to_device
+from composerlite.core.data import count_samples
+from composerlite.core.interruption import BatchAbandonedError
+from composerlite.core.measured import note_not_finite, read_losses
 from composerlite.devices import rng
 from composerlite.errors import ConfigError, TrainingError
 from composerlite.trainer.data.dataloading import DataPosition

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch.nn.parameter import is_lazy
 
-from composerlite.core import Algorithm, Callback, Event, State, algorithms_of, callbacks_of
+from composerlite.core import Algorithm, Callback, Event, State, algorithms_of
+from composerlite.core.engine import callbacks_of
 from composerlite.devices import rng
 from composerlite.types import StateDict, Stateful
 

@@ -10,19 +10,10 @@ from typing import Any, final
 
 import torch
 
-from composerlite.core import (
-    BatchAbandonedError,
-    DataSpec,
-    Engine,
-    Event,
-    LossReading,
-    Precision,
-    State,
-    algorithms_of,
-    count_samples,
-    get_precision_context,
-    split_batch,
-)
+from composerlite.core import DataSpec, Engine, Event, Precision, State, algorithms_of, get_precision_context
+from composerlite.core.data import count_samples, split_batch
+from composerlite.core.interruption import BatchAbandonedError
+from composerlite.core.state.loss_reading import LossReading
 from composerlite.errors import TrainingError
 from composerlite.trainer.checks import check_loss
 from composerlite.trainer.ranks.communicator import Ranks

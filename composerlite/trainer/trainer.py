@@ -26,13 +26,10 @@ from composerlite.core import (
     State,
     Time,
     TimeInput,
-    configure_deterministic_mode,
     ensure_data_spec,
-    ensure_precision,
-    get_random_seed,
     seed_all,
-    seed_of_rank,
 )
+from composerlite.core.numerics import configure_deterministic_mode, ensure_precision, get_random_seed, seed_of_rank
 from composerlite.errors import ConfigError, checked_arguments
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler

@@ -19,15 +19,9 @@ if TYPE_CHECKING:
         format_name_with_dist_and_time,
         get_save_filename,
     )
-    from composerlite.core import (
-        FSDPConfig,
-        ParallelismConfig,
-        TPConfig,
-        batch_get,
-        batch_set,
-        create_interval_scheduler,
-    )
-    from composerlite.core.parallelism import FSDP2Config
+    from composerlite.core import ParallelismConfig, create_interval_scheduler
+    from composerlite.core.data import batch_get, batch_set
+    from composerlite.core.parallelism import FSDP2Config, FSDPConfig, TPConfig
     from composerlite.devices import get_device
     from composerlite.errors import ObjectStoreTransientError
     from composerlite.storage import ObjectStore, parse_uri, retry

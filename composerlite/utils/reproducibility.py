@@ -1,6 +1,7 @@
 """The documented path of seeding and of generator states. They live in ``composerlite.core`` and ``.checkpoint``."""
 
-from composerlite.core import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_all, seed_context
+from composerlite.core import seed_all
+from composerlite.core.numerics import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_context
 from composerlite.devices.rng import capture as get_rng_state
 from composerlite.devices.rng import restore as load_rng_state
 

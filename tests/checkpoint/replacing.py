@@ -51,7 +51,8 @@ from composerlite.checkpoint.save.sharded_writer import record_of_directory
 from composerlite.checkpoint.tools.copying import copy
 from composerlite.checkpoint.tools.surveying import place_at, remove, survey
 from composerlite.cli.app import app
-from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
+from composerlite.core import Logger, ParallelismConfig, State
+from composerlite.core.parallelism import FSDPConfig
 from composerlite.errors import CheckpointNotFoundError
 from composerlite.storage import FileDigest
 from composerlite.testing import Fault, FaultyStore

@@ -23,7 +23,8 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.save import LONGEST_WORK, SaveTask
 from composerlite.checkpoint.save.snapshot import StagingMemory
-from composerlite.core import FSDPConfig, Logger, ParallelismConfig, State
+from composerlite.core import Logger, ParallelismConfig, State
+from composerlite.core.parallelism import FSDPConfig
 from composerlite.dist.votes import Vote
 from composerlite.errors import RankError
 

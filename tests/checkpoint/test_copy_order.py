@@ -20,7 +20,7 @@ from torch import nn
 
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
 from composerlite.checkpoint.save.snapshot import StagingMemory, finish_device_work
-from composerlite.core import LossReading
+from composerlite.core.state.loss_reading import LossReading
 from composerlite.devices import DeviceRing
 from composerlite.errors import SaveError
 

@@ -19,7 +19,8 @@ from composerlite.checkpoint.place.catalog import Catalog
 from composerlite.checkpoint.place.directory import ShardedDirectory
 from composerlite.checkpoint.save.form import SaveRequest
 from composerlite.checkpoint.save.save import save
-from composerlite.core import FSDPConfig, ParallelismConfig, State
+from composerlite.core import ParallelismConfig, State
+from composerlite.core.parallelism import FSDPConfig
 from composerlite.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composerlite.core import AutoInterval, Event, IntervalScheduler, State, Timestamp, create_interval_scheduler
+from composerlite.core import Event, State, Timestamp, create_interval_scheduler
+from composerlite.core.interval import AutoInterval, IntervalScheduler
 from composerlite.errors import ConfigError
 
 

@@ -13,14 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from composerlite.core import (
-    DataSpec,
-    count_samples,
-    count_tokens,
-    ensure_data_spec,
-    move_to_device,
-    split_batch,
-)
+from composerlite.core import DataSpec, ensure_data_spec, move_to_device
+from composerlite.core.data import count_samples, count_tokens, split_batch
 from composerlite.devices import Device
 from composerlite.errors import ConfigError
 

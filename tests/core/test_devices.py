@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from composerlite.core import State, batch_get, batch_set
+from composerlite.core import State
+from composerlite.core.data import batch_get, batch_set
 from composerlite.devices import Device, DeviceCPU, DeviceGPU, get_device, move_to_device
 from composerlite.errors import ConfigError
 

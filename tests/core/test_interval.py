@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from composerlite.core import Event, IntervalScheduler, State, Time, Timestamp, TimeUnit, create_interval_scheduler
+from composerlite.core import Event, State, Time, Timestamp, TimeUnit, create_interval_scheduler
+from composerlite.core.interval import IntervalScheduler
 from composerlite.errors import ConfigError
 
 Epochs = list[list[tuple[int, float]]]

@@ -9,7 +9,8 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from composerlite.core import Evaluator, MeasuredMetrics, State, Timestamp, check_metric_exists, metric_values
+from composerlite.core import Evaluator, State, Timestamp, metric_values
+from composerlite.core.measured import MeasuredMetrics, check_metric_exists
 from composerlite.errors import ConfigError
 
 

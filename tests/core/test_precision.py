@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composerlite.core import Precision, ensure_precision, get_precision_context
+from composerlite.core import Precision, get_precision_context
+from composerlite.core.numerics import ensure_precision
 from composerlite.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from composerlite.core import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_all, seed_context
+from composerlite.core import seed_all
+from composerlite.core.numerics import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_context
 from composerlite.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from composerlite import dist
 from composerlite.checkpoint.format.torch_file import FileInMemory, TorchImage
-from composerlite.core import seed_context
+from composerlite.core.numerics import seed_context
 from composerlite.devices import Device, rng
 from composerlite.errors import ConfigError
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError
 from composerlite.loggers import CSVLogger
+from composerlite.types import CheckpointNews
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from composerlite import Trainer
-from composerlite.core import CheckpointNews
 from composerlite.errors import ConfigError
 from composerlite.loggers import CSVLogger, JSONLLogger
 from composerlite.models import ComposerClassifier
+from composerlite.types import CheckpointNews
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite import Callback, ComposerModel, Logger, State, Trainer
 from composerlite.checkpoint import Catalog, async_save_model_and_optim_state, load_model_and_optim_state
-from composerlite.core import Interruption
+from composerlite.core.interruption import Interruption
 from composerlite.storage import Transfer, WorkerPool, open_store
 
 WIDE = 6 << 20  # 24 MB in one weight, and as much of momentum

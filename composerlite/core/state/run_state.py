@@ -367,14 +367,14 @@ class RunState:
         self._dataloader_len: int | None = length
 
     def batch_get_item(self, key: Any) -> Any:
-        """Return one item of the batch; see :func:`~composerlite.core.batch_get`."""
+        """Return one item of the batch; see :func:`~composerlite.core.data.batch_get`."""
         return batch_get(self.batch, key)
 
     def batch_set_item(self, key: Any, value: Any) -> None:
-        """Replace one item of the batch; see :func:`~composerlite.core.batch_set`.
+        """Replace one item of the batch; see :func:`~composerlite.core.data.batch_set`.
 
         Args:
-            key: index, key, attribute name or function, as :func:`~composerlite.core.batch_set` takes it.
+            key: index, key, attribute name or function, as :func:`~composerlite.core.data.batch_set` takes it.
             value: the new item.
         """
         self.batch = batch_set(self.batch, key, value)

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, final
 
-from composerlite.core import Precision, State, frozen_parameters, set_frozen_parameters
+from composerlite.core import Precision, State
+from composerlite.core.state.model_state import frozen_parameters, set_frozen_parameters
 from composerlite.trainer.differences import ChangedSetting
 from composerlite.types import StateDict
 

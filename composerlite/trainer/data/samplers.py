@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from composerlite.core import seed_torch
+from composerlite.core.numerics import seed_torch
 from composerlite.errors import ConfigError
 
 __all__ = [

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from composerlite.core import FSDPConfig, ParallelismConfig, TPConfig
+    from composerlite.core import ParallelismConfig
+    from composerlite.core.parallelism import FSDPConfig, TPConfig
 
 __all__ = [
     "Parallel",
