@@ -77,7 +77,7 @@ docs: $(VENV)/.installed ## build the site into site/, then run its examples
 examples: $(VENV)/.installed ## run every code block of README.md and docs/
 	$(BIN)/pytest tests/test_docs.py
 
-bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one, ARGS=--no-peers
+bench: $(BENCH)/.installed ## time composerlite beside its peers: benchmarks/out, docs/images; ONLY=checkpoint_saves for one, ARGS=--no-peers, BENCH_SHORT=1
 	set -e; for name in $(ONLY); do $(BENCH)/bin/python benchmarks/$$name.py $(ARGS); done
 	$(BENCH)/bin/python benchmarks/report.py
 

@@ -28,9 +28,21 @@ from typing import Any
 import torch
 from checkpoint_limits import Limits, forget_cached, make_cached
 from checkpoint_systems import SYSTEMS, Pending, Run, System
-from measure import OUT, ForeignCpu, MemoryPeak, Sample, interleaved, repeated, report, spread, undisturbed, write
+from measure import (
+    OUT,
+    SHORT,
+    ForeignCpu,
+    MemoryPeak,
+    Sample,
+    interleaved,
+    repeated,
+    report,
+    spread,
+    undisturbed,
+    write,
+)
 
-LAYERS = 30
+LAYERS = 1 if SHORT else 30
 PAIRS = 5  # undisturbed ones; a process takes longer to get ready than to measure, so one measures all
 MOST_PAIRS = 10
 LEAST_SECONDS = 120.0  # of pairs of ours, which targets are set for: a steadier median

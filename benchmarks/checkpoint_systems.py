@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from measure import only_installed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -392,11 +393,13 @@ class TorchCheckpointing(System):
         self._manager = self._build(None)
 
 
-SYSTEMS: dict[str, type[System]] = {
-    "composerlite": Composerlite,
-    "torch.save": TorchSave,
-    "torch DCP": TorchDcp,
-    "Lightning": Lightning,
-    "OLMo-core": OlmoCore,
-    "torch_checkpointing": TorchCheckpointing,
-}
+SYSTEMS = only_installed(
+    {
+        "composerlite": Composerlite,
+        "torch.save": TorchSave,
+        "torch DCP": TorchDcp,
+        "Lightning": Lightning,
+        "OLMo-core": OlmoCore,
+        "torch_checkpointing": TorchCheckpointing,
+    }
+)

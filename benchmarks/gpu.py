@@ -509,7 +509,7 @@ def note(line: dict[str, Any]) -> None:
 def main() -> int:
     """Run what was asked for; 1 where a stage failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=sorted(STAGES))
+    parser.add_argument("--stage", choices=sorted(STAGES), nargs="+", help="run these in this process; default: all")
     parser.add_argument("--gb", type=float, default=1.5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     chosen = parser.parse_args()
@@ -517,7 +517,8 @@ def main() -> int:
         print("make gpu: skipped, torch finds no CUDA device on this machine")
         return 0
     if chosen.stage is not None:
-        run_stage(chosen.stage, chosen.gb, chosen.device)
+        for stage in chosen.stage:
+            run_stage(stage, chosen.gb, chosen.device)
         return 0
     OUT.unlink(missing_ok=True)
     name = torch.cuda.get_device_name() if chosen.device == "cuda" else "cpu"

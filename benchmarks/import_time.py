@@ -14,7 +14,7 @@ import warnings
 from importlib.metadata import version
 from typing import Any
 
-from measure import ForeignCpu, Sample, interleaved, report, spread, undisturbed, write
+from measure import SHORT, ForeignCpu, Sample, interleaved, report, spread, undisturbed, write
 
 REPEATS = 5
 MOST_ROUNDS = 8
@@ -51,7 +51,9 @@ def measure(system: str) -> None:
 
 def main() -> None:
     """All systems in turn; writes ``out/import_time.json``."""
-    samples, rounds = interleaved(__file__, list(SYSTEMS), repeats=REPEATS, most_rounds=MOST_ROUNDS)
+    samples, rounds = interleaved(
+        __file__, ["composerlite"] if SHORT else list(SYSTEMS), repeats=REPEATS, most_rounds=MOST_ROUNDS
+    )
     everything = [sample for found in samples.values() for sample in found]
     results = {"torch": summary("torch", "torch", everything)}
     results.update({system: summary(system, "over_torch", found) for system, found in samples.items()})

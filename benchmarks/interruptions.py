@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import OUT
+from measure import OUT, SHORT
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,7 +34,7 @@ from composerlite.checkpoint import Catalog
 from composerlite.checkpoint.load.candidates import RunPlace, list_checkpoints, newest_first
 
 MEMORY = "/dev/shm"
-INTERVALS = (1, 2, 5, 10, 20, 50)
+INTERVALS = (5,) if SHORT else (1, 2, 5, 10, 20, 50)
 BATCH_SECONDS = 0.01
 WARM_UP = 5
 
@@ -180,7 +180,7 @@ def _resume(queue: Any, done: Any, folder: str, layers: int) -> None:
 def time_to_resume(times: int) -> list[dict[str, Any]]:
     """Seconds until a run may train on, from the moment at which its process has imported everything."""
     rows: list[dict[str, Any]] = []
-    for layers in (1, 8, 80):
+    for layers in (1,) if SHORT else (1, 8, 80):
         with tempfile.TemporaryDirectory(dir=".") as folder:
             apart(_save, folder, layers)
             size = Catalog(folder).manifests()[-1].size_bytes
@@ -225,7 +225,7 @@ def memory_overhead(rounds: int) -> list[dict[str, float]]:
     for number in range(rounds):
         row: dict[str, float] = {}
         for name, interval in (("without", None), ("with", "1ba"))[:: 1 if number % 2 else -1]:
-            row[name] = apart(_timed, interval, 12, 1024)
+            row[name] = apart(_timed, interval, *((2, 16) if SHORT else (12, 1024)))
         rows.append(row)
         print(
             f"round {number}: {row['without']:.3f} s a batch, {row['with']:.3f} s with 101 MB kept of each: "
@@ -237,18 +237,20 @@ def memory_overhead(rounds: int) -> list[dict[str, float]]:
     return rows
 
 
+MEASUREMENTS = {"lost": lost_work, "resume": time_to_resume, "memory": memory_overhead}
+
+
 def main() -> None:
     """Do what is asked for and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", nargs="*", choices=["lost", "resume", "memory"], default=["lost", "resume", "memory"])
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("what", nargs="*", choices=[*MEASUREMENTS, []], help="one or several; all by default")
+    parser.add_argument("--times", type=int, default=1 if SHORT else 5)
     given = parser.parse_args()
     path = OUT / "interruptions.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for what, measure in (("lost", lost_work), ("resume", time_to_resume), ("memory", memory_overhead)):
-        if what in given.what:
-            found[what] = measure(given.times)
-    OUT.mkdir(exist_ok=True)
+    for what in given.what or MEASUREMENTS:
+        found[what] = MEASUREMENTS[what](given.times)
+    OUT.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
     shutil.rmtree(Path(MEMORY) / f"composerlite-{os.getuid()}" / "benchmark", ignore_errors=True)
 

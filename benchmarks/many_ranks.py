@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_saves import checkpoints
-from measure import Sample, interleaved, report, spread, undisturbed, write
+from measure import SHORT, Sample, interleaved, report, spread, undisturbed, write
 from rank_costs import bytes_read, planning, votes
 from sharded_systems import SYSTEMS, take_turns
 
-RANKS = {"1 rank": 1, "2 ranks": 2, "4 ranks": 4}
-LAYERS = 12
-REPEATS = 3
+RANKS = {"2 ranks": 2} if SHORT else {"1 rank": 1, "2 ranks": 2, "4 ranks": 4}
+LAYERS = 1 if SHORT else 12
+REPEATS = 1 if SHORT else 3
 LAYER_BYTES = 2048 * 2049 * 4 * 3
 
 

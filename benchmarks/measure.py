@@ -15,18 +15,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "OUT",
+    "SHORT",
     "ForeignCpu",
     "MemoryPeak",
     "Sample",
+    "installed",
     "interleaved",
+    "only_installed",
     "repeated",
     "report",
     "spread",
@@ -34,11 +38,16 @@ __all__ = [
     "write",
 ]
 
-OUT = Path(__file__).parent / "out"
+SHORT = os.environ.get("BENCH_SHORT") == "1"
+"""Whether each measurement runs once, with small sizes and only the installed peers. Shows that the benchmarks work."""
 
-DISTURBED = 0.1
-"""A repeat is dropped if other processes used more than this share of one core while it ran."""
+OUT = Path(__file__).parent / "out" / ("short" if SHORT else ".")
 
+DISTURBED = float("inf") if SHORT else 0.1
+"""A repeat is dropped if other processes used more than this share of one core while it ran. Short runs drop none."""
+
+
+S = TypeVar("S", bound=Any)
 
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD of include/linux/sched.h
 
@@ -66,12 +75,27 @@ class ForeignCpu:
         self.share = max(0.0, _foreign_seconds(self._root) - self._foreign) / (time.perf_counter() - self._wall)
 
 
+def installed(distribution: str) -> bool:
+    """Return whether a peer can be measured. True for every peer unless `SHORT`: a full benchmark needs them all."""
+    try:
+        return not SHORT or bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+def only_installed(systems: Mapping[str, S]) -> dict[str, S]:
+    """Return the systems whose ``distribution`` is :func:`installed`."""
+    return {name: system for name, system in systems.items() if installed(system.distribution)}
+
+
 def repeated(wanted: int, most: int, *, seconds: float = 0.0) -> Iterator[ForeignCpu]:
     """Repeat the body of a loop until ``wanted`` times were undisturbed by others, at most ``most`` times; what is
     quick is repeated for ``seconds``, for a steadier median.
 
     Each time it is given what measures the others meanwhile, which knows when the body is done.
     """
+    if SHORT:
+        wanted, most, seconds = 1, 1, 0.0
     until = time.monotonic() + seconds
     quiet = done = 0
     while (quiet < wanted and done < most) or time.monotonic() < until:
@@ -211,6 +235,8 @@ def interleaved(
     Returns:
         The samples of each system, one per round and part or several, and the number of rounds.
     """
+    if SHORT:
+        most_rounds, warm_up_rounds = 1, 0
     samples: dict[str, list[Sample]] = {system: [] for system in systems}
     rounds = 0
     for number in range(warm_up_rounds + most_rounds):
@@ -255,6 +281,6 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 def write(name: str, results: dict[str, Any]) -> None:
     """Write ``results`` and where they were measured to ``benchmarks/out/<name>.json``."""
-    OUT.mkdir(exist_ok=True)
+    OUT.mkdir(parents=True, exist_ok=True)
     machine = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
     (OUT / f"{name}.json").write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")

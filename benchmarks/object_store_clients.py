@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from measure import only_installed
+
 __all__ = ["CLIENTS", "Client", "Service"]
 
 MIB = 1 << 20
@@ -309,12 +311,14 @@ class Memory:
         return len(data)
 
 
-CLIENTS: dict[str, type[Client]] = {
-    "composerlite": Composerlite,
-    "boto3, one request": Boto3,
-    "boto3, parts": Boto3Transfer,
-    "boto3 with CRT": Boto3Crt,
-    "obstore, parts": Obstore,
-    "obstore, one request": ObstoreWhole,
-    "s3torchconnector": S3Torch,
-}
+CLIENTS = only_installed(
+    {
+        "composerlite": Composerlite,
+        "boto3, one request": Boto3,
+        "boto3, parts": Boto3Transfer,
+        "boto3 with CRT": Boto3Crt,
+        "obstore, parts": Obstore,
+        "obstore, one request": ObstoreWhole,
+        "s3torchconnector": S3Torch,
+    }
+)

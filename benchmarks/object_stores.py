@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from measure import ForeignCpu, Sample, interleaved, report, spread, undisturbed, write
+from measure import SHORT, ForeignCpu, Sample, installed, interleaved, report, spread, undisturbed, write
 from object_store_clients import CLIENTS, Client, Service
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))  # where the services of the tests are started
@@ -44,17 +44,17 @@ from storage.servers.seaweedfs import S3Server, running_seaweedfs
 
 REPEATS = 5
 MOST_ROUNDS = 5
-MEGABYTES, CHECKPOINTS = 128, 10_000
-LAYERS = 3
+MEGABYTES, CHECKPOINTS = (8, 20) if SHORT else (128, 10_000)
+LAYERS = 1 if SHORT else 3
 TEMPLATE = "ba{batch}.pt"
-SAVES = 5
+SAVES = 1 if SHORT else 5
 TURNS = 2
 WRITERS = 16
 FINDS = 5
 BATCHES, BATCHES_PER_SAVE = 60, 10
 TIMEOUT = 300.0
 OURS = "composerlite"
-SAVERS = (OURS, "OLMo-core")
+SAVERS = (OURS, "OLMo-core") if installed("ai2-olmo-core") else (OURS,)
 DIRECTIONS = ("upload", "read", "download")
 
 

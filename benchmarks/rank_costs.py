@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import ForeignCpu
+from measure import SHORT, ForeignCpu, installed
 from sharded_systems import Measured, join
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -45,13 +45,13 @@ __all__ = [
     "votes",
 ]
 
-LAYERS, WIDTH = 12, 1024
+LAYERS, WIDTH = 2 if SHORT else 12, 1024
 KEYS_STEP = 10
-TENSORS = (100, 1_000, 10_000)
-RANKS = (1, 16, 256, 4096)
+TENSORS = (100,) if SHORT else (100, 1_000, 10_000)
+RANKS = (1, 16) if SHORT else (1, 16, 256, 4096)
 MOST_ITEMS, MOST_ITEMS_OF_ALL = 409_600, 25_600
-VOTERS = (1, 4, 16, 64, 256)
-ROUNDS = 5
+VOTERS = (1, 4) if SHORT else (1, 4, 16, 64, 256)
+ROUNDS = 1 if SHORT else 5
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,12 +100,14 @@ def _olmo_writer(path: Path) -> Any:
     return RemoteFileSystemWriter(path)
 
 
-READERS: dict[str, Callable[[Path], Any]] = {"composerlite": _ours, "torch DCP": FileSystemReader, "OLMo-core": _olmo}
+READERS: dict[str, Callable[[Path], Any]] = {"composerlite": _ours, "torch DCP": FileSystemReader}
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "composerlite": _our_writer,
     "torch DCP": FileSystemWriter,
-    "OLMo-core": _olmo_writer,
 }
+if installed("ai2-olmo-core"):
+    READERS["OLMo-core"] = _olmo
+    WRITERS["OLMo-core"] = _olmo_writer
 
 
 def _tensors() -> dict[str, torch.Tensor]:

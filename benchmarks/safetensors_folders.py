@@ -24,12 +24,12 @@ import torch
 from checkpoint_limits import Limits
 from checkpoint_saves import PAIRS, Bench, checkpoints, part, summary
 from checkpoint_systems import Network, Run, System
-from measure import interleaved, write
+from measure import SHORT, interleaved, only_installed, write
 from torch import Tensor
 
-LAYERS, WIDTH = 90, 2048
+LAYERS, WIDTH = 1 if SHORT else 90, 2048
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
-FILE_BYTES = 500_000_000
+FILE_BYTES = 10_000_000 if SHORT else 500_000_000
 OURS = "composerlite"
 COPIES = 3  # on the disk at the same time: a folder, what replaces it, and that of the probe
 
@@ -131,13 +131,15 @@ class FolderOfAnother(Composerlite):
         Hub(self.run).save(path)
 
 
-SYSTEMS: dict[str, type[System]] = {
-    OURS: Composerlite,
-    "composerlite, folder of safetensors": FolderOfAnother,
-    "safetensors": Hub,
-    "fastsafetensors": FastSafetensors,
-    "torch DCP, Hugging Face": TorchHuggingFace,
-}
+SYSTEMS = only_installed(
+    {
+        OURS: Composerlite,
+        "composerlite, folder of safetensors": FolderOfAnother,
+        "safetensors": Hub,
+        "fastsafetensors": FastSafetensors,
+        "torch DCP, Hugging Face": TorchHuggingFace,
+    }
+)
 READS_ONLY = ("composerlite, folder of safetensors", "fastsafetensors")
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from checkpoint_limits import Limits, make_cached
-from measure import ForeignCpu
+from measure import ForeignCpu, only_installed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -192,7 +192,7 @@ class OlmoCore(System):
         self.olmo.load_model_and_optim_state(path, self.run.model, self.run.optimizer)
 
 
-SYSTEMS: dict[str, type[System]] = {"composerlite": Composerlite, "torch DCP": TorchDcp, "OLMo-core": OlmoCore}
+SYSTEMS = only_installed({"composerlite": Composerlite, "torch DCP": TorchDcp, "OLMo-core": OlmoCore})
 
 
 # ── one rank ─────────────────────────────────────────────────────────────────────────────────────────────────────

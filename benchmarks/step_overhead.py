@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import ForeignCpu, Sample, interleaved, report, spread, undisturbed, write
+from measure import SHORT, ForeignCpu, Sample, interleaved, report, spread, undisturbed, write
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-WARM_UP = 500
-STEPS = 4000
+WARM_UP = 50 if SHORT else 500
+STEPS = 100 if SHORT else 4000
 BATCH_SIZE = 8
 LEARNING_RATE = 0.01
 REPEATS = 5
@@ -216,7 +216,8 @@ def measure(system: str) -> None:
 
 def main() -> None:
     """All systems in turn; writes ``out/step_overhead.json``."""
-    samples, rounds = interleaved(__file__, list(SYSTEMS), repeats=REPEATS, most_rounds=MOST_ROUNDS)
+    systems = ["raw", "composerlite"] if SHORT else list(SYSTEMS)
+    samples, rounds = interleaved(__file__, systems, repeats=REPEATS, most_rounds=MOST_ROUNDS)
     results = {system: summary(system, found, samples["raw"]) for system, found in samples.items()}
     write("step_overhead", {"steps": STEPS, "rounds": rounds, "systems": results})
 
