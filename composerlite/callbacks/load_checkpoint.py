@@ -65,4 +65,4 @@ class LoadCheckpoint(Callback):
             )
             self._loaded = own
             if generators is not None:
-                state.loaded_generators = generators
+                state.resumed.generators = generators

@@ -103,7 +103,7 @@ def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer
     )
     if config.trainer.auto_log_hparams:  # all of the configuration, and with the environment's secrets left out
         trainer.logger.log_hyperparameters(hyperparameters(config))
-    trainer.state.settings = {**trainer.state.settings, "config": kept_config(config)}
+    trainer.state.script.settings = {**trainer.state.script.settings, "config": kept_config(config)}
     return trainer
 
 

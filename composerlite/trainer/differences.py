@@ -133,23 +133,23 @@ def reconcile_optimizer(state: State, *, script_holds: bool) -> list[ChangedSett
     Learning rates and numbers of the script hold, if ``script_holds``; of the others the state that the optimizer was
     saved with is made.
     """
-    if not state.optimizers or not state.resumed_metadata:
+    if not state.optimizers or not state.resumed.metadata:
         return []
     return [*_reconcile_rates(state, script_holds), *_reconcile_hyperparameters(state, script_holds)]
 
 
 def _reconcile_rates(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
-    before, now = list(map(float, state.resumed_metadata.get("learning_rates", ()))), list(state.learning_rates)
+    before, now = list(map(float, state.resumed.metadata.get("learning_rates", ()))), list(state.script.learning_rates)
     if len(before) != len(now) or before == now:
         return
     if not script_holds:
-        state.learning_rates = tuple(before)
+        state.script.learning_rates = tuple(before)
         yield ChangedSetting("learning rate", tuple(before), tuple(now), _OLD_HOLDS)
         return
     groups, schedulers = state.optimizers[0].param_groups, list(_flat(state.schedulers))
     apart = [type(one).__name__ for one in schedulers if _keeps_rates(one)]
     if apart:
-        state.learning_rates = tuple(before)
+        state.script.learning_rates = tuple(before)
         verdict = _SCHEDULE_HOLDS.format(name=apart[0], path=state.load_path, rate=_one(before))
         yield ChangedSetting("learning rate", tuple(before), tuple(now), verdict)
         return
@@ -197,10 +197,10 @@ def rebase(schedulers: Iterable[LRScheduler], rates: Sequence[float]) -> None:
 
 def _reconcile_hyperparameters(state: State, script_holds: bool) -> Iterator[ChangedSetting]:
     groups = state.optimizers[0].param_groups
-    given = state.settings.get("optimizer", {})
-    saved: Mapping[str, list[Any]] | None = state.resumed_metadata.get("settings", {}).get("optimizer")
+    given = state.script.settings.get("optimizer", {})
+    saved: Mapping[str, list[Any]] | None = state.resumed.metadata.get("settings", {}).get("optimizer")
     if saved is None:  # an older checkpoint: what it has holds, and is what the next one will have been given
-        state.settings = {**state.settings, "optimizer": optimizer_settings(state.optimizers[0])}
+        state.script.settings = {**state.script.settings, "optimizer": optimizer_settings(state.optimizers[0])}
         return
     holding = dict(given)
     for name in given:
@@ -215,7 +215,7 @@ def _reconcile_hyperparameters(state: State, script_holds: bool) -> Iterator[Cha
             holding[name] = before
             verdict = _STATE_HOLDS.format(path=state.load_path) if script_holds else _OLD_HOLDS
         yield ChangedSetting(name, _one(before), _one(now), verdict)
-    state.settings = {**state.settings, "optimizer": holding}
+    state.script.settings = {**state.script.settings, "optimizer": holding}
 
 
 def _may_change(name: str, before: Any, now: Any) -> bool:
@@ -236,10 +236,10 @@ def differences_of_run(state: State, *, seed: int | None) -> list[ChangedSetting
         state: of the run, with the training data that it continues with.
         seed: that the script gave; ``None``: it left that to us.
     """
-    before = state.resumed_metadata
+    before = state.resumed.metadata
     if not before:
         return []
-    data, now = before.get("settings", {}).get("train_data", {}), state.settings.get("train_data", {})
+    data, now = before.get("settings", {}).get("train_data", {}), state.script.settings.get("train_data", {})
     size = getattr(state.train_dataloader, "batch_size", None)
     compared = [
         ("precision", before.get("precision"), state.precision.value, "give precision={!r}"),

@@ -92,9 +92,9 @@ def run(loop: Loop) -> None:
     state, engine = loop.state, loop.engine
     state.model.train()
     engine.run_event(Event.FIT_START)
-    if state.loaded_generators is not None:
-        rng.restore(state.loaded_generators, state.rank)
-        state.loaded_generators = None
+    if state.resumed.generators is not None:
+        rng.restore(state.resumed.generators, state.rank)
+        state.resumed.generators = None
 
     if state.interruption.evaluation is not None:
         _evaluate_what_was_interrupted(loop)

@@ -95,7 +95,7 @@ def load_or_resume(
             generators = _restored(state, choice, settings)
         else:
             generators = _load(state, str(path), settings)
-        state.loaded_generators = state.loaded_generators if generators is None else generators
+        state.resumed.generators = state.resumed.generators if generators is None else generators
         began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
     differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
     if choice is not None:

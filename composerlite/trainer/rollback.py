@@ -94,7 +94,7 @@ class DataRollback:
         """Put everything back, to be saved: the loader, which may have been stopped anywhere, is of no more use."""
         self._rest.restore()
         self._state.data_position = _Noted(self._position)
-        self._state.noted_states = self._noted
+        self._state.states_before_batch = self._noted
 
 
 @final

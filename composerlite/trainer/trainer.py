@@ -283,7 +283,7 @@ class Trainer:
             parallelism=parallelism,
             deepspeed_config=zero_config,
         )
-        self.state.is_named = is_named
+        self.state.script.names_run = is_named
         self.state.profiler = profiler
         self._set_precision(chosen_precision)
         self.state.callbacks = [*user_loggers, *user_callbacks]
@@ -310,8 +310,8 @@ class Trainer:
             if sharded is not None and zero_config is None:
                 self._membership.stay()
 
-            self.state.learning_rates = build.given_rates(self.state.optimizers[0])
-            self.state.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
+            self.state.script.learning_rates = build.given_rates(self.state.optimizers[0])
+            self.state.script.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
             self._run_settings = RunSettings(self.state)
 
             # Loading comes last: everything that has a state is there to take it.
@@ -436,11 +436,11 @@ class Trainer:
         if not self._has_told_start:
             messages.tell_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
             self._has_told_start = True
-        state.settings = {**state.settings, "train_data": data_settings(self._train_spec.dataloader)}
+        state.script.settings = {**state.script.settings, "train_data": data_settings(self._train_spec.dataloader)}
         if begun_before:
             differences += differences_of_run(state, seed=self._given_seed)
         tell(state, [*self._start.differences, *differences])
-        self._start, state.resumed_metadata = self._start._replace(differences=[]), {}
+        self._start, state.resumed.metadata = self._start._replace(differences=[]), {}
         loop = self._loop(self._train_spec)
         calls.note_start()
         try:

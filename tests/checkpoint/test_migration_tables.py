@@ -151,7 +151,7 @@ def _found(run: Any) -> dict[str, Any]:
         "optimizer": bool(state.optimizers[0].state),
         "scheduler": state.schedulers[0].last_epoch == SAVED,
         "batch": int(state.timestamp.batch),
-        "generators": bool(state.loaded_generators),
+        "generators": bool(state.resumed.generators),
     }
 
 

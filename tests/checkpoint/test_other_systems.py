@@ -197,7 +197,7 @@ def test_a_step_of_olmo_core_tells_time_and_random_state() -> None:
     with trainer(DATA / "olmo_core/step6") as run:
         time = run.state.timestamp
         assert (int(time.epoch), int(time.batch), int(time.batch_in_epoch)) == (1, 6, 2)
-        (generators,) = run.state.loaded_generators or ()
+        (generators,) = run.state.resumed.generators or ()
         assert torch.equal(generators["torch"], saved["rng"]["torch"]["state"])
         assert generators["python"] == saved["rng"]["python"]["state"]
 

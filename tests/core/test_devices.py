@@ -77,18 +77,13 @@ def test_what_is_moved_to_this_machine_is_waited_for() -> None:
     assert moves.of == {"cpu": False, "cuda:1": True, "mps": False, "xpu:0": False}
 
 
-def test_one_item_may_be_assigned_where_a_state_has_several(state: State) -> None:
-    """``state.schedulers = scheduler`` is the list of the one; a sequence is taken as it is, ``None`` is none."""
-    optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
-    state.optimizers = optimizer
-    assert state.optimizers == (optimizer,)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    state.schedulers = scheduler
-    assert state.schedulers == [scheduler]
-    state.schedulers = [scheduler, scheduler]
-    assert len(state.schedulers) == 2
-    state.schedulers = None
-    assert state.schedulers == []
+@pytest.mark.parametrize("name", ["optimizers", "schedulers", "algorithms", "callbacks", "evaluators"])
+def test_a_list_of_the_state_accepts_a_single_item(state: State, name: str) -> None:
+    """A sequence becomes a list, and ``None`` an empty list."""
+    item = object()
+    for given, expected in [(item, [item]), ((item, item), [item, item]), (None, [])]:
+        setattr(state, name, given)
+        assert getattr(state, name) == expected
 
 
 def test_a_state_without_fsdp_says_so_in_composers_words(state: State) -> None:
@@ -97,7 +92,7 @@ def test_a_state_without_fsdp_says_so_in_composers_words(state: State) -> None:
     assert (state.fsdp_state_dict_type, state.fsdp_sharded_state_dict_enabled) == (None, False)
     assert (state.is_model_ddp, state.load_monolith_rank0_only, state.tp_config) == (False, False, None)
     assert list(state.get_model_state_dict()) == ["weight", "bias"]
-    state.optimizers = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    state.optimizers = [torch.optim.SGD(state.model.parameters(), lr=0.1)]
     assert list(state.get_optim_state_dict()) == ["SGD"]
 
 

@@ -291,8 +291,8 @@ def test_what_has_no_partner_is_logged(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING):
         restored(run(steps=1, callbacks=[Counter(3)]).state_dict(), run(algorithms=[Shift()]))
     (message,) = [record.getMessage() for record in caplog.records if "does not match the run" in record.getMessage()]
-    assert "it holds no state of 'Shift' in algorithms, which starts fresh" in message
-    assert "it holds state of 'Counter' in callbacks, which this run has not" in message
+    assert "has no state of 'Shift' in algorithms: Shift starts fresh" in message
+    assert "has a state of 'Counter' in callbacks, and the run has no Counter" in message
 
 
 def test_what_keeps_no_state_is_not_said_to_start_fresh(caplog: pytest.LogCaptureFixture) -> None:

@@ -158,4 +158,4 @@ def test_one_optimizer_is_a_list_of_one() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = State(model, rank_zero_seed=0, run_name="a-run", device=torch.device("cpu"), optimizers=optimizer)
-    assert state.optimizers == (optimizer,)
+    assert state.optimizers == [optimizer]

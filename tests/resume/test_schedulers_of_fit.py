@@ -177,8 +177,8 @@ def test_what_does_not_match_is_said_when_the_call_has_begun(tmp_path: Path, cap
     launch(tmp_path, one_call, KINDS["LambdaLR"])
     (said,) = [record.getMessage() for record in caplog.records if "does not match" in record.getMessage()]
     assert said.endswith(
-        "it holds no state of 'LambdaLR' in schedulers, which starts fresh; it holds state of 'StepLR' in schedulers, "
-        "which this run has not"
+        "the checkpoint has no state of 'LambdaLR' in schedulers: LambdaLR starts fresh; "
+        "the checkpoint has a state of 'StepLR' in schedulers, and the run has no StepLR"
     )
 
 
@@ -188,7 +188,7 @@ def test_a_new_run_begins_the_schedule_that_fit_is_given(tmp_path: Path, caplog:
     tuning: dict[str, Any] = {"load_path": tmp_path / "base" / "latest-rank0.pt", "run_name": "tuned"}
     _, fresh = launch(tmp_path / "tuned", one_call, KINDS["StepLR"], **tuning)
     assert fresh.state.schedulers[0].last_epoch == 8
-    assert "it holds state of 'StepLR' in schedulers, which this run has not" in caplog.text
+    assert "has a state of 'StepLR' in schedulers, and the run has no StepLR" in caplog.text
     caplog.clear()
 
     def without(trainer: Trainer, make: Make) -> None:
@@ -225,5 +225,5 @@ def test_state_that_a_scheduler_cannot_take_is_named(tmp_path: Path) -> None:
     contents["state"]["schedulers"]["SequentialLR"] = {"_schedulers": None}
     torch.save(contents, tmp_path / "damaged.pt")
     loaded: dict[str, Any] = {"load_path": tmp_path / "damaged.pt", "autoresume": False, "save_folder": None}
-    with pytest.raises(IncompatibleCheckpointError, match=r"'schedulers/SequentialLR' cannot be restored.*ignore_keys"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"cannot restore 'schedulers/SequentialLR'.*ignore_keys"):
         launch(tmp_path, one_call, KINDS["SequentialLR"], **loaded)

@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
 from composerlite import dist
 from composerlite.core.event import Event
-from composerlite.core.state.loaded_schedulers import LoadedSchedulers, restoring
 from composerlite.core.state.metric_states import load_metric_states
 from composerlite.core.state.model_state import load_model, model_places, model_problems
 from composerlite.core.state.optimizer_state import load_named_optimizer_state, optimizer_places, optimizer_problems
+from composerlite.core.state.resumed import LoadedSchedulers, restoring
 from composerlite.core.state.run_state import KeptAlgorithm, RunState, by_class, by_key
 from composerlite.core.time import Time, Timestamp
 from composerlite.errors import IncompatibleCheckpointError, did_you_mean
@@ -176,10 +176,10 @@ class StateLoader:
     def _load_parts(self) -> None:
         """Schedulers, algorithms, callbacks, scaler: whatever keeps a state of its own."""
         state, contents = self.state, self.contents
-        if state.brings_schedulers and "schedulers" in contents:
+        if state.script.schedulers_in_fit and "schedulers" in contents:
             with self._restoring("schedulers"):
-                state.loaded_schedulers = LoadedSchedulers(dict(contents["schedulers"]), self.source)
-            state.loaded_schedulers.restore(by_class(state.schedulers))
+                state.resumed.schedulers = LoadedSchedulers(dict(contents["schedulers"]), self.source)
+            state.resumed.schedulers.restore(by_class(state.schedulers))
         else:
             for saved, scheduler in self._matching(by_class(state.schedulers), contents, "schedulers"):
                 with self._restoring(f"schedulers/{type(scheduler).__qualname__}"):
@@ -210,7 +210,7 @@ class StateLoader:
             state.previous_timestamp = None
         if self._continues():  # its calls of fit count from where they did
             state.fit_starts = [Timestamp.from_state_dict(start) for start in metadata.get("fit_starts", ())]
-            state.resumed_metadata = metadata
+            state.resumed.metadata = metadata
             stopped = metadata.get("stopped")
             state.stopped = None if stopped is None else Time.from_input(stopped)
             state.evaluated_at = {str(label): int(batch) for label, batch in metadata.get("evaluated_at", {}).items()}
@@ -235,7 +235,7 @@ class StateLoader:
         if contents.get("run_name") == state.run_name:
             return True
         metadata = contents.get("metadata", {})
-        if state.is_named or "stopped" in metadata:
+        if state.script.names_run or "stopped" in metadata:
             return False
         if metadata.get("interrupted_evaluation"):
             return True
@@ -301,17 +301,17 @@ class StateLoader:
         """
         if part not in contents:
             if own and self._has_training:
-                self._unmatched.append(f"it holds no {part}: not restored: {', '.join(own)}")
+                self._unmatched.append(f"the checkpoint has no {part}; not restored: {', '.join(own)}")
             return
         saved = contents[part]
         for name, thing in own.items():
             if name in saved:
                 yield saved[name], thing
             elif name not in may_lack and _keeps_state(thing):
-                self._unmatched.append(f"it holds no state of {name!r} in {part}, which starts fresh")
+                self._unmatched.append(f"the checkpoint has no state of {name!r} in {part}: {name} starts fresh")
         for name in saved:
             if name not in own and saved[name]:
-                self._unmatched.append(f"it holds state of {name!r} in {part}, which this run has not")
+                self._unmatched.append(f"the checkpoint has a state of {name!r} in {part}, and the run has no {name}")
 
     def _check_form(self) -> None:
         """Check that the parts which are read here have the form that they have in every checkpoint."""

@@ -1,8 +1,9 @@
-"""RunState: everything that training changes, in one place. How it is saved is in ``composerlite.core.state.state``."""
+"""RunState: all attributes of a run. `composerlite.core.state.state` saves and restores them."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -15,6 +16,7 @@ from composerlite.core.data import Evaluator, batch_get, batch_set, length_of
 from composerlite.core.interruption import Interruption
 from composerlite.core.numerics import Precision, seed_of_rank
 from composerlite.core.parallelism import ParallelismConfig
+from composerlite.core.state.resumed import Resumed, Script
 from composerlite.core.time import MICROSECONDS, Time, TimeInput, Timestamp, TimeUnit
 from composerlite.devices import Device, Devices, this_machine
 from composerlite.errors import ConfigError, naming
@@ -23,7 +25,6 @@ from composerlite.types import Batch, Lineage, StateDict, Stateful
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-    from composerlite.core.state.loaded_schedulers import LoadedSchedulers
     from composerlite.core.state.loss_reading import LossReading
 
 __all__ = ["KeptAlgorithm", "KeptCallback", "RunState", "by_class", "by_key"]
@@ -33,7 +34,7 @@ K = TypeVar("K", bound="KeptCallback")
 
 
 class KeptCallback(Protocol):
-    """A :class:`Callback` as a state sees it: its progress is saved. Callbacks know the state, not it them."""
+    """The part of a :class:`Callback` that a state needs to save and restore its progress."""
 
     @property
     def state_key(self) -> str: ...
@@ -44,7 +45,7 @@ class KeptCallback(Protocol):
 
 
 class KeptAlgorithm(KeptCallback, Protocol):
-    """An :class:`Algorithm` as a state sees it: its progress is saved, and how to build it again."""
+    """The part of an :class:`Algorithm` that a state needs to save, restore and rebuild the algorithm."""
 
     @staticmethod
     def required_on_load() -> bool: ...
@@ -56,61 +57,69 @@ class KeptAlgorithm(KeptCallback, Protocol):
     def apply_before_load(self, state: Any) -> None: ...
 
 
-def _several(given: T | Sequence[T] | None) -> Sequence[T]:
-    """Sequence of the items that ``given`` stands for: one item, several, or ``None`` for none."""
-    if isinstance(given, Sequence):
-        return cast("Sequence[T]", given)
-    return () if given is None else (given,)
+def _list_of(name: str) -> Any:
+    """Make a property that holds a list. Assign a sequence, a single item, or ``None`` for an empty list."""
+
+    def assign(state: RunState, given: object) -> None:
+        items = cast("Sequence[Any]", given) if isinstance(given, Sequence) else () if given is None else (given,)
+        vars(state)[f"_{name}"] = list(items)
+
+    return property(operator.attrgetter(f"_{name}"), assign)
 
 
 class RunState:
-    """Everything that training changes. Algorithms, callbacks and loggers read and write it, as :class:`State`.
+    """Everything that training changes. Algorithms, callbacks and loggers get the subclass :class:`State`.
 
-    What is saved in a checkpoint is listed in :attr:`serialized_attributes`. The rest belongs to the moment:
+    :attr:`serialized_attributes` lists the attributes that checkpoints hold. All others describe the moment.
 
     Attributes:
-        device: the device of this rank.
-        optimizers: the one optimizer, in a tuple. schedulers, algorithms, callbacks, evaluators: lists. One item may be
-            assigned to each.
-        batch: the current batch, on the device; within a microbatch, that microbatch.
-        outputs: what the model returned for it.
-        loss: the loss of the current microbatch.
-        total_loss_dict: mean losses of the last batch by name, as logged.
-        loss_reading: of these, where they are on their way from a device.
-        devices: reads them while training continues; ``None`` on the CPU, where they are there.
-        not_finite: names of the losses and gradient norms of the last batch that are no finite numbers, where anybody
-            has read them: checkpoints are marked with them.
-        timestamp: where the run stands.
-        previous_timestamp: where it stood one batch (or epoch) before; ``None`` before the first.
-        fit_starts: where the run stood at each call of ``fit``, those before a resume included.
-        lineage: the attempt of the run whose checkpoints are saved, and those that it came from.
-        evaluated_at: the batch count of the last evaluation, by the evaluator's label: there is one at most for each.
-        learning_rates: of the optimizer's groups, as the script has given them.
-        settings: plain values that a resume compares with those of its script; in checkpoints.
-        resumed_metadata: ``metadata`` of the checkpoint of the run that this one continues; empty: it continues none.
+        device: device of this rank.
+        batch: current batch, on the device; inside a microbatch, the microbatch.
+        outputs: output of the model for ``batch``.
+        loss: loss of the current microbatch.
+        total_loss_dict: mean losses of the last batch, by the logged names.
+        loss_reading: losses of the last batch on their way from the device; ``None`` on the CPU.
+        devices: reads losses while training continues; ``None`` on the CPU.
+        not_finite: names of the losses and gradient norms of the last batch that are NaN or infinite, if any code has
+            read their values. Checkpoints are marked with these names.
+        timestamp: progress of training.
+        previous_timestamp: progress one batch or epoch before; ``None`` before the first batch.
         eval_timestamp, predict_timestamp: progress of the current evaluation and prediction.
-        train_metrics: metrics by name. eval_metrics: metrics by evaluator label and name.
-        needs_train_metrics: somebody decides by those of whole epochs: checkpoints have their state in any case.
-        train_metric_values, eval_metric_values: last computed values by metric name.
-        dataloader, dataloader_label, dataloader_len: the loader in use now.
-        data_position: gives ``dataset_state`` while training; set by the training loop.
-        device_train_microbatch_size: samples per forward pass; ``None`` for a whole batch.
-        parallelism: how the model is sharded over ranks; ``None`` for a replica on each rank.
-        deepspeed_config: the configuration of DeepSpeed, which trains the model; ``None`` without it.
-        deepspeed: what DeepSpeed saves and loads, once it has the model. Else ``None``.
-        piggyback: numbers that are added up over the ranks in each batch.
-        interruption: whether the process was asked from outside to end.
-        noted_states: what checkpoints hold of callbacks and algorithms, by ``id``, in place of what they say now:
-            that of before a batch that was given up.
-        stop_requested: with several ranks, :meth:`stop_training` was called on this one and the others do not know yet.
-        profiler: the :class:`Profiler` that the trainer was given; else ``None``.
-        is_named: somebody gave the run its name. Where nobody has, that in a checkpoint does not tell whose it is.
-        brings_schedulers: a call of ``fit`` may bring other schedulers than there are when a checkpoint is loaded.
-        loaded_schedulers: what the checkpoint holds of schedulers, until it has; else ``None``.
-        loaded_generators: states of the random generators, one for each rank, that the next ``fit`` begins with;
-            ``None``: as they are.
-        stopped: the ``max_duration`` that the run had when it was stopped; ``None`` if it was not. In checkpoints.
+        fit_starts: timestamp at each call of ``fit``, including the calls before a resume.
+        evaluated_at: batch count of the last evaluation, by label of the evaluator.
+        lineage: attempt of the run, and the attempts before.
+        script: settings of the script.
+        resumed: parts of the loaded checkpoint that are needed after the load.
+        train_metrics: metrics by name. eval_metrics: metrics by label of the evaluator and name.
+        train_metric_values, eval_metric_values: last computed values, by name of the metric.
+        save_metrics: save the states of all metrics.
+        needs_train_metrics: save the states of train metrics even without ``save_metrics``.
+        dataloader, dataloader_label, dataloader_len: the current loader.
+        data_position: source of ``dataset_state`` during training.
+        device_train_microbatch_size: samples of a forward pass; ``None`` for a whole batch.
+        parallelism: configuration of FSDP and tensor parallelism; ``None`` for a replica on each rank.
+        deepspeed_config: configuration of DeepSpeed; ``None`` if DeepSpeed does not train the model.
+        deepspeed: saves and loads the files of DeepSpeed; ``None`` without DeepSpeed.
+        piggyback: counters that are summed over the ranks with each batch.
+        interruption: request from outside to end the process.
+        stop_requested: this rank called :meth:`stop_training`, and the other ranks do not know yet.
+        stopped: ``max_duration`` at the time of :meth:`stop_training`; ``None`` if the run was not stopped.
+        states_before_batch: states of callbacks and algorithms from before an abandoned batch, by ``id``. Checkpoints
+            hold these states instead of the current states.
+        load_path: path or URI of the loaded checkpoint.
+        profiler: :class:`Profiler` of the trainer; ``None`` without a profiler.
     """
+
+    optimizers: list[torch.optim.Optimizer] = _list_of("optimizers")
+    """Optimizers; at most a single optimizer."""
+    schedulers: list[LRScheduler] = _list_of("schedulers")
+    """Schedulers of the learning rate."""
+    algorithms: list[KeptAlgorithm] = _list_of("algorithms")
+    """Algorithms, in the order of their calls."""
+    callbacks: list[KeptCallback] = _list_of("callbacks")
+    """Callbacks and loggers."""
+    evaluators: list[Evaluator] = _list_of("evaluators")
+    """Evaluators of the trainer."""
 
     serialized_attributes = (
         "model",
@@ -155,19 +164,15 @@ class RunState:
         self.model = model
         self.rank_zero_seed = rank_zero_seed
         self.run_name = run_name
-        self.is_named = True
-        self.brings_schedulers = False
-        self.loaded_schedulers: LoadedSchedulers | None = None
-        self.loaded_generators: list[dict[str, Any]] | None = None
+        self.script = Script()
+        self.resumed = Resumed()
         self.device = Device(device)
         self.precision = Precision(precision)
-        self.optimizers = optimizers
-        self.schedulers = None
+        lists = {"optimizers": optimizers, "algorithms": algorithms, "callbacks": callbacks, "evaluators": evaluators}
+        for name, given in {**lists, "schedulers": None}.items():
+            setattr(self, name, given)
         self.scaler = scaler
-        self.algorithms = algorithms
-        self.callbacks = callbacks
         self.train_dataloader = train_dataloader
-        self.evaluators = evaluators
         self.device_train_microbatch_size = device_train_microbatch_size
         self.auto_microbatching = auto_microbatching
         self.save_metrics = save_metrics
@@ -177,7 +182,7 @@ class RunState:
         self.parallelism = parallelism
         self.deepspeed_config = deepspeed_config
         self.deepspeed: Any = None
-        self.noted_states: dict[int, StateDict] = {}
+        self.states_before_batch: dict[int, StateDict] = {}
         self.stop_requested = False
         self.stopped: Time | None = None
         self.piggyback: list[dist.PiggybackCounter] = []
@@ -191,9 +196,6 @@ class RunState:
         self.previous_timestamp: Timestamp | None = None
         self.fit_starts: list[Timestamp] = []
         self.evaluated_at: dict[str, int] = {}
-        self.learning_rates: tuple[float, ...] = ()
-        self.settings: StateDict = {}
-        self.resumed_metadata: StateDict = {}
         self.eval_timestamp = Timestamp()
         self.predict_timestamp = Timestamp()
 
@@ -216,48 +218,6 @@ class RunState:
         self.profiler: Any = None
         self.lineage = Lineage()
 
-    # ── what there are several of: one may be assigned alone ─────────────────────────────────────────────────────
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
-        self._optimizers = tuple(_several(given))
-
-    @property
-    def schedulers(self) -> list[LRScheduler]:
-        return self._schedulers
-
-    @schedulers.setter
-    def schedulers(self, given: LRScheduler | Sequence[LRScheduler] | None) -> None:
-        self._schedulers = list(_several(given))
-
-    @property
-    def algorithms(self) -> list[KeptAlgorithm]:
-        return self._algorithms
-
-    @algorithms.setter
-    def algorithms(self, given: KeptAlgorithm | Sequence[KeptAlgorithm] | None) -> None:
-        self._algorithms = list(_several(given))
-
-    @property
-    def callbacks(self) -> list[KeptCallback]:
-        return self._callbacks
-
-    @callbacks.setter
-    def callbacks(self, given: KeptCallback | Sequence[KeptCallback] | None) -> None:
-        self._callbacks = list(_several(given))
-
-    @property
-    def evaluators(self) -> list[Evaluator]:
-        return self._evaluators
-
-    @evaluators.setter
-    def evaluators(self, given: Evaluator | Sequence[Evaluator] | None) -> None:
-        self._evaluators = list(_several(given))
-
-    # ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def max_duration(self) -> Time | None:
         """End of training; a plain number counts epochs."""
@@ -337,13 +297,11 @@ class RunState:
         """True if DeepSpeed trains the model."""
         return self.deepspeed_config is not None
 
-    # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def seed(self) -> int:
         """The seed of this rank: ``rank_zero_seed`` plus its rank."""
         return seed_of_rank(self.rank_zero_seed, self.rank)
 
-    # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def dataloader_len(self) -> Time | None:
         """Batches of one iteration of :attr:`dataloader`; ``None`` where it has no length."""
@@ -380,7 +338,6 @@ class RunState:
         self.batch = batch_set(self.batch, key, value)
 
 
-# ── names in checkpoints ────────────────────────────────────────────────────────────────────────────────────────────
 def _stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
     """Name each item: the first of a name keeps it, the next ones get ``:1``, ``:2``, … in order."""
     named: dict[str, T] = {}

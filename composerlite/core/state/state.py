@@ -1,8 +1,8 @@
-"""State: everything that training changes, and how it is saved and restored.
+"""State: everything that training changes, and how checkpoints save and restore it.
 
-The shape is Composer's: a dict with the keys of ``State.serialized_attributes`` plus ``integrations`` and ``metadata``;
-``model`` loads into the bare model, optimizer state is keyed by parameter name, schedulers, callbacks and algorithms by
-class name (``EarlyStopper``, ``EarlyStopper:1``, …). Only plain types and tensors are produced here, so that
+The format is Composer's: the keys of ``State.serialized_attributes``, ``integrations`` and ``metadata``.
+``model`` loads into the bare model. Optimizer state is keyed by parameter name; schedulers, callbacks and algorithms by
+class name (``EarlyStopper``, ``EarlyStopper:1``, …). All values are tensors and plain types, so
 ``torch.load(weights_only=True)`` opens the file anywhere.
 """
 
@@ -13,43 +13,109 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from composerlite import dist
 from composerlite._version import VERSION
-from composerlite.core.state.composer_names import ComposerNames
+from composerlite.core.parallelism import FSDPConfig, TPConfig
 from composerlite.core.state.metric_states import metric_states
 from composerlite.core.state.model_state import frozen_parameters, model_state
 from composerlite.core.state.optimizer_state import lost_parameters, named_optimizer_state
 from composerlite.core.state.restoring import Integrated, StateLoader
-from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, by_class, by_key
+from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, RunState, by_class, by_key
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
 __all__ = ["State"]
 
 
-class State(ComposerNames):
-    """Everything that training changes. Algorithms, callbacks and loggers read and write it.
+class State(RunState):
+    """Everything that training changes. Algorithms, callbacks and loggers read and write the state.
 
-    It has the attributes of :class:`RunState` and adds how they are saved in checkpoints and restored.
+    The attributes are described in :class:`RunState`. This class adds saving and restoring, and properties with the
+    names of Composer's state.
     """
 
-    # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
+    precision_config = None
+    """Always ``None``: FP8 is not supported."""
+
+    @property
+    def is_model_ddp(self) -> bool:
+        """Always false: the trainer keeps the ``DistributedDataParallel`` wrapper, and ``model`` is the bare model."""
+        return False
+
+    @property
+    def fsdp_config(self) -> FSDPConfig | None:
+        """Configuration of FSDP; ``None`` without FSDP."""
+        return None if self.parallelism is None else self.parallelism.fsdp
+
+    @property
+    def tp_config(self) -> TPConfig | None:
+        """Configuration of tensor parallelism; ``None`` without tensor parallelism."""
+        return None if self.parallelism is None else self.parallelism.tp
+
+    @property
+    def fsdp_config_version(self) -> int:
+        """2 with FSDP, which is torch's ``fully_shard``; 0 without FSDP."""
+        return 0 if self.fsdp_config is None else 2
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """True if the parameters of the model are distributed over the ranks."""
+        return self.fsdp_config is not None and any(map(dist.is_distributed_tensor, self.model.parameters()))
+
+    @property
+    def fsdp_state_dict_type(self) -> str | None:
+        """Layout of checkpoints with FSDP, ``'full'`` or ``'sharded'``; ``None`` without FSDP."""
+        return self.sharding if self.fsdp_enabled else None
+
+    @property
+    def fsdp_sharded_state_dict_enabled(self) -> bool:
+        """True if each checkpoint is a directory with a part from every rank."""
+        return self.fsdp_state_dict_type == "sharded"
+
+    @property
+    def load_monolith_rank0_only(self) -> bool:
+        """True if only global rank 0 reads checkpoints in a single file."""
+        return self.fsdp_config is not None and self.fsdp_config.load_monolith_rank0_only
+
+    def get_model_state_dict(self) -> StateDict:
+        """Return the weights by name, as in checkpoints under ``state/model``."""
+        return model_state(self.model)
+
+    def get_optim_state_dict(self) -> StateDict:
+        """Return the state of the optimizer by class name, as in checkpoints under ``state/optimizers``."""
+        named = by_class(self.optimizers)
+        return {name: named_optimizer_state(optimizer, self.model) for name, optimizer in named.items()}
+
     def state_dict(self) -> StateDict:
-        """Everything a full checkpoint holds of this state. Tensors are those in use: copy them before training on."""
-        position = self.data_position
-        metrics: StateDict = {"train_metrics": {}, "eval_metrics": {}}
-        if self.save_metrics or self.needs_train_metrics:
-            metrics["train_metrics"] = metric_states(self.train_metrics)
-        if self.save_metrics:
-            metrics["eval_metrics"] = {label: metric_states(of_label) for label, of_label in self.eval_metrics.items()}
+        """Return the contents of a full checkpoint. The tensors are not copied; copy them before the next step.
+
+        Raises:
+            SaveError: an optimizer trains a parameter that is not in the model.
+        """
+        contents: StateDict = {}
+        if not self.deepspeed_enabled:  # DeepSpeed saves model and optimizer in its own files
+            lost = [text for optimizer in self.optimizers for text in lost_parameters(optimizer, self.model)]
+            if lost:
+                raise SaveError(
+                    f"the optimizer trains parameters that are not in the model, so no checkpoint would have them: "
+                    f"{'; '.join(lost)}. Register them in the model before you build the optimizer."
+                )
+            contents = {"model": self.get_model_state_dict(), "optimizers": self.get_optim_state_dict()}
+        schedulers = {name: scheduler.state_dict() for name, scheduler in by_class(self.schedulers).items()}
+        if self.resumed.schedulers is not None:
+            schedulers = {**self.resumed.schedulers.saved, **schedulers}
+        train, evaluation = self.save_metrics or self.needs_train_metrics, self.save_metrics
+        position, labelled = self.data_position, self.eval_metrics.items()
         return {
-            **self._trained(),
-            "schedulers": self._of_schedulers(),
-            "algorithms": [(name, self._of_algorithm(a)) for name, a in by_key(self.algorithms).items()],
+            **contents,
+            "schedulers": schedulers,
+            "algorithms": [(name, _described(a, self._own_state(a))) for name, a in by_key(self.algorithms).items()],
             "callbacks": {name: self._own_state(callback) for name, callback in by_key(self.callbacks).items()},
             "scaler": {} if self.scaler is None else {type(self.scaler).__qualname__: self.scaler.state_dict()},
             "timestamp": {"Timestamp": self.timestamp.plain()},
             "rank_zero_seed": self.rank_zero_seed,
-            **metrics,
+            "train_metrics": metric_states(self.train_metrics) if train else {},
+            "eval_metrics": {label: metric_states(metrics) for label, metrics in labelled} if evaluation else {},
             "run_name": self.run_name,
             "dataset_state": (
                 self.dataset_state if position is None else {**self.dataset_state, "train": position.state_dict()}
@@ -59,7 +125,7 @@ class State(ComposerNames):
         }
 
     def weights_state_dict(self) -> StateDict:
-        """Contents of a weights-only checkpoint: model, integrations, metadata, algorithms that the weights need."""
+        """Return the contents of a weights-only checkpoint: model, integrations, metadata, and required algorithms."""
         required = [(a.state_key, _described(a, {})) for a in self.algorithms if a.required_on_load()]
         contents: StateDict = {
             "model": model_state(self.model),
@@ -68,33 +134,9 @@ class State(ComposerNames):
         }
         return {**contents, "algorithms": required} if required else contents
 
-    def _trained(self) -> StateDict:
-        """Model and optimizers; nothing with DeepSpeed, which has both and saves them in its own files.
-
-        Raises:
-            SaveError: an optimizer trains a parameter that is not the model's.
-        """
-        if self.deepspeed_enabled:
-            return {}
-        for optimizer in self.optimizers:
-            if lost := lost_parameters(optimizer, self.model):
-                raise SaveError(
-                    f"the optimizer trains what is not the model's and in no checkpoint: {'; '.join(lost)}. Make it a "
-                    "parameter of the model before it is added to the optimizer."
-                )
-        named = {name: named_optimizer_state(one, self.model) for name, one in by_class(self.optimizers).items()}
-        return {"model": model_state(self.model), "optimizers": named}
-
-    def _of_schedulers(self) -> StateDict:
-        kept = {} if self.loaded_schedulers is None else self.loaded_schedulers.saved
-        return {**kept, **{name: scheduler.state_dict() for name, scheduler in by_class(self.schedulers).items()}}
-
     def _own_state(self, part: KeptCallback) -> StateDict:
-        noted = self.noted_states.get(id(part))
-        return part.state_dict() if noted is None else noted
-
-    def _of_algorithm(self, algorithm: KeptAlgorithm) -> StateDict:
-        return _described(algorithm, self._own_state(algorithm))
+        before = self.states_before_batch.get(id(part))
+        return part.state_dict() if before is None else before
 
     def _metadata(self) -> StateDict:
         metadata: StateDict = {
@@ -108,8 +150,8 @@ class State(ComposerNames):
             "frozen": frozen_parameters(self.model),
             "fit_starts": [start.plain() for start in self.fit_starts],
             "evaluated_at": dict(self.evaluated_at),
-            "learning_rates": list(self.learning_rates),
-            "settings": self.settings,
+            "learning_rates": list(self.script.learning_rates),
+            "settings": self.script.settings,
         }
         if self.interruption.evaluation is not None:
             event, labels = self.interruption.evaluation
@@ -121,7 +163,6 @@ class State(ComposerNames):
         batch_size = getattr(self.train_dataloader, "batch_size", None)
         return metadata if batch_size is None else {**metadata, "train_dataloader_batch_size": batch_size}
 
-    # ── restoring ────────────────────────────────────────────────────────────────────────────────────────────────
     def places_for(
         self,
         state_dict: StateDict,
@@ -131,17 +172,17 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> StateDict:
-        """The tensors that ``state_dict`` is to be loaded into; see :meth:`StateLoader.places`.
+        """Return the live tensors that a load of ``state_dict`` fills; see :meth:`StateLoader.places`.
 
         Args:
             state_dict: contents of a checkpoint, or a part of them.
-            weights_only: the model's tensors only.
-            strict: whether missing and unexpected weights are an error.
-            exclude_algorithms: names of algorithms whose state is ignored.
+            weights_only: return the tensors of the model only.
+            strict: missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms to ignore.
             source: path or URI of the checkpoint, for errors.
 
         Returns:
-            Live tensors by the keys of ``state_dict``.
+            Live tensors, under the keys of ``state_dict``.
         """
         return StateLoader(self, state_dict, strict, exclude_algorithms, source).places(weights_only=weights_only)
 
@@ -154,13 +195,13 @@ class State(ComposerNames):
         exclude_algorithms: Sequence[str] = (),
         source: str = "state",
     ) -> None:
-        """Restore a result of :meth:`state_dict`, or its weights.
+        """Restore a result of :meth:`state_dict`, or only its weights.
 
         Args:
             state_dict: result of :meth:`state_dict` or :meth:`weights_state_dict`.
-            weights_only: restore the model alone.
-            strict: whether missing and unexpected weights are an error.
-            exclude_algorithms: names of algorithms whose state is ignored.
+            weights_only: restore the model only.
+            strict: missing and unexpected weights are an error.
+            exclude_algorithms: names of algorithms to ignore.
             source: path or URI of the checkpoint, for errors.
         """
         loader = StateLoader(self, state_dict, strict, exclude_algorithms, source)
@@ -171,7 +212,7 @@ class State(ComposerNames):
 
 
 def _described(algorithm: KeptAlgorithm, state: StateDict) -> StateDict:
-    """Record of ``algorithm`` in a checkpoint. ``repr`` is for people: nothing evaluates it."""
+    """Return the record of ``algorithm`` in a checkpoint. ``repr`` is for readers; no code evaluates this text."""
     return {
         "repr": repr(algorithm),
         "required": algorithm.required_on_load(),

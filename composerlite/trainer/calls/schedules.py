@@ -43,7 +43,7 @@ class Schedules:
         self._given: list[Any] = as_list(given, LRScheduler, ComposerScheduler, argument="schedulers")
         self._is_old = False
         self._loaded: list[dict[str, Any]] | None = None
-        state.brings_schedulers = True
+        state.script.schedulers_in_fit = True
 
     @property
     def need_no_end(self) -> bool:
@@ -58,7 +58,7 @@ class Schedules:
         """Record the rates of the optimizer as loaded: torch's schedulers change them when they are made."""
         if int(self._state.timestamp.batch) > 0:
             mark_as_stepped(self._state.optimizers[0])
-        if self._state.loaded_schedulers is not None:
+        if self._state.resumed.schedulers is not None:
             self._loaded = [_set_by_schedulers(group) for group in self._state.optimizers[0].param_groups]
 
     def give(self, given: object, ratio: float | None) -> None:
@@ -90,7 +90,7 @@ class Schedules:
         changed_groups = self._is_old
         if self._is_old or len(state.schedulers) < len(self._given):
             self.build(ratio, keep_rates=begun_before)
-        loaded, state.loaded_schedulers, state.brings_schedulers = state.loaded_schedulers, None, False
+        loaded, state.resumed.schedulers, state.script.schedulers_in_fit = state.resumed.schedulers, None, False
         if loaded is None:
             return
         if are_given and not begun_before:  # the run that was loaded knows nothing of these
@@ -98,9 +98,9 @@ class Schedules:
         else:
             own = by_class(state.schedulers)
             late = loaded.restore(own)
-            before = tuple(state.resumed_metadata.get("learning_rates", ()))
-            if before and before != tuple(state.learning_rates):
-                rebase(late, state.learning_rates)
+            before = tuple(state.resumed.metadata.get("learning_rates", ()))
+            if before and before != tuple(state.script.learning_rates):
+                rebase(late, state.script.learning_rates)
             unmatched = loaded.unmatched(own)
         if begun_before and changed_groups and self._loaded is not None:
             for group, values in zip(state.optimizers[0].param_groups, self._loaded, strict=False):

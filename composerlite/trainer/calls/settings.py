@@ -34,7 +34,7 @@ class RunSettings:
     def __init__(self, state: State) -> None:
         self._state = state
         self._left = _now(state)
-        state.settings = {**state.settings, "run": self._left}
+        state.script.settings = {**state.script.settings, "run": self._left}
 
     def take(self, **arguments: object) -> None:
         """Record the settings that the script gave since the end of the last call of ``fit``.
@@ -46,7 +46,7 @@ class RunSettings:
         given = {
             name: value for name, value in now.items() if value != self._left[name] or arguments.get(name) is not None
         }
-        state.settings = {**state.settings, "run": {**state.settings["run"], **given}}
+        state.script.settings = {**state.script.settings, "run": {**state.script.settings["run"], **given}}
         self._left = now
 
     def leave(self) -> None:
@@ -59,8 +59,8 @@ class RunSettings:
         Returns:
             Where it gives something else: what held is lost.
         """
-        state, metadata = self._state, self._state.resumed_metadata
-        now: StateDict = state.settings["run"]
+        state, metadata = self._state, self._state.resumed.metadata
+        now: StateDict = state.script.settings["run"]
         before: Mapping[str, Any] = metadata.get("settings", {}).get("run", {})
         differences: list[ChangedSetting] = []
         for name, held in _held(metadata).items():
