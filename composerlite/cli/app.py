@@ -154,16 +154,16 @@ def report(runs: Sequence[str], output: Path, run: str | None, compare: str | No
     cannot be read; 2 if the command is wrong.
     """
     with readable_errors(of_system=True):
-        from composerlite.report import facts_of, page_of, sentences, to_plain
+        from composerlite.report import collect_facts, render_page, summarize, to_json
 
-        facts = facts_of(runs, run)
-        other = None if compare is None else facts_of([compare])
+        facts = collect_facts(runs, run)
+        other = None if compare is None else collect_facts([compare])
         if as_json:
-            print_json(to_plain(facts) if other is None else {**to_plain(facts), "compare": to_plain(other)})
+            print_json(to_json(facts) if other is None else {**to_json(facts), "compare": to_json(other)})
             return
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page_of(facts, other), encoding="utf-8")
-        for sentence in sentences(facts):
+        output.write_text(render_page(facts, other), encoding="utf-8")
+        for sentence in summarize(facts):
             click.echo(sentence)
         for fault in facts.faults:
             click.echo(f"composerlite: {fault}", err=True)

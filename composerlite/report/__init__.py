@@ -1,7 +1,7 @@
-"""The report of a run: what its record and its checkpoints tell, as facts and as a page. Nothing here imports torch."""
+"""Collect facts about a run from its record and its checkpoints, and render an HTML page. Does not import torch."""
 
-from composerlite.report.facts import Facts, facts_of, to_plain
-from composerlite.report.page import page_of
-from composerlite.report.summary import sentences
+from composerlite.report.facts import Facts, collect_facts, to_json
+from composerlite.report.page import render_page
+from composerlite.report.summary import summarize
 
-__all__ = ["Facts", "facts_of", "page_of", "sentences", "to_plain"]
+__all__ = ["Facts", "collect_facts", "render_page", "summarize", "to_json"]

@@ -52,44 +52,54 @@
     const seen = found.filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
     return seen.length > 2 ? seen : multiples(10 ** low, 10 ** high);
   };
+  const svg = (kind, d) => {
+    const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    path.setAttribute("class", kind);
+    path.setAttribute("d", d);
+    return path;
+  };
+  const label = (kind, side, part, text) => {
+    const span = document.createElement("span");
+    span.className = kind;
+    span.style[side] = `${100 * part}%`;
+    span.textContent = text;
+    return span;
+  };
   const redraw = ({ data, plot }) => {
     const scale = log.checked ? Math.log10 : (value) => value;
     const weight = Number(smooth.value);
-    const line = smoothed(data.v, weight);
-    const every = [...data.v, ...data.low, ...data.high, ...[...data.lost, data.other].flat().map((pair) => pair[1])];
-    const known = every.map(scale).filter(Number.isFinite);
+    const smoothedPairs = (pairs) => {
+      const values = smoothed(pairs.map((pair) => pair[1]), weight);
+      return pairs.map(([batch], at) => [batch, values[at]]);
+    };
+    const known = [data.values, ...data.lost, data.other].flat().map((pair) => scale(pair[1])).filter(Number.isFinite);
     if (known.length === 0) return;
     let low = Math.min(...known), high = Math.max(...known);
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
     low -= room;
     high += room;
+    const x = (batch) => batch / Math.max(1, data.last);
     const y = (value) => 1 - (scale(value) - low) / (high - low);
-    const path = (pairs) => pairs.filter(([, value]) => Number.isFinite(scale(value)))
-      .map(([x, value], at) => `${at ? "L" : "M"}${1000 * x} ${100 * y(value)}`).join("");
-    const pairs = (values) => values.map((value, at) => [data.x[at], value]);
-    const set = (kind, d) => plot.querySelectorAll(`path.${kind}`).forEach((found, at) => found.setAttribute("d", d(at)));
-    set("curve", () => path(pairs(line)));
-    set("raw", () => (weight ? path(pairs(data.v)) : ""));
-    set("band", () => path([...pairs(data.high), ...pairs(data.low).reverse()]));
-    set("dots", () => pairs(line).filter(([, value]) => Number.isFinite(scale(value)))
-      .map(([x, value]) => `M${1000 * x} ${100 * y(value)}h0`).join(""));
-    set("lost", (at) => path(data.lost[at]) + (data.lost[at].length === 1 ? "h0" : ""));
-    const besides = smoothed(data.other.map((pair) => pair[1]), weight);
-    set("other", () => path(data.other.map(([x], at) => [x, besides[at]])));
-    data.y = line.map((value) => y(value));
-    const drawing = plot.querySelector("svg");
-    plot.querySelectorAll(".ytick, path.grid").forEach((old) => old.remove());
+    const path = (pairs) => {
+      const seen = pairs.filter(([, value]) => Number.isFinite(scale(value)));
+      const d = seen.map(([batch, value], at) => `${at ? "L" : "M"}${1000 * x(batch)} ${100 * y(value)}`).join("");
+      return seen.length === 1 ? `${d}h0` : d;
+    };
+    data.drawn = smoothedPairs(data.values).map(([batch, value]) => [x(batch), y(value)]);
+    const paths = [], labels = [label("xname", "right", 0, "batch")];
     for (const tick of ticksOf(low, high)) {
-      const label = document.createElement("span");
-      label.className = "ytick";
-      label.style.top = `${100 * y(tick)}%`;
-      label.textContent = grouped(tick);
-      plot.append(label);
-      const grid = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      grid.setAttribute("class", "grid");
-      grid.setAttribute("d", `M0 ${100 * y(tick)}H1000`);
-      drawing.prepend(grid);
+      labels.push(label("ytick", "top", y(tick), grouped(tick)));
+      paths.push(svg("grid", `M0 ${100 * y(tick)}H1000`));
     }
+    for (const tick of multiples(0, Math.max(1, data.last)).filter(Number.isInteger))
+      labels.push(label("xtick", "left", x(tick), grouped(tick)));
+    for (const batch of data.resumes) paths.push(svg("resume", `M${1000 * x(batch)} 0V100`));
+    for (const pairs of data.lost) paths.push(svg("lost", path(pairs)));
+    if (data.other.length) paths.push(svg("other", path(smoothedPairs(data.other))));
+    paths.push(svg("raw", weight ? path(data.values) : ""), svg("curve", path(smoothedPairs(data.values))));
+    plot.querySelectorAll("span").forEach((old) => old.remove());
+    plot.querySelector("svg").replaceChildren(...paths);
+    plot.append(...labels);
   };
 
   for (const chart of document.querySelectorAll("[data-chart]")) {
@@ -102,15 +112,16 @@
     pointer.hidden = true;
     plot.append(pointer);
     plot.addEventListener("pointermove", (event) => {
-      if (event.target.closest("[data-tip]") || data.x.length === 0) return;
+      if (!data.drawn || data.drawn.length === 0) return;
       const box = plot.getBoundingClientRect();
-      const x = (event.clientX - box.left) / box.width;
+      const at = (event.clientX - box.left) / box.width;
       let best = 0;
-      data.x.forEach((at, index) => { if (Math.abs(at - x) < Math.abs(data.x[best] - x)) best = index; });
+      data.drawn.forEach(([x], index) => { if (Math.abs(x - at) < Math.abs(data.drawn[best][0] - at)) best = index; });
+      const [x, y] = data.drawn[best], [batch, value] = data.values[best];
       pointer.hidden = false;
-      pointer.style.left = `${100 * data.x[best]}%`;
-      pointer.style.top = `${100 * data.y[best]}%`;
-      show(data.t[best], box.left + data.x[best] * box.width, box.top + data.y[best] * box.height);
+      pointer.style.left = `${100 * x}%`;
+      pointer.style.top = `${100 * y}%`;
+      show(`batch ${grouped(batch)}: ${grouped(value)}`, box.left + x * box.width, box.top + y * box.height);
     });
     plot.addEventListener("pointerleave", () => { pointer.hidden = true; hide(); });
   }

@@ -1,60 +1,59 @@
-"""The report as one HTML page that needs nothing else: no request leaves it."""
+"""Render the report as one HTML page without external resources."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from html import escape
 from importlib.resources import files
 from typing import Any, cast
 
 from composerlite.errors import bytes_text
-from composerlite.report.comparison import compared, names_of
-from composerlite.report.curves import curve
+from composerlite.report.charts import curve, time_parts, timeline
 from composerlite.report.facts import Facts
-from composerlite.report.launches import Launch
-from composerlite.report.plot import Axis, plain
-from composerlite.report.saves import Save, Stored
-from composerlite.report.summary import missing, story, tiles, title_of
-from composerlite.report.timeline import ENDS, lanes, time_parts
-from composerlite.report.words import clock, duration, number
+from composerlite.report.formats import clock, duration, number, share
+from composerlite.report.summary import ENDS, key_numbers, missing, story, title_of
 
-_MOST_CURVES = 16
-_MOST_ROWS = 500
+_MAXIMUM_CURVES = 16
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The browser refuses whatever is not in the page."""
-_UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|s|min|h|d|B|kB|MB|GB|TB)\b)")
+"""Forbid the browser to load anything."""
 _CONTROLS = (
     '<p class="controls" hidden><label><input type="checkbox" id="log"> log scale</label> '
     '<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" value="0"></label></p>'
-    '<noscript><p class="note">A script of this page draws the curves: allow it to see them.</p></noscript>'
+    '<noscript><p class="note">The curves need JavaScript.</p></noscript>'
 )
-_STATUS = {
-    "finished": "finished",
-    "running": "running",
-    "interrupted": "interrupted",
-    "error": "failed",
-    "closed": "ended early",
-    "killed": "killed",
-    "unknown": "no record",
-}
 
 
-def page_of(facts: Facts, other: Facts | None = None) -> str:
-    """Write the page of a run; with ``other``, another run is shown beside it."""
-    title, places = plain(title_of(facts)), ", ".join(facts.places)
-    sections = [
-        _section("Comparison", "" if other is None else _comparison(facts, other)),
-        _section("Where the time went", time_parts(facts)),
-        _section("Timeline", lanes(facts)),
-        _section("Loss and metrics", _curves(facts, other)),
-        _section("Launches", _launches(facts.launches)),
-        _section("Checkpoints that are kept", _stored(facts.stored)),
-        _section("Saves", _saves(facts.saves)),
-        _section("Configuration", _configuration(facts)),
+def render_page(facts: Facts, other: Facts | None = None) -> str:
+    """Render the page of a run, compared with ``other`` if given."""
+    names = [title_of(facts)]
+    if other is not None:
+        names.append(title_of(other))
+        if names[0] == names[1]:
+            names = [f"{names[0]} ({', '.join(run.places)})" for run in (facts, other)]
+    notices = [f'<li class="fault">{escape(fault)}</li>' for fault in facts.faults]
+    notices += [
+        f'<li class="fault">launch {index} failed: {escape(launch.error)}</li>'
+        for index, launch in enumerate(facts.launches, 1)
+        if launch.error is not None
     ]
-    style = files("composerlite.report").joinpath("page.css").read_text(encoding="utf-8")
-    script = files("composerlite.report").joinpath("page.js").read_text(encoding="utf-8")
+    notices += [f"<li>{escape(note)}</li>" for note in missing(facts)]
+    tiles = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(remark)}</dd></div>"
+        for name, value, remark in key_numbers(facts)
+    )
+    sections = {
+        "Comparison": "" if other is None else _comparison(facts, other, names),
+        "Where the time went": time_parts(facts),
+        "Timeline": timeline(facts),
+        "Loss and metrics": _curves(facts, other, names),
+        "Launches": _launches(facts),
+        "Checkpoints": _stored(facts),
+        "Saves": _saves(facts),
+        "Configuration": _configuration(facts),
+    }
+    shown = "".join(f"<section><h2>{name}</h2>{text}</section>\n" for name, text in sections.items() if text)
+    package, places = files("composerlite.report"), escape(", ".join(facts.places))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -63,197 +62,156 @@ def page_of(facts: Facts, other: Facts | None = None) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
-<title>{title}: report of a run</title>
+<title>{escape(title_of(facts))}: run report</title>
 <style>
-{style}</style>
+{package.joinpath("page.css").read_text(encoding="utf-8")}</style>
 </head>
 <body>
 <main>
-{_header(facts)}
-{_notices(facts)}
-{"".join(sections)}
-<footer>Made by <code>composerlite report</code> at {clock(facts.made_at)} from {plain(places)}.</footer>
+<header><h1>{escape(title_of(facts))} <span class="status {escape(facts.status)}">{escape(facts.status)}</span></h1>
+<p class="story">{escape(" ".join(story(facts)))}</p>
+<dl class="tiles">{tiles}</dl></header>
+{f'<ul class="notices">{"".join(notices)}</ul>' if notices else ""}
+{shown}
+<footer>Made by <code>composerlite report</code> at {clock(facts.made_at)} from {places}.</footer>
 </main>
 <div id="tip" role="status" hidden></div>
 <script>
-{script}</script>
+{package.joinpath("page.js").read_text(encoding="utf-8")}</script>
 </body>
 </html>
 """
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{plain(title)}</h2>{content}</section>\n" if content else ""
-
-
-def _header(facts: Facts) -> str:
-    status = f'<span class="status {plain(facts.status)}">{plain(_STATUS.get(facts.status, facts.status))}</span>'
-    said = _UNIT.sub("\u00a0", " ".join(story(facts)))
-    shown = "".join(
-        f"<div><dt>{plain(name)}</dt><dd>{plain(value)}</dd><dd>{plain(more)}</dd></div>"
-        for name, value, more in tiles(facts)
-    )
-    return (
-        f'<header><h1>{plain(title_of(facts))} {status}</h1><p class="story">{plain(said)}</p>'
-        f'<dl class="tiles">{shown}</dl></header>'
-    )
-
-
-def _notices(facts: Facts) -> str:
-    parts = [f'<li class="fault">{plain(fault)}</li>' for fault in facts.faults]
-    parts += [
-        f'<li class="fault">launch {number_} ended with {plain(launch.error)}</li>'
-        for number_, launch in enumerate(facts.launches, 1)
-        if launch.error is not None
-    ]
-    parts += [f"<li>{plain(note)}</li>" for note in missing(facts)]
-    return f'<ul class="notices">{"".join(parts)}</ul>' if parts else ""
-
-
-# ── curves ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _curves(facts: Facts, other: Facts | None) -> str:
+def _curves(facts: Facts, other: Facts | None, names: Sequence[str]) -> str:
     beside = {} if other is None else {series.name: series for series in other.metrics}
-    every = [*facts.metrics, *(beside[series.name] for series in facts.metrics if series.name in beside)]
-    batches = [point.batch for series in every for point in series.points]
-    if not batches:
-        return ""
+    last_batch = max((launch.last_batch for run in (facts, other or facts) for launch in run.launches), default=0)
     resumes = [launch.first_batch for launch in facts.launches[1:]]
-    axis = Axis.around([0, *batches])
-    shown = [curve(series, resumes, axis, beside.get(series.name)) for series in facts.metrics[:_MOST_CURVES]]
-    keys = ['<span><i class="key resume"></i> resumed here</span>'] if resumes else []
-    keys += ['<span><i class="key wasted"></i> lost, trained again</span>'] if facts.lost_batches else []
-    if other is not None:
-        name, beside_name = names_of(facts, other)
-        keys.append(f'<span><i class="key training"></i> {plain(name)}</span>')
-        keys.append(f'<span><i class="key beside"></i> {plain(beside_name)}</span>')
-    legend = f'<p class="legend">{"".join(keys)}</p>' if keys else ""
-    others = ", ".join(series.name for series in facts.metrics[_MOST_CURVES:])
-    more = f'<p class="note">Also in the record: {plain(others)}.</p>' if others else ""
-    return f'{_CONTROLS}{legend}<div class="charts">{"".join(shown)}</div>{more}'
+    shown = facts.metrics[:_MAXIMUM_CURVES]
+    charts = "".join(curve(series, resumes, last_batch, beside.get(series.name)) for series in shown)
+    if not charts:
+        return ""
+    keys = {} if other is None else {"training": names[0], "beside": names[1]}
+    keys |= {"resume": "resumed", "lost": "lost, trained again"} if resumes else {}
+    legend = "".join(f'<span><i class="key {kind}"></i>{escape(name)}</span>' for kind, name in keys.items())
+    rest = ", ".join(series.name for series in facts.metrics[_MAXIMUM_CURVES:])
+    note = f'<p class="note">Without a chart: {escape(rest)}.</p>' if rest else ""
+    return f'{_CONTROLS}<p class="legend">{legend}</p><div class="charts">{charts}</div>{note}'
 
 
-def _comparison(facts: Facts, other: Facts) -> str:
-    names = names_of(facts, other)
-    tables = [
-        _table((title, *names), [tuple(plain(cell) for cell in row) for row in rows])
-        for title, rows in compared(facts, other)
-    ]
+def _comparison(facts: Facts, other: Facts, names: Sequence[str]) -> str:
+    """Compare numbers, last values and settings of two runs. Equal settings are left out."""
+    tables: list[str] = []
+    left, right = _compared(facts), _compared(other)
+    for title in left:
+        cells = [(name, left[title].get(name, ""), right[title].get(name, "")) for name in left[title] | right[title]]
+        rows = [[escape(cell) for cell in row] for row in cells if title != "Setting" or row[1] != row[2]]
+        tables.append(_table((title, *names), rows))
     return "".join(tables)
 
 
-# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _compared(facts: Facts) -> dict[str, dict[str, str]]:
+    """Return the values for the tables of the comparison."""
+    numbers = {
+        "status": facts.status,
+        "batches": number(facts.last_batch or 0),
+        "wall time": duration(facts.wall_seconds),
+        "launches": number(len(facts.launches)),
+        "batches trained twice": number(facts.lost_batches),
+        "goodput": "" if facts.goodput is None else share(facts.goodput),
+        "saves": number(len(facts.saves)),
+        "stalls of saves": duration(sum(save.stall_seconds or 0.0 for save in facts.saves)),
+        "checkpoints": number(len(facts.committed)),
+    }
+    last = {series.name: number(series.finite[-1][1]) for series in facts.metrics if series.finite}
+    return {
+        "Run": numbers,
+        "Last value": last,
+        "Setting": {name: _text(value) for name, value in facts.hyperparameters.items()},
+    }
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """Table of HTML cells, with at most ``_MOST_ROWS`` rows. Empty columns are left out."""
+    """Return a table of HTML cells without empty columns. ``numbers``: heads of columns aligned to the right."""
     shown = [at for at in range(len(heads)) if any(row[at] for row in rows)]
     kinds = {at: ' class="n"' if heads[at] in numbers else "" for at in shown}
-    head = "".join(f"<th{kinds[at]}>{plain(heads[at])}</th>" for at in shown)
-    body = "".join(f"<tr>{''.join(f'<td{kinds[at]}>{row[at]}</td>' for at in shown)}</tr>" for row in rows[:_MOST_ROWS])
-    more = len(rows) - _MOST_ROWS
-    note = f'<p class="note">And {number(more)} more: --json has all of them.</p>' if more > 0 else ""
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
+    head = "".join(f"<th{kinds[at]}>{escape(heads[at])}</th>" for at in shown)
+    lines = ["".join(f"<td{kinds[at]}>{row[at]}</td>" for at in shown) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return table if rows else ""
 
 
-def _launches(launches: Sequence[Launch]) -> str:
+def _launches(facts: Facts) -> str:
     rows = [
         (
-            str(at),
+            str(index),
             clock(launch.launched_at),
             f"{number(launch.first_batch)} → {number(launch.last_batch)}",
             duration(launch.ended_at - launch.launched_at),
             "" if launch.began_at is None else duration(launch.began_at - launch.launched_at),
             f"{number(launch.lost_batches)} ({duration(launch.lost_seconds)})" if launch.lost_batches else "",
-            plain(ENDS.get(launch.end, launch.end)),
-            "" if launch.resumed_from is None else f"<code>{plain(launch.resumed_from)}</code>",
-            plain(" ".join(str(launch.setting[name]) for name in ("host", "pid") if name in launch.setting)),
+            escape(ENDS.get(launch.end, launch.end)),
+            "" if launch.resumed_from is None else f"<code>{escape(launch.resumed_from)}</code>",
         )
-        for at, launch in enumerate(launches, 1)
+        for index, launch in enumerate(facts.launches, 1)
     ]
-    heads = ("", "launched", "batches", "took", "starting", "lost batches", "how it ended", "resumed from", "process")
-    return _table(heads, rows, ("took", "starting", "lost batches")) if rows else ""
+    heads = ("", "launched", "batches", "took", "starting", "lost batches", "end", "resumed from")
+    return _table(heads, rows, ("took", "starting", "lost batches"))
 
 
-def _stored(stored: Sequence[Stored]) -> str:
+def _stored(facts: Facts) -> str:
     rows = [
         (
-            f"<code>{plain(one.name)}</code>",
+            f"<code>{escape(one.name)}</code>",
             "" if one.epoch is None else number(one.epoch),
             "" if one.batch is None else number(one.batch),
             "" if one.saved_at is None else clock(one.saved_at),
             bytes_text(one.size_bytes),
-            plain(f"{one.kind}{' ephemeral' if one.ephemeral else ''}"),
-            plain(one.where),
-            "committed" if not one.faults else f'<span class="bad">{plain(one.state)}</span>',
-            plain(", ".join(f"{name} {number(value)}" for name, value in one.metrics.items())),
+            escape(f"{one.kind}{' ephemeral' if one.ephemeral else ''}"),
+            one.where,
+            f'<span class="bad">{escape(one.state)}</span>' if one.faults else escape(one.state),
+            escape(", ".join(f"{name} {number(value)}" for name, value in one.metrics.items())),
         )
-        for one in stored
+        for one in facts.stored
     ]
-    if not rows:
-        return ""
-    totals = []
-    for where in ("local", "remote"):
-        there = [one.size_bytes for one in stored if one.where == where]
-        totals += [f"{where}: {bytes_text(sum(there))} in {number(len(there))}"] if there else []
     heads = ("name", "epoch", "batch", "saved", "size", "kind", "where", "state", "metrics")
     table = _table(heads, rows, ("epoch", "batch", "size"))
-    return f"<details><summary>{plain('; '.join(totals))}</summary>{table}</details>"
+    total = bytes_text(sum(one.size_bytes for one in facts.stored))
+    return f"<details><summary>{number(len(rows))}, {total}</summary>{table}</details>" if rows else ""
 
 
-def _saves(saves: Sequence[Save]) -> str:
+def _saves(facts: Facts) -> str:
     rows = [
         (
-            f"<code>{plain(save.name)}</code>",
+            f"<code>{escape(save.name)}</code>",
             "" if save.batch is None else number(save.batch),
-            clock(save.begun_at, precise=True),
+            clock(save.begun_at),
             "" if save.committed_at is None else duration(save.committed_at - save.begun_at),
             "" if save.stall_seconds is None else duration(save.stall_seconds),
             "" if save.upload_seconds is None else duration(save.upload_seconds),
             "" if save.size_bytes is None else bytes_text(save.size_bytes),
-            _fate(save),
+            escape(save.state + (", uploaded" if save.is_uploaded else "")),
+            "" if save.error is None else f'<span class="bad">{escape(save.error)}</span>',
         )
-        for save in saves
+        for save in facts.saves
     ]
-    heads = ("name", "batch", "begun", "committed after", "stall", "upload took", "size", "now")
-    if not rows:
-        return ""
+    heads = ("name", "batch", "begun", "committed after", "stall", "upload took", "size", "state", "error")
     table = _table(heads, rows, ("batch", "committed after", "stall", "upload took", "size"))
-    return f"<details><summary>{number(len(rows))} saves</summary>{table}</details>"
-
-
-def _fate(save: Save) -> str:
-    words = {"committed": "kept", "deleted": "deleted", "begun": "begun", "cut off": "cut off", "failed": "failed"}
-    text = words[save.state] + (", uploaded" if save.is_uploaded else "")
-    bad = save.error is not None or save.state in ("failed", "cut off")
-    text += "" if save.error is None else f": {save.error}"
-    return f'<span class="bad">{plain(text)}</span>' if bad else plain(text)
+    return f"<details><summary>{number(len(rows))}</summary>{table}</details>" if rows else ""
 
 
 def _configuration(facts: Facts) -> str:
-    rows = [(f"<code>{plain(name)}</code>", plain(_value(value))) for name, value in facts.hyperparameters.items()]
+    settings = dict(facts.hyperparameters)
     if facts.launches:
-        setting = _flat(facts.launches[-1].setting)
-        rows += [(plain(name.replace("_", " ")), plain(value)) for name, value in setting.items() if name != "pid"]
+        settings |= facts.launches[-1].setting
+    rows = [(f"<code>{escape(name)}</code>", escape(_text(value))) for name, value in settings.items()]
     if facts.record is not None:
-        rows.append(("record", f"<code>{plain(facts.record)}</code>"))
-    hint = ""
-    if facts.record is not None and not facts.hyperparameters:
-        hint = (
-            '<p class="note">The record has no hyperparameters. <code>auto_log_hparams=True</code> logs the arguments '
-            "of the Trainer; <code>logger.log_hyperparameters</code> logs others.</p>"
-        )
-    return f"{hint}{_table(('setting', 'value'), rows)}" if rows else ""
+        rows.append(("record", f"<code>{escape(facts.record)}</code>"))
+    return _table(("setting", "value"), rows)
 
 
-def _flat(setting: Mapping[str, Any]) -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in setting.items():
-        if isinstance(value, dict):
-            flat |= {
-                f"{inner} {name.removesuffix('s')}": str(one) for inner, one in cast("dict[str, Any]", value).items()
-            }
-        else:
-            flat[name] = str(value)
-    return flat
-
-
-def _value(value: object) -> str:
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(one)}" for name, one in cast("dict[str, Any]", value).items())
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,28 +1,35 @@
-"""The saves of a run: what the event log says of each, joined with the records of the checkpoints."""
+"""Combine the checkpoint events in a record with the existing checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import final
 
 from composerlite.checkpoint.tools.surveying import Found
 from composerlite.report.record import Line
 
-_HELD_UP_SECONDS = 0.1
-"""Below that a rank is not said to be slow."""
+_MINIMUM_DELAY_SECONDS = 0.1
+"""A rank is not reported as slow for a shorter delay."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A checkpoint that is there, in one place.
+    """An existing checkpoint.
 
     Attributes:
-        name: of it. uri: where it is. where: ``'local'`` or ``'remote'``.
-        state: ``'committed'`` or ``'incomplete'``. faults: what is wrong with it.
-        kind, run_name, epoch, batch, saved_at, ephemeral, metrics, seconds: as its record says.
+        name: name of the checkpoint.
+        uri: path or URI.
+        where: ``'local'`` or ``'remote'``.
+        state: ``'committed'``, ``'copy'``, ``'unverified'`` or ``'incomplete'``.
+        faults: reasons why the checkpoint is not committed.
+        kind: ``'monolithic'``, ``'sharded'``, ….
+        run_name, epoch, batch, ephemeral, metrics: as recorded in the checkpoint.
+        saved_at: time in seconds since 1970.
+        size_bytes: size of all files.
+        stall_seconds: time that training waited for the save.
     """
 
     name: str
@@ -31,24 +38,26 @@ class Stored:
     state: str
     faults: tuple[str, ...]
     kind: str
-    run_name: str | None
-    epoch: int | None
-    batch: int | None
-    saved_at: float | None
     size_bytes: int
+    run_name: str | None = None
+    epoch: int | None = None
+    batch: int | None = None
+    saved_at: float | None = None
     ephemeral: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    stall_seconds: float | None = None
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Save:
-    """A save to the folder ``where``, as far as it came. What is ``None`` did not happen, or is not known.
+    """A save. A value is ``None`` if the event did not happen or is unknown.
 
     Attributes:
-        slowest_rank: the rank that wrote longest. straggler_seconds: so much longer than the median of the others.
-        is_held_up: it took half of the time of the save, or more, to wait for that rank.
+        state: ``'begun'``, ``'committed'``, ``'deleted'``, ``'failed'`` or ``'cut off'`` (by a kill).
+        slowest_rank: the rank that wrote longest.
+        straggler_seconds: delay of the slowest rank, compared with the median of the others.
+        is_held_up: the delay was at least half of the time of the save.
     """
 
     name: str
@@ -57,111 +66,99 @@ class Save:
     begun_at: float
     committed_at: float | None = None
     uploaded_at: float | None = None
-    deleted_at: float | None = None
     size_bytes: int | None = None
     stall_seconds: float | None = None
     upload_seconds: float | None = None
     slowest_rank: int | None = None
     straggler_seconds: float = 0.0
     is_held_up: bool = False
-    state: str = "begun"  # or committed, deleted, failed, cut off
+    state: str = "begun"
     is_uploaded: bool = False
     error: str | None = None
 
 
 def stored_at(found: Found) -> Stored:
-    """Return the facts about a checkpoint in its record."""
-    manifest = found.manifest
-    counts: Mapping[str, int | float] = {} if manifest is None else manifest.timestamp
-    epoch, batch = counts.get("epoch"), counts.get("batch")
-    return Stored(
+    """Describe an existing checkpoint."""
+    stored = Stored(
         name=found.name,
         uri=found.uri,
         where="remote" if found.place.path_of("") is None else "local",
         state=found.state,
         faults=found.faults,
         kind=found.kind,
-        run_name=found.run_name,
+        size_bytes=found.size_bytes,
+    )
+    if (manifest := found.manifest) is None:
+        return stored
+    epoch, batch = (manifest.timestamp.get(name) for name in ("epoch", "batch"))
+    return replace(
+        stored,
+        run_name=manifest.run_name,
         epoch=None if epoch is None else int(epoch),
         batch=None if batch is None else int(batch),
-        saved_at=None if manifest is None else _seconds(manifest.saved_at),
-        size_bytes=found.size_bytes,
-        ephemeral=manifest is not None and manifest.ephemeral,
-        metrics={} if manifest is None else dict(manifest.run.metrics),
-        seconds={} if manifest is None else dict(manifest.timings),
+        saved_at=datetime.fromisoformat(manifest.saved_at).timestamp(),
+        ephemeral=manifest.ephemeral,
+        metrics=dict(manifest.run.metrics),
+        stall_seconds=manifest.timings.get("stall"),
     )
 
 
 def saves_in(lines: Sequence[Line], stored: Sequence[Stored]) -> list[Save]:
-    """List the saves that the event log or a checkpoint's record has, oldest first."""
+    """Return all saves of a run in the record or among the existing checkpoints, oldest first."""
     saves: list[Save] = []
     for line in lines:
         if line.kind == "checkpoint":
-            _take(saves, line)
-        elif line.kind in ("start", "resume"):  # the process is another one
+            _apply_event(saves, line)
+        elif line.starts_launch:
             for save in saves:
                 save.state = "cut off" if save.state == "begun" else save.state
-    by_name = {save.name.rpartition("/")[2]: save for save in saves}
-    for one in stored:
-        if one.state == "committed" and one.saved_at is not None:
-            _take_stored(saves, by_name, one)
+    by_name = {_last_part(save.name): save for save in saves}
+    for checkpoint in stored:
+        if checkpoint.state != "committed" or checkpoint.saved_at is None:
+            continue
+        save = by_name.get(_last_part(checkpoint.name))
+        if save is None:
+            save = Save(name=checkpoint.name, batch=checkpoint.batch, begun_at=checkpoint.saved_at)
+            save.stall_seconds = checkpoint.stall_seconds
+            by_name[_last_part(checkpoint.name)] = save
+            saves.append(save)
+        save.state = "committed"  # the checkpoint exists, even if the record is older
+        save.size_bytes = checkpoint.size_bytes if save.size_bytes is None else save.size_bytes
+        save.is_uploaded |= checkpoint.where == "remote"
     return sorted(saves, key=lambda save: save.begun_at)
 
 
-def _take(saves: list[Save], line: Line) -> None:
+def _apply_event(saves: list[Save], line: Line) -> None:
+    """Add a checkpoint event to the save of the same name, or to a new save."""
     name, where, what = line.text("name"), line.text("where"), line.text("what")
-    if what == "begun":
-        saves.append(Save(name=name, where=where, batch=line.batch, begun_at=line.at))
-        return
-    save = _known(saves, name, where)
-    if save is None:
+    is_bucket = "://" in where
+    matching = [  # names of folders may differ in a bucket
+        save for save in saves if _last_part(save.name) == _last_part(name) and (is_bucket or save.where == where)
+    ]
+    if what == "begun" or not matching:
         if what in ("deleted", "failed"):
-            return  # of a save that the record does not know
-        save = Save(name=name, where=where, batch=line.batch, begun_at=line.at)
-        saves.append(save)
+            return  # the record does not have this save
+        saves.append(Save(name=name, where=where, batch=line.batch, begun_at=line.at))
+        matching = saves
+    save, seconds = matching[-1], line.numbers("seconds")
     if what == "committed":
         save.state, save.committed_at = "committed", line.at
-        size = line.number("size_bytes")
+        size, rank = line.number("size_bytes"), line.number("slowest_rank")
         save.size_bytes = None if size is None else int(size)
-        save.stall_seconds = line.seconds("stall")
-        rank = line.number("slowest_rank")
+        save.stall_seconds = seconds.get("stall")
         if rank is not None:
-            save.slowest_rank, save.straggler_seconds = int(rank), line.seconds("straggler") or 0.0
-            own_seconds = (line.seconds("total") or 0.0) - (line.seconds("waiting") or 0.0)
-            save.is_held_up = save.straggler_seconds >= max(_HELD_UP_SECONDS, own_seconds / 2)
+            save.slowest_rank, save.straggler_seconds = int(rank), seconds.get("straggler", 0.0)
+            own_seconds = seconds.get("total", 0.0) - seconds.get("waiting", 0.0)
+            save.is_held_up = save.straggler_seconds >= max(_MINIMUM_DELAY_SECONDS, own_seconds / 2)
     elif what == "uploaded":
-        save.is_uploaded, save.uploaded_at, save.upload_seconds = True, line.at, line.seconds("upload")
+        save.is_uploaded, save.uploaded_at, save.upload_seconds = True, line.at, seconds.get("upload")
         save.state = "committed" if save.state in ("begun", "cut off") else save.state
-    elif what == "deleted" and "://" not in where:
-        save.state, save.deleted_at = "deleted", line.at
+    elif what == "deleted" and not is_bucket:
+        save.state = "deleted"
     elif what in ("failed", "upload failed"):
         save.error = line.text("error")
         save.state = "failed" if what == "failed" else save.state
 
 
-def _known(saves: Sequence[Save], name: str, where: str) -> Save | None:
-    """The last save of that name in that folder; for a bucket the last in any, whose folders may be others there."""
-    last, is_bucket = name.rpartition("/")[2], "://" in where
-    same = (one for one in reversed(saves) if one.name.rpartition("/")[2] == last)
-    return next((one for one in same if is_bucket or one.where == where), None)
-
-
-def _take_stored(saves: list[Save], by_name: dict[str, Save], one: Stored) -> None:
-    """A checkpoint that is there was committed, whatever the record says."""
-    assert one.saved_at is not None
-    key = one.name.rpartition("/")[2]
-    save = by_name.get(key)
-    if save is None:
-        save = by_name[key] = Save(name=one.name, batch=one.batch, begun_at=one.saved_at)
-        save.stall_seconds = one.seconds.get("stall")
-        saves.append(save)
-    save.state = "committed"
-    save.size_bytes = one.size_bytes if save.size_bytes is None else save.size_bytes
-    save.is_uploaded |= one.where == "remote"
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2]

@@ -18,7 +18,7 @@ from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.tools.surveying import place_at
 from composerlite.loggers import JSONLLogger
 from composerlite.loggers.run_file import _joined  # pyright: ignore[reportPrivateUsage]
-from composerlite.report import facts_of
+from composerlite.report import collect_facts
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_record_is_in_the_bucket_and_a_report_reads_it(tmp_path: Path, uri: 
     launch(tmp_path / "a", uri, "3ep")
     history = [("start", 0), ("end", 4), ("note", 4), ("resume", 4), ("end", 8), ("resume", 8), ("end", 12)]
     assert kinds(uri) == history
-    facts = facts_of([uri])
+    facts = collect_facts([uri])
     assert facts.record == f"{uri}/record.jsonl"
     assert [launch.first_batch for launch in facts.launches] == [0, 4, 8]
 
@@ -113,10 +113,10 @@ def test_a_kill_between_checkpoint_and_record_leaves_a_whole_history(
     with place_at(uri) as place:
         lines = place.read("record.jsonl").decode().splitlines()
     assert len(set(lines)) == len(lines)
-    facts = facts_of([uri])
+    facts = collect_facts([uri])
     assert [launch.end for launch in facts.launches] == ["killed", "finished"]
     (loss,) = [series for series in facts.metrics if series.name == "loss/train/total"]
-    assert [point.batch for point in loss.kept] == list(range(1, BATCHES + 1))
+    assert [batch for batch, _ in loss.kept] == list(range(1, BATCHES + 1))
     assert facts.launches[1].first_batch > 0, "it starts over"
     kept = [save for save in facts.saves if save.state == "committed" and save.is_uploaded]
     assert [save.batch for save in kept] == [2, 4, 6, 8]

@@ -1,4 +1,4 @@
-"""A tiny run that keeps a record and a table, and dies where it is told to; started again it goes on.
+"""A tiny run with a record and a table. A launch can be killed after a batch; the next launch resumes.
 
 24 batches in 3 epochs, a checkpoint every 4 batches, an evaluation after each epoch.
 """
@@ -24,7 +24,7 @@ __all__ = ["launch", "main", "train", "train_beside_a_slow_disk"]
 
 
 class DieAt(Callback):
-    """SIGKILL after a batch, when it is logged and before it is saved."""
+    """Send SIGKILL after a batch is logged, before it is saved."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -35,7 +35,7 @@ class DieAt(Callback):
 
 
 def train(folder: Path, *, save_folder: str | None = None, die_at: int = 0, **settings: Any) -> None:
-    """One launch. Its record is ``folder/record.jsonl``, its table ``folder/metrics.csv``."""
+    """Train once, with the record ``folder/record.jsonl`` and the table ``folder/metrics.csv``."""
     generator = torch.Generator().manual_seed(0)
     samples = torch.randn(128, 8, generator=generator)
     data = TensorDataset(samples, (samples.sum(1) > 0).long())
@@ -67,7 +67,7 @@ def train(folder: Path, *, save_folder: str | None = None, die_at: int = 0, **se
 
 
 def main(folder: str, die_at: str = "0", max_duration: str = "3ep", bucket: str = "") -> None:
-    """A launch as a program; with a bucket checkpoints and record go there."""
+    """Run a launch in a process of its own; with a bucket, checkpoints and record are uploaded."""
     torch.set_num_threads(1)
     os.chdir(folder)
     settings: dict[str, Any] = {"bucket_uri": bucket, "save_folder": f"{bucket}/{{run_name}}"} if bucket else {}
@@ -75,7 +75,7 @@ def main(folder: str, die_at: str = "0", max_duration: str = "3ep", bucket: str 
 
 
 def train_beside_a_slow_disk(folder: str) -> None:
-    """A launch on two ranks, of which the disk of rank 1 takes a second longer for each file."""
+    """Run a launch on two ranks. On rank 1, each flush of a file takes a second longer."""
     sync = os.fsync
 
     def sync_slowly(descriptor: int) -> None:
@@ -91,7 +91,7 @@ def train_beside_a_slow_disk(folder: str) -> None:
 
 
 def launch(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> int:
-    """One launch of the run in ``folder``; its exit code."""
+    """Launch the run in ``folder``, and return the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     done = run_forked(main, str(folder), *arguments, cwd=folder, environment=environment)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
