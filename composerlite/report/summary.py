@@ -68,7 +68,7 @@ def story(facts: Facts) -> list[str]:
 
 
 def _training(facts: Facts) -> list[str]:
-    """Describe how far training came, the launches and the lost work."""
+    """Describe the progress, the launches and the lost work."""
     begun = facts.launches[0].first_batch
     start = f" from batch {number(begun)}" if begun else ""
     last, wall = number(facts.last_batch or 0), duration(facts.wall_seconds)
