@@ -1,7 +1,4 @@
-"""Destinations of metrics and files: the terminal, files, tables, memory, services, object stores.
-
-Each is imported when it is first used.
-"""
+"""Loggers: the terminal, files, tables, memory, services and object stores. Modules load on first use."""
 
 from __future__ import annotations
 

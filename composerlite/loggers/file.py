@@ -1,4 +1,4 @@
-"""FileLogger: everything that is logged, as lines of a text file."""
+"""FileLogger: logged values as lines of a text file."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from composerlite.loggers.values import to_json
 
 @final
 class FileLogger(RunFileLogger):
-    """Writes a line for everything that is logged: ``[metric][batch=12] {"loss/train/total": 0.5}``.
+    """Writes a line for each logged value: ``[metric][batch=12] {"loss/train/total": 0.5}``.
 
-    What follows the brackets is JSON. Each start of a run writes a line ``[start]``, or ``[resume]`` with the batch it
-    resumes from: lines of higher batches above it are of training that was lost and done again. Lines reach the file
-    every ``flush_interval`` batches, after each evaluation and epoch, and when the trainer closes, also after an
-    error. The file is open only while lines are written, so worker processes inherit nothing.
+    The text after the brackets is JSON. Each launch writes a line ``[start]``, or ``[resume]`` with the batch of the
+    checkpoint: lines of higher batches above are lost work. Lines are written every ``flush_interval`` batches, after
+    each evaluation and epoch, and when the trainer closes, also after an error. The file is open during a write only,
+    so worker processes do not inherit an open file.
 
     Args:
-        filename: the file. ``{run_name}``, ``{rank}``, ``{local_rank}``, ``{world_size}``, ``{local_world_size}`` and
-            ``{node_rank}`` are filled in.
-        remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
-        log_traces: also write which algorithms ran.
+        filename: path of the file, with ``{run_name}``, ``{rank}``, ``{local_rank}``, ``{world_size}``,
+            ``{local_world_size}`` and ``{node_rank}``.
+        remote_file_name: name of the upload to the loggers that upload files, after each epoch and at the end.
+        log_traces: also write the algorithms that ran.
         flush_interval: batches between two writes.
         overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
-        capture_stdout: write also what the process prints, as ``[stdout]``, from ``INIT`` until the run is closed.
-        capture_stderr: the same for what it prints to standard error.
-        buffer_size: accepted for scripts of Composer; lines are kept until the next write.
+        capture_stdout: also write the output of the process, as ``[stdout]``, from ``INIT`` until the run is closed.
+        capture_stderr: also write the standard error of the process, as ``[stderr]``.
+        buffer_size: ignored; for scripts of Composer.
 
     Raises:
-        ConfigError: at construction an unknown variable; at ``INIT`` a file that cannot be written, or a
-            ``remote_file_name`` that no logger can take.
+        ConfigError: a variable is unknown, or a number is invalid; at ``INIT`` the file cannot be written, or no logger
+            uploads files.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, loggers=FileLogger("{run_name}/log.txt"))
     """
 
     @checked_arguments
@@ -58,20 +63,20 @@ class FileLogger(RunFileLogger):
         self._overwrite = overwrite
         self._unwritten: list[str] = []
         self._captured = [name for name, on in (("stdout", capture_stdout), ("stderr", capture_stderr)) if on]
-        self._before: dict[str, Any] = {}
+        self._streams: dict[str, Any] = {}  # the captured ones
 
     def init(self, state: State, logger: Logger) -> None:
         super().init(state, logger)
         self._is_ready = True
         for name in self._captured:
-            self._before[name] = stream = getattr(sys, name)
+            self._streams[name] = stream = getattr(sys, name)
             setattr(sys, name, _Captured(stream, lambda text, name=name: self._add(f"[{name}]", text)))
 
     def post_close(self) -> None:
-        """Restore the standard streams and close the file."""
-        for name, stream in self._before.items():
+        """Restore the standard streams and write the last lines."""
+        for name, stream in self._streams.items():
             setattr(sys, name, stream)
-        self._before.clear()
+        self._streams.clear()
         super().post_close()
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -118,15 +123,15 @@ class FileLogger(RunFileLogger):
 
 
 class _Captured:
-    """A stream that tells each whole line that is written to it. All else is that of ``stream``."""
+    """A stream that passes each whole line to ``write_line``, and everything to ``stream``."""
 
-    def __init__(self, stream: TextIO, tell: Callable[[str], object]) -> None:
-        self._stream, self._tell, self._begun = stream, tell, ""
+    def __init__(self, stream: TextIO, write_line: Callable[[str], object]) -> None:
+        self._stream, self._write_line, self._begun = stream, write_line, ""
 
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
-            self._tell(line)
+            self._write_line(line)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""InMemoryLogger: everything that is logged, in dicts."""
+"""InMemoryLogger: logged values in dicts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from composerlite.loggers.values import plain
 
 @final
 class InMemoryLogger(LoggerDestination):
-    """Keeps everything that is logged in this process, for notebooks and tests. Nothing of it is saved.
+    """Keeps logged values in dicts of this process, for notebooks and tests. Checkpoints do not contain the values.
 
     Args:
-        log_traces: also keep which algorithms ran.
+        log_traces: also keep the algorithms that ran.
 
     Attributes:
-        data: for each metric its values with the timestamp at which each was logged, oldest first. Tensors of one
-            element are kept as numbers.
-        most_recent_values: the last value of each metric.
-        most_recent_timestamps: when that was logged.
+        data: values of each metric with their timestamps, oldest first. Tensors of one element become numbers.
+        most_recent_values: last value of each metric.
+        most_recent_timestamps: timestamp of the last value of each metric.
         hyperparameters: settings of the run by name.
-        tables: for each table name ``(columns, rows)`` of the last one logged.
-        traces: for each ``'<algorithm>/<event>'`` what was logged, with its timestamp.
+        tables: ``(columns, rows)`` of the last table of each name.
+        traces: values of each ``'<algorithm>/<event>'`` with their timestamps.
+
+    Example:
+        .. code-block:: python
+
+            memory = InMemoryLogger()
+            Trainer(model=model, loggers=memory, train_dataloader=loader, max_duration="1ep").fit()
+            print(memory.most_recent_values["loss/train/total"])
     """
 
     @checked_arguments
@@ -66,13 +72,17 @@ class InMemoryLogger(LoggerDestination):
                 self.traces.setdefault(name, []).append((self._now(None), trace))
 
     def get_timeseries(self, metric: str) -> dict[str, npt.NDArray[Any]]:
-        """The values of ``metric`` and when each was logged, as arrays of equal length.
+        """Return the values of a metric and their times, as arrays of equal length.
 
-        The keys are ``metric`` itself and the fields of :class:`Timestamp` (``'batch'``, ``'epoch'``, ``'total_wct'``
-        in seconds, …).
+        Args:
+            metric: name of the metric.
+
+        Returns:
+            The values under the name of the metric, and the fields of :class:`Timestamp` (``'batch'``, ``'epoch'``,
+            ``'total_wct'`` in seconds, …).
 
         Raises:
-            ConfigError: nothing was logged under that name.
+            ConfigError: the metric was not logged.
         """
         if metric not in self.data:
             raise ConfigError(f"metric {metric!r} was not logged.{did_you_mean(metric, self.data)}")
@@ -84,6 +94,6 @@ class InMemoryLogger(LoggerDestination):
         return {name: np.array(column) for name, column in columns.items()}
 
     def _now(self, step: int | None) -> Timestamp:
-        """The timestamp of the run, at batch ``step`` if that was given."""
+        """Return the timestamp of the run, at batch ``step`` if given."""
         now = Timestamp() if self._state is None else self._state.timestamp
         return now if step is None or now.batch == step else now.copy(batch=step)

@@ -1,9 +1,7 @@
-"""JSONLLogger: the record of a run, a line of JSON for everything that happens."""
+"""JSONLLogger: the record of a run, one line of JSON per event."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import platform
 import socket
@@ -12,7 +10,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 
@@ -28,47 +26,49 @@ _FORMAT = 1
 
 @final
 class JSONLLogger(RunFileLogger):
-    """Keeps the record of a run: one line of JSON for all that is logged and all that happens, with the time of day.
+    """Writes the record of a run: a line of JSON for each logged value and each event, with the time of day.
 
-    ``composerlite report`` makes a page of it. Each line has ``at`` (UTC), ``kind``, ``batch``, ``epoch``. Kinds are
+    ``composerlite report`` makes a page of the record. Each line has ``at`` (UTC), ``kind``, ``batch`` and ``epoch``.
 
     ===================  ==============================================================================================
-    ``start``            a launch begins to train, or ``resume``: it resumes from a checkpoint, at ``batch``
-    ``fit_start``        ``fit`` was called, and ``fit_end``: it is over
-    ``metrics``          what was logged at ``batch``
-    ``evaluation``       one has ended: ``label``, ``seconds``
-    ``checkpoint``       news of one: ``what`` (begun, committed, uploaded, deleted, failed, upload failed),
+    ``start``            a launch begins to train; ``resume``: a launch resumes from a checkpoint, at ``batch``
+    ``fit_start``        a call of ``fit`` begins; ``fit_end``: a call of ``fit`` ends
+    ``metrics``          metrics logged at ``batch``
+    ``evaluation``       the end of an evaluation: ``label``, ``seconds``
+    ``checkpoint``       event of a checkpoint: ``what`` (begun, committed, uploaded, deleted, failed, upload failed),
                          ``name``, ``where``, ``size_bytes``, ``seconds``, ``error``
-    ``hyperparameters``  and ``table``, ``traces``: as they were logged
-    ``error``            what ended training
+    ``hyperparameters``  settings as logged; so are ``table`` and ``traces``
+    ``error``            the exception that ended training
     ``end``              the trainer was closed: ``how`` is ``finished``, ``interrupted``, ``error`` or ``closed``
     ===================  ==============================================================================================
 
-    A resumed run appends, so the record has all launches: lines of higher batches above a ``resume`` are of training
-    that was lost and done again. A launch without ``end`` was killed. Numbers that JSON does not have are ``"nan"``,
-    ``"inf"`` and ``"-inf"``. Only global rank 0 writes.
+    A resumed run appends. Lines of higher batches above a ``resume`` are lost work. A launch without ``end`` was
+    killed. NaN and infinity are the texts ``"nan"``, ``"inf"`` and ``"-inf"``. Only global rank 0 writes.
 
-    A line is in the file, where SIGKILL does not touch it, ``flush_seconds`` after it was logged at most, or at the end
-    of the batch if that comes later; and at once after an evaluation, an epoch, a resume, an end, and before a
-    checkpoint: whatever was logged up to a checkpoint is there when the run resumes from it. A last line that a
-    kill left incomplete stays, and the next launch begins a new one.
+    Lines are written within ``flush_seconds`` or at the end of the batch, whichever is later; and at once before a
+    checkpoint and after an evaluation, an epoch, a resume and the end. A kill loses newer lines. If a kill cuts off the
+    last line, the next launch begins a new line.
+
+    A run that resumes on another machine downloads the uploaded file first. Lines that only the local file has are
+    kept.
 
     Args:
-        filename: the file; ``record.jsonl`` in the folder of the checkpoints by default, or in a folder named after the
-            run. Where checkpoints go to a bucket, so does ``record.jsonl``, beside them: before each checkpoint, after
-            each epoch and at the end. ``{run_name}`` and the variables of ranks are filled in.
-        remote_file_name: hand the file to the loggers that keep files under this name, after each epoch and at the end.
-            A run that is resumed on another machine fetches it first.
-        flush_seconds: how long lines may wait. 0 writes after every batch.
-        log_traces: also write which algorithms ran.
+        filename: path of the file; by default ``record.jsonl`` in the folder of the checkpoints, or in a folder named
+            after the run. If checkpoints go to a bucket, ``record.jsonl`` is uploaded to the same place before each
+            checkpoint, after each epoch and at the end. ``{run_name}`` and the variables of ranks are filled in.
+        remote_file_name: name of the upload to the loggers that upload files, after each epoch and at the end.
+        flush_seconds: seconds between two writes. 0 writes after every batch.
+        log_traces: also write the algorithms that ran.
         overwrite: empty the file when a run starts from its beginning. A resumed run always appends.
 
-    A run that is resumed on another machine fetches the file from the bucket first, and appends to it. What only this
-    machine had of it is not lost.
-
     Raises:
-        ConfigError: at construction an unknown variable or a negative time; at ``INIT`` a file that cannot be written,
-            or a ``remote_file_name`` that no logger can take.
+        ConfigError: a variable is unknown, or the time is negative; at ``INIT`` the file cannot be written, or no
+            logger uploads files.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, save_folder="runs/fox", loggers=JSONLLogger())
     """
 
     @checked_arguments
@@ -80,28 +80,23 @@ class JSONLLogger(RunFileLogger):
         log_traces: bool = False,
         overwrite: bool = False,
     ) -> None:
-        super().__init__(
-            filename, remote_file_name, name="record.jsonl", with_checkpoints=True, flush_seconds=flush_seconds
-        )
+        super().__init__(filename, remote_file_name, name="record.jsonl", appends=True, flush_seconds=flush_seconds)
         self._with_traces = log_traces
         self._overwrite = overwrite
         self._launched_at = time.time()
         self._lines: list[str] = []
-        self._metrics: dict[str, Any] = {}
-        self._metrics_of: tuple[int | None, int, float] = (0, 0, 0.0)  # batch, epoch, time
         self._eval_began = 0.0
 
-    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def after_load(self, state: State, logger: Logger) -> None:
         if not self.is_kept:
             return
-        self._finish_metrics()
-        batch, path = int(state.timestamp.batch), self.path
+        batch = int(state.timestamp.batch)
         if self._overwrite and batch == 0:
-            path.write_bytes(b"")
-        if batch > 0 or (self._goes_along and not self._overwrite):
-            self._fetch(state, logger)
-        early, self._lines = self._lines, ["\n"] if _is_torn(path) else []
+            self.path.write_bytes(b"")
+        self._continue_file(state, logger, download=batch > 0 or (self._is_beside and not self._overwrite))
+        early, self._lines = self._lines, []
+        if (text := self.path.read_bytes()) and not text.endswith(b"\n"):  # a kill cut off the last line
+            self._lines.append("\n")
         self._add(
             "resume" if batch else "start",
             {
@@ -124,16 +119,10 @@ class JSONLLogger(RunFileLogger):
         self._lines += early
         self._is_ready = True
         self._flush()
-        self._send_with_checkpoints()
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        end = state.max_duration
-        self._add("fit_start", {"max_duration": None if end is None else str(end)})
+        self._add("fit_start", {"max_duration": None if state.max_duration is None else str(state.max_duration)})
         self._flush()
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self._finish_metrics()
-        super().batch_end(state, logger)
 
     def eval_start(self, state: State, logger: Logger) -> None:
         self._eval_began = time.time()
@@ -149,7 +138,7 @@ class JSONLLogger(RunFileLogger):
 
     def close(self, state: State, logger: Logger) -> None:
         if self._is_ready:
-            error = sys.exception()  # the trainer is closed while it passes: by `with`, or in a `finally`
+            error = sys.exception()  # set if the trainer is closed by ``with`` or ``finally``
             how = "finished" if state.max_duration is not None and state.training_is_over else "closed"
             if isinstance(error, SystemExit | KeyboardInterrupt):
                 how = "interrupted"
@@ -159,21 +148,9 @@ class JSONLLogger(RunFileLogger):
             self._add("end", {"how": how, "exit_code": error.code if isinstance(error, SystemExit) else None})
         super().close(state, logger)
 
-    # ── what is logged ───────────────────────────────────────────────────────────────────────────────────────────
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Metrics of one batch become one line, unless a name comes twice.
-
-        Args:
-            metrics: values by name.
-            step: batches trained.
-        """
-        if not metrics or not self.is_kept:
-            return
-        if self._metrics and (step != self._metrics_of[0] or not self._metrics.keys().isdisjoint(metrics)):
-            self._finish_metrics()
-        if not self._metrics:
-            self._metrics_of = (step, self._now[1], time.time())
-        self._metrics.update(metrics)
+        if metrics:
+            self._add("metrics", {"metrics": metrics}, step)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         self._add("hyperparameters", {"hyperparameters": hyperparameters})
@@ -181,7 +158,7 @@ class JSONLLogger(RunFileLogger):
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        self._add("table", {"name": name, "columns": columns, "rows": rows}, batch=step)
+        self._add("table", {"name": name, "columns": columns, "rows": rows}, step)
 
     def log_traces(self, traces: dict[str, Any]) -> None:
         if self._with_traces:
@@ -199,68 +176,30 @@ class JSONLLogger(RunFileLogger):
             "error": news.error,
         }
         known = {name: value for name, value in facts.items() if value is not None}
-        self._add("checkpoint", known, batch=news.batch, at=news.at)
+        self._add("checkpoint", {"batch": news.batch, **known}, at=news.at)
         self._flush()
 
-    # ── lines ────────────────────────────────────────────────────────────────────────────────────────────────────
-    @property
-    def _now(self) -> tuple[int, int]:
-        if self._state is None:
-            return 0, 0
-        return int(self._state.timestamp.batch), int(self._state.timestamp.epoch)
-
-    def _finish_metrics(self) -> None:
-        if self._metrics:
-            (batch, epoch, at), metrics = self._metrics_of, self._metrics
-            self._metrics = {}
-            head = {"at": _iso(at), "kind": "metrics", "batch": batch, "epoch": epoch}
-            self._lines.append(_strict_json({**head, "metrics": metrics}))
-
-    def _add(self, kind: str, facts: Mapping[str, Any], *, batch: int | None = None, at: float | None = None) -> None:
+    def _add(self, kind: str, facts: Mapping[str, Any], batch: int | None = None, at: float | None = None) -> None:
+        """Add a line: an event of ``kind`` at ``batch`` (default: now) and the time ``at`` (default: now)."""
         if not self.is_kept:
             return
-        self._finish_metrics()
-        now, epoch = self._now
-        place = {"batch": now if batch is None and kind != "checkpoint" else batch, "epoch": epoch}
-        head = {"at": _iso(time.time() if at is None else at), "kind": kind, **place}
-        self._lines.append(_strict_json({**head, **facts}))
+        now = (0, 0) if self._state is None else (int(self._state.timestamp.batch), int(self._state.timestamp.epoch))
+        head = {
+            "at": _iso(time.time() if at is None else at),
+            "kind": kind,
+            "batch": now[0] if batch is None else batch,
+            "epoch": now[1],
+        }
+        self._lines.append(to_json({**head, **facts}, strict=True) + "\n")
 
     def _write_waiting(self) -> bool:
-        self._finish_metrics()
         if not self._lines:
             return False
         with self.path.open("ab", buffering=0) as file:
             file.write("".join(self._lines).encode())
-        self._lines.clear()
+        self._lines = []
         return True
-
-
-def _strict_json(fields: Mapping[str, Any]) -> str:
-    """``fields`` as a line of JSON, with texts for the numbers that JSON does not have."""
-    text = to_json(fields)
-    if "NaN" in text or "Infinity" in text:  # or a text that has these words: it stays as it is
-        text = json.dumps(_finite(json.loads(text)), allow_nan=False)
-    return text + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in cast("list[Any]", value)]
-    return value
 
 
 def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def _is_torn(path: Path) -> bool:
-    """Return true if the file ends within a line."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

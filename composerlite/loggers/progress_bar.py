@@ -1,34 +1,56 @@
-"""ProgressBarLogger: how far training is, as bars that grow on a terminal or in a notebook, or as lines."""
+"""ProgressBarLogger: progress of training as bars on a terminal or in a notebook, elsewhere as lines."""
 
 from __future__ import annotations
 
-from typing import Any, final
+import importlib.util
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import IO, Any, cast, final
 
-from composerlite.core import Logger, LoggerDestination, SchedulePredicate, State, TimeInput, TimeUnit
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from composerlite.core import Event, Logger, SchedulePredicate, State, TimeInput
 from composerlite.errors import checked_arguments
-from composerlite.loggers.bars import Bars, bars_on
-from composerlite.loggers.console import ConsoleLogger, EpochsAndSeconds, StreamInput, learning_rate, open_stream
-from composerlite.loggers.values import out_of, shown
+from composerlite.loggers.console import (
+    LONGEST_SILENCE_SECONDS,
+    ConsoleLogger,
+    StreamInput,
+    epochs_in_all,
+    learning_rate,
+)
+from composerlite.loggers.values import clock, shown
+
+_SECONDS_BETWEEN_DRAWS = 0.1
 
 
 @final
-class ProgressBarLogger(LoggerDestination):
-    """Shows the progress of training: bars on a terminal and in a notebook, elsewhere lines.
+class ProgressBarLogger(ConsoleLogger):
+    """Shows the progress of training: bars on a terminal and in a notebook, lines elsewhere.
 
-    Each epoch, evaluation and prediction has its bar, with its speed, elapsed time and time left. Bars are drawn at
-    most ten times a second, by the training thread. Lines come at the end of each epoch, for each evaluation and when
-    there was none for 30 seconds. Only global rank 0 shows anything.
+    Each epoch, evaluation and prediction has a bar with speed, elapsed time, time left and values. The training thread
+    draws the bars, at most ten times a second. Lines are written at the end of each epoch and evaluation, and after 30
+    seconds without a line. Only global rank 0 shows anything.
 
     Args:
-        progress_bar: show bars where ``stream`` is a terminal or the output of a notebook.
+        progress_bar: draw bars if ``stream`` is a terminal, or in a notebook with ipywidgets.
         log_to_console: ``True`` writes a line every ``console_log_interval``, also above bars; ``False`` writes none;
-            ``None`` writes lines where there are no bars.
-        console_log_interval: as in :class:`ConsoleLogger`. Used with ``log_to_console=True``.
-        stream: ``'stderr'``, ``'stdout'`` or an open text file, which is not closed.
-        log_traces: lines also say which algorithms ran.
+            ``None`` writes lines if there are no bars.
+        console_log_interval: time between two lines with ``log_to_console=True``; see :class:`ConsoleLogger`.
+        stream: ``'stderr'``, ``'stdout'`` or an open text file. The logger does not close the file.
+        log_traces: also write lines about the algorithms that ran.
 
     Raises:
-        ConfigError: an interval that cannot be read, or an unknown stream.
+        ConfigError: the interval is invalid, or the stream is unknown.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, loggers=ProgressBarLogger(stream="stdout"), progress_bar=False)
     """
 
     @checked_arguments
@@ -40,40 +62,28 @@ class ProgressBarLogger(LoggerDestination):
         stream: StreamInput = "stderr",
         log_traces: bool = False,
     ) -> None:
-        output = open_stream(stream)
-        drawn = bars_on(output) if progress_bar else None
-        self._bars = Bars() if drawn is None else drawn
-        self._lines: LoggerDestination = LoggerDestination()  # one that ignores everything
-        if log_to_console or (log_to_console is None and drawn is None):
-            interval = console_log_interval if log_to_console else EpochsAndSeconds()
-            self._lines = ConsoleLogger(interval, stream=output if drawn is None else drawn, log_traces=log_traces)
-        self._losses: dict[str, Any] = {}
-        self._metrics: dict[str, Any] = {}
+        interval = console_log_interval if log_to_console else self._is_due_by_default
+        super().__init__(interval, stream, log_traces)
+        self._console = Console(file=cast("IO[str]", self._stream))
+        can_draw = self._console.is_interactive or (
+            self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
+        )
+        self._draws_bars = progress_bar and can_draw and not self._is_silent
+        self._writes_lines = not self._draws_bars if log_to_console is None else log_to_console
+        self._progress: Progress | None = None  # while there are bars
+        self._bars: list[TaskID] = []  # an evaluation within an epoch is behind the epoch; the last bar advances
         self._in_epoch = False
+        self._next_draw = 0.0
+        self._latest: dict[str, Any] = {}
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        for name, value in metrics.items():
-            if name.startswith("loss/"):
-                self._losses[name] = value
-            elif name.startswith("metrics/"):
-                self._metrics[name] = value
-        self._lines.log_metrics(metrics, step)
+        self._latest |= {name: metrics[name] for name in metrics if name.startswith(("loss/", "metrics/"))}
+        super().log_metrics(metrics, step)
 
-    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        self._lines.log_hyperparameters(hyperparameters)
-
-    def log_table(
-        self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
-    ) -> None:
-        self._lines.log_table(columns, rows, name, step)
-
-    def log_traces(self, traces: dict[str, Any]) -> None:
-        self._lines.log_traces(traces)
-
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.stop()  # whatever an earlier fit left when it was interrupted
-        self._lines.fit_start(state, logger)
+        self.stop()  # bars of an earlier fit that was interrupted
+        super().fit_start(state, logger)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
         self._open_epoch(state, completed=0)
@@ -81,64 +91,145 @@ class ProgressBarLogger(LoggerDestination):
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._in_epoch:  # resumed in the middle of an epoch
             self._open_epoch(state, completed=int(state.timestamp.batch_in_epoch) - 1)
-        self._bars.advance(lambda: [*shown(self._losses), *learning_rate(state)])
-        self._lines.batch_end(state, logger)
+        self._advance(lambda: [*self._values("loss/"), *learning_rate(state)])
+        super().batch_end(state, logger)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         self._finish_epoch(state)
-        self._lines.epoch_end(state, logger)
-
-    def iteration_end(self, state: State, logger: Logger) -> None:
-        self._lines.iteration_end(state, logger)
+        super().epoch_end(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._finish_epoch(state)
-        self._lines.fit_end(state, logger)
+        super().fit_end(state, logger)
 
-    # ── evaluation and prediction ────────────────────────────────────────────────────────────────────────────────
     def eval_start(self, state: State, logger: Logger) -> None:
-        self._bars.open(str(state.dataloader_label), _length(state))
-        self._lines.eval_start(state, logger)
+        self._open(str(state.dataloader_label), state)
+        super().eval_start(state, logger)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        self._bars.advance(list)
-        self._lines.eval_batch_end(state, logger)
+        self._advance(list)
+        super().eval_batch_end(state, logger)
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        self._bars.finish(shown(self._metrics_of(state)), whole=True)  # they are what it was run for
-        self._lines.eval_end(state, logger)
+        self._finish(self._values(f"metrics/{state.dataloader_label}/"))
+        super().eval_end(state, logger)
 
     def predict_start(self, state: State, logger: Logger) -> None:
-        self._bars.open("predict", _length(state))
+        self._open("predict", state)
 
     def predict_batch_end(self, state: State, logger: Logger) -> None:
-        self._bars.advance(list)
+        self._advance(list)
 
     def predict_end(self, state: State, logger: Logger) -> None:
-        self._bars.finish([])
+        self._finish([])
 
     def close(self, state: State, logger: Logger) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """Take the bars off and leave the terminal as it was, whatever has ended training. They come back with it."""
+        """Print unfinished bars for the last time and restore the terminal. Does nothing if there are no bars."""
         self._in_epoch = False
-        self._bars.stop()
+        if self._progress is None:
+            return
+        progress, self._progress = self._progress, None
+        last = progress.make_tasks_table(progress.tasks)
+        progress.stop()
+        self._console.print(last)
+        self._bars = []
+        for handler, stream in self._redirected:
+            handler.setStream(stream)
+        self._redirected = []
 
     def _open_epoch(self, state: State, *, completed: int) -> None:
         self._in_epoch = True
-        title = f"epoch {int(state.timestamp.epoch) + 1}{out_of(state.max_duration, TimeUnit.EPOCH)}"
-        self._bars.open(title, _length(state), completed)
+        self._open(f"epoch {int(state.timestamp.epoch) + 1}{epochs_in_all(state)}", state, completed)
 
     def _finish_epoch(self, state: State) -> None:
         if self._in_epoch:
             self._in_epoch = False
-            self._bars.finish(shown({**self._losses, **self._metrics_of(state)}))
+            self._finish(self._values("loss/", f"metrics/{state.dataloader_label}/"))
 
-    def _metrics_of(self, state: State) -> dict[str, Any]:
-        prefix = f"metrics/{state.dataloader_label}/"
-        return {name: value for name, value in self._metrics.items() if name.startswith(prefix)}
+    def _open(self, title: str, state: State, completed: int = 0) -> None:
+        """Add a bar for the data in use."""
+        if not self._draws_bars:
+            return
+        if self._progress is None:
+            values = TextColumn("{task.fields[values]}", markup=False, table_column=Column(overflow="fold"))
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=self._console.width // 10),
+                MofNCompleteColumn(),
+                _PaceColumn(),
+                values,
+                console=self._console,
+                auto_refresh=False,  # no thread: processes may be forked at any time
+                transient=True,  # stop() and _finish() print the last state of each bar
+                redirect_stdout=sys.stdout.isatty(),  # the output of `train.py > out.txt` belongs into the file
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            stderr = sys.stderr
+            self._progress.start()
+            self._console.show_cursor(True)  # in case the process is killed
+            for handler in (*logging.root.handlers, *logging.getLogger("composerlite").handlers):
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stderr:  # pyright: ignore
+                    handler.setStream(sys.stderr)  # rich prints above the bars
+                    self._redirected.append((handler, stderr))
+        length = None if state.dataloader_len is None else int(state.dataloader_len)
+        self._bars.append(self._progress.add_task(title, total=length, completed=completed, values=""))
+        self._progress.refresh()
+
+    def _advance(self, values: Callable[[], list[str]]) -> None:
+        """Count a batch, and draw the bar with ``values()`` unless the last drawing was a moment ago."""
+        if self._progress is None:
+            return
+        self._progress.advance(self._bars[-1])
+        if time.monotonic() >= self._next_draw:
+            self._progress.update(self._bars[-1], values=", ".join(values()))
+            self._progress.refresh()
+            self._next_draw = time.monotonic() + _SECONDS_BETWEEN_DRAWS
+
+    def _finish(self, values: list[str]) -> None:
+        """Print the last bar with ``values``, above the bars that continue, and remove it."""
+        if self._progress is None:
+            return
+        number = self._bars.pop()
+        task = next(task for task in self._progress.tasks if task.id == number)
+        if task.total is None:
+            task.total = task.completed
+        self._progress.stop_task(number)
+        self._progress.update(number, values=", ".join(values))
+        if not self._bars:
+            self.stop()
+            return
+        last = self._progress.make_tasks_table([task])
+        self._progress.remove_task(number)
+        self._progress.refresh()
+        self._console.print(last)
+
+    def _values(self, *prefixes: str) -> list[str]:
+        return shown({name: value for name, value in self._latest.items() if name.startswith(prefixes)})
+
+    def _is_due_by_default(self, state: State, event: Event) -> bool:
+        """Interval of lines: the end of each epoch, and 30 seconds after the last line."""
+        is_silent = time.monotonic() >= self._written_at + LONGEST_SILENCE_SECONDS
+        return event is Event.EPOCH_END or (event is Event.BATCH_END and is_silent)
+
+    def _write(self, line: str) -> None:
+        if not self._writes_lines:
+            return
+        if self._progress is None:
+            super()._write(line)
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _length(state: State) -> int | None:
-    return None if state.dataloader_len is None else int(state.dataloader_len)
+class _PaceColumn(ProgressColumn):
+    """Batches per second, elapsed time and time left: ``30.9/s, 0:12, 1:03:45 left``."""
+
+    def render(self, task: Task) -> Text:
+        parts = [clock(task.elapsed or 0.0)]
+        if speed := task.finished_speed or task.speed:
+            parts.insert(0, f"{speed:.3g}/s" if speed < 1000 else f"{speed:.0f}/s")
+        if task.stop_time is None and task.time_remaining is not None:
+            parts.append(f"{clock(task.time_remaining)} left")
+        return Text(", ".join(parts))

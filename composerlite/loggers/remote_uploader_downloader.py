@@ -1,4 +1,4 @@
-"""RemoteUploaderDownloader: keeps the files of a run in an object store."""
+"""RemoteUploaderDownloader: uploads the files of a run to an object store."""
 
 from __future__ import annotations
 
@@ -26,37 +26,41 @@ from composerlite.storage.workers import StagedFiles
 
 log = logging.getLogger(__name__)
 _NAME = "{remote_file_name}"
-_FIRST_DELAY_SECONDS = 2.0  # few attempts have to outlast more
+_FIRST_DELAY_SECONDS = 2.0  # longer than usual, since there are few attempts
 
 
 @final
 class RemoteUploaderDownloader(LoggerDestination):
-    """Uploads files in the background: what ``Logger.upload_file`` is given, and the checkpoints of every saver.
+    """Uploads files in the background: files of ``Logger.upload_file``, and the checkpoints of all savers.
 
-    A file may change or go as soon as ``upload_file`` returns. Of one name the newest content wins, and an older one
-    never replaces it. What fails is raised in training at the next batch; the end of ``fit`` and of the run wait for
-    the rest and raise what did not arrive. Uploads run in threads of this process, which leave the interpreter to
-    training while they wait.
+    The file may change as soon as ``upload_file`` returns. If a name is uploaded several times, the newest content
+    wins. A failed upload is raised at the next batch. The end of ``fit`` and of the run wait for the other uploads and
+    raise their errors. Uploads run in threads of this process.
 
     Args:
-        bucket_uri: the bucket, and a folder in it if you like: ``'s3://bucket'``, ``'gs://bucket/runs'``,
+        bucket_uri: the bucket, with or without a folder: ``'s3://bucket'``, ``'gs://bucket/runs'``,
             ``'libcloud://container'``.
         backend_kwargs: arguments of the store's class, such as ``{'provider': 's3', 'key_environ': 'KEY', …}``.
-        file_path_format_string: the name of each object, with ``{remote_file_name}``, ``{run_name}`` and the variables
-            of ranks. With checkpoints it has to end with ``{remote_file_name}``.
-        num_concurrent_uploads: files at the same time; each large one is sent in parts at the same time besides.
-        upload_staging_folder: where files wait that are to be uploaded; a temporary folder by default.
-        use_procs: accepted for scripts of Composer; no processes are started.
-        num_attempts: how often a request is made that fails in a way that may pass.
+        file_path_format_string: name of each object, with ``{remote_file_name}``, ``{run_name}`` and the variables
+            of ranks. To upload checkpoints, the name must end with ``{remote_file_name}``.
+        num_concurrent_uploads: number of files uploaded at the same time. Each large file is sent in parallel parts.
+        upload_staging_folder: folder for copies of waiting files; by default a temporary folder.
+        use_procs: ignored; for scripts of Composer. Uploads run in threads.
+        num_attempts: number of attempts of a request that fails for a transient reason.
 
     Attributes:
-        object_store: the store, from ``INIT`` on.
-        uploader: uploads to it, from ``INIT`` on.
+        object_store: the store.
 
     Raises:
-        ConfigError: an argument is wrong, or the store's library is not installed; at ``INIT``: files cannot wait in
-            the folder, or this was closed with another Trainer.
-        PermissionError: at ``INIT``, if the bucket cannot be written to. FileNotFoundError: there is no such bucket.
+        ConfigError: an argument is invalid, or the store's library is not installed; at ``INIT`` the staging folder
+            cannot be used, or an earlier Trainer has closed this logger.
+        PermissionError: at ``INIT`` the bucket cannot be written to.
+        FileNotFoundError: at ``INIT`` the bucket does not exist.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, save_folder="runs/fox", loggers=RemoteUploaderDownloader("s3://bucket"))
     """
 
     @checked_arguments
@@ -78,8 +82,8 @@ class RemoteUploaderDownloader(LoggerDestination):
                 raise ConfigError(f"{name}={value!r}: expected a whole number, 1 or more.")
         if _NAME not in file_path_format_string:
             raise ConfigError(
-                f"file_path_format_string={file_path_format_string!r}: expected {_NAME} in it: else all files "
-                "have one name."
+                f"file_path_format_string={file_path_format_string!r}: expected a name with {_NAME}: otherwise all "
+                "files have the same name."
             )
         self.bucket_uri = bucket_uri
         self.file_path_format_string = f"{folder.strip('/')}/{file_path_format_string}".lstrip("/")
@@ -94,73 +98,73 @@ class RemoteUploaderDownloader(LoggerDestination):
 
     @property
     def uploader(self) -> Uploader:
-        """The uploader, for those who have an order to keep."""
+        """Uploads to the store. Savers submit their checkpoints to this uploader, in their own order."""
         return self._uploader
 
     @property
     def checkpoint_prefix(self) -> str:
-        """Prefix of the remote names of checkpoints.
+        """Prefix of the names of checkpoints in the bucket.
 
         Raises:
-            ConfigError: ``file_path_format_string`` puts something behind them.
+            ConfigError: ``file_path_format_string`` has text after ``{remote_file_name}``.
         """
         if not self.file_path_format_string.endswith(_NAME):
             raise ConfigError(
-                f"file_path_format_string={self.file_path_format_string!r}: with checkpoints it must end with {_NAME}: "
-                "what belongs to one is found by its name."
+                f"file_path_format_string={self.file_path_format_string!r}: with checkpoints the name must end "
+                f"with {_NAME}, so that the files of a checkpoint can be found by name."
             )
         template = self.file_path_format_string.removesuffix(_NAME)
-        return format_name_with_dist(template, self._run_name, **FIRST_RANK)  # all ranks upload to one place
+        return format_name_with_dist(template, self._run_name, **FIRST_RANK)  # one prefix for all ranks
 
     def can_upload_files(self) -> bool:
-        """Return true if :meth:`upload_file` does anything: always."""
+        """Return true."""
         return True
 
     def object_name(self, remote_file_name: str, run_name: str | None = None) -> str:
-        """The name that the object for ``remote_file_name`` gets, in the run of ``INIT`` if no other is given.
+        """Return the name in the bucket of the file ``remote_file_name``.
 
         Args:
             remote_file_name: name of the file.
-            run_name: of another run; ``None``: the run of ``INIT``.
+            run_name: name of the run; ``None``: the run of ``INIT``.
 
         Returns:
-            Name of the object in the bucket.
+            Name of the object.
         """
-        run_name = self._run_name if run_name is None else run_name
-        return check_name(
-            format_name_with_dist(self.file_path_format_string, run_name, remote_file_name=remote_file_name)
-        )
+        name = self._run_name if run_name is None else run_name
+        return check_name(format_name_with_dist(self.file_path_format_string, name, remote_file_name=remote_file_name))
 
     @property
     def place(self) -> str | None:
         return self.bucket_uri
 
     def init(self, state: State, logger: Logger) -> None:
-        """See that the bucket, and the folder where files wait, can be written to."""
+        """Check that the bucket and the staging folder can be written to."""
         if self._uploader.closed:
             raise ConfigError(
-                f"RemoteUploaderDownloader({self.bucket_uri!r}) was closed with the Trainer that it was given to, and "
-                "takes no more files. Give each Trainer one of its own."
+                f"RemoteUploaderDownloader({self.bucket_uri!r}) was closed by an earlier Trainer. Create a new one for "
+                "each Trainer."
             )
         try:
             self._files.prepare()
         except OSError as e:
-            raise ConfigError(f"upload_staging_folder={self._staging!r} cannot be used: {e}. Choose another.") from e
+            raise ConfigError(
+                f"upload_staging_folder={self._staging!r} cannot be used: {e}. Give another folder."
+            ) from e
         self._run_name = state.run_name
         self._uploader.transfer.check_writable(self.object_name("file"))
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Upload the file ``file_path`` as ``remote_file_name``, in the background.
+        """Copy the file, and upload the copy in the background.
 
         Args:
-            state: of the run.
-            remote_file_name: name of the file.
-            file_path: local file; it may be changed when this returns.
-            overwrite: replace an object of that name.
+            state: state of the run.
+            remote_file_name: name of the file in the bucket.
+            file_path: local file; may change when this method returns.
+            overwrite: replace an object of the same name.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Exception: what went wrong with an earlier upload.
+            FileNotFoundError: the file does not exist.
+            Exception: error of an earlier upload.
         """
         self._uploader.raise_failures()
         name = self.object_name(format_name_with_dist(remote_file_name, state.run_name))
@@ -190,45 +194,46 @@ class RemoteUploaderDownloader(LoggerDestination):
     def download_file(
         self, remote_file_name: str, destination: str | Path, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Make the object for ``remote_file_name`` the file ``destination``.
+        """Download a file.
 
         Args:
-            remote_file_name: name of the file.
+            remote_file_name: name of the file in the bucket.
             destination: path of the local file.
             overwrite: replace a local file.
-            progress_bar: show one on a terminal.
+            progress_bar: show a progress bar on a terminal.
 
         Raises:
-            FileNotFoundError: there is no such object. FileExistsError: there is a file and ``overwrite`` is false.
+            FileNotFoundError: the object does not exist.
+            FileExistsError: the local file exists, and ``overwrite`` is false.
         """
         name = self.object_name(remote_file_name)
         with download_bar(progress_bar) as tell:
             self._uploader.transfer.download(name, Path(destination), overwrite=overwrite, callback=tell)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """End the grace period of a run before this one, which this process has outlived."""
+        """Remove the deadline of an earlier, preempted run of this process."""
         leave_by()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Raise the error of an upload that failed."""
+        """Raise the errors of failed uploads."""
         self._uploader.raise_failures()
 
     def epoch_end(self, state: State, logger: Logger) -> None:
-        """Raise the error of an upload that failed."""
+        """Raise the errors of failed uploads."""
         self._uploader.raise_failures()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait for all files and raise what went wrong with one. Checkpoints are waited for by who saves them."""
+        """Wait for the files of :meth:`upload_file`, and raise errors. Savers wait for their own checkpoints."""
         until = time.monotonic() + self._uploader.timeout
         while self._sent:
             self._uploader.wait(until - time.monotonic(), lane=self._sent.pop())
         self._uploader.raise_failures()
 
     def post_close(self) -> None:
-        """Wait for all uploads: those too that others begin when they are closed.
+        """Wait for all uploads, also uploads that other callbacks began in their ``close``.
 
         Raises:
-            Exception: what did not arrive.
+            Exception: error of an upload.
         """
         try:
             self._uploader.close()

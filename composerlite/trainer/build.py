@@ -34,7 +34,6 @@ from composerlite.core import (
 from composerlite.core.state.optimizer_state import lost_parameters
 from composerlite.devices import Device
 from composerlite.errors import ConfigError, naming
-from composerlite.loggers import ConsoleLogger, ProgressBarLogger
 from composerlite.models import ComposerModel
 from composerlite.optim import ComposerScheduler, DecoupledSGDW, compile_composer_scheduler
 from composerlite.trainer.checks import as_list, check_callbacks, check_data, check_restored, is_several
@@ -326,6 +325,8 @@ def _has_saver_for(folder: str | Path, callbacks: Sequence[Callback]) -> bool:
 
 def _output_loggers(arguments: Mapping[str, Any]) -> list[LoggerDestination]:
     """The progress bar or the lines on the console that the trainer's ``arguments`` ask for."""
+    from composerlite.loggers import ConsoleLogger, ProgressBarLogger  # imports rich
+
     given: dict[str, Any] = {"stream": arguments["console_stream"], "log_traces": arguments["log_traces"]}
     interval, to_console = arguments["console_log_interval"], arguments["log_to_console"]
     if arguments["progress_bar"]:
@@ -339,6 +340,8 @@ def bars_stopped_by_errors(logger: Logger) -> Generator[None]:
     try:
         yield
     except BaseException:
+        from composerlite.loggers import ProgressBarLogger
+
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger):
                 destination.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ class Run:
         max_duration: TimeInput = "3ep",
         resume_at: int = 0,
         run_name: str = "fox",
+        loaded: dict[str, Any] | None = None,
     ) -> None:
         self.state = State(
             nn.Linear(1, 1),
@@ -33,6 +35,8 @@ class Run:
         self.logger = Logger(self.state, destinations)
         self.engine = Engine(self.state, self.logger)
         self.engine.run_event(Event.INIT)
+        if loaded is not None:
+            destinations[0].load_state_dict(loaded)
         if resume_at:
             now = self.state.timestamp
             self.state.timestamp = now.copy(batch=resume_at, epoch=resume_at // 5, batch_in_epoch=resume_at % 5)
@@ -111,3 +115,11 @@ def mlflow_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow may keep runs in a folder, and tells nobody of it."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+@pytest.fixture
+def tensorboard_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one second are sorted by a counter, as text: the tenth file of a process would be before the second."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))

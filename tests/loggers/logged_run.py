@@ -89,32 +89,6 @@ def main(folder: str, attempt: str, die_at: str = "") -> None:
         trainer.fit()
 
 
-class KillService(Callback):
-    """Kills W&B's own process at the end of a batch, as a machine does that runs out of memory."""
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if int(state.timestamp.batch) == 2:
-            (service,) = (p for p in Path("/proc").glob("[0-9]*") if _is_service(p))
-            os.kill(int(service.name), signal.SIGKILL)
-            while service.exists() and (service / "stat").read_text().split()[2] != "Z":
-                time.sleep(0.01)
-
-
-def _is_service(process: Path) -> bool:
-    try:
-        ours = (process / "stat").read_text().rpartition(")")[2].split()[1] == str(os.getpid())
-        return ours and "wandb-core" in (process / "cmdline").read_text()
-    except OSError:  # it has ended
-        return False
-
-
-def without_service(folder: str) -> None:
-    """Train while W&B's own process dies."""
-    logger = WandBLogger(init_kwargs={"dir": folder})
-    with build(loggers=logger, callbacks=[KillService()], max_duration="500ba") as trainer:
-        trainer.fit()
-
-
 def on_a_rank(folder: Path, rank_zero_only: bool) -> list[str | None]:
     """Train on one rank of several, with a log file that is kept by the services; the ids of the runs."""
     loggers = services(folder, rank_zero_only=rank_zero_only)

@@ -8,12 +8,11 @@ import re
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from composerlite.core import Callback, LoggerDestination
-from composerlite.loggers import FileLogger, TensorboardLogger
+from composerlite.loggers import FileLogger
 from composerlite.models import ComposerClassifier
 from composerlite.trainer import Trainer
 
@@ -121,22 +120,6 @@ def test_log_file_of_an_interrupted_and_resumed_run(tmp_path):
 def _batches(lines):
     metrics = [json.loads(line.split("] ", 1)[1]) for line in lines if line.startswith("[metric]")]
     return [values["time/batch"] for values in metrics if "time/batch" in values]
-
-
-def test_curves_of_an_interrupted_and_resumed_run(tmp_path):
-    """TensorBoard shows each batch of a resumed run once."""
-    settings = {"save_folder": tmp_path / "ckpt", "save_interval": "3ba", "autoresume": True, "progress_bar": False}
-    with (
-        build(loggers=TensorboardLogger(tmp_path), callbacks=InterruptAt(5), **settings) as first,
-        pytest.raises(InterruptedRunError),
-    ):
-        first.fit()
-    with build(loggers=TensorboardLogger(tmp_path), **settings) as second:
-        second.fit()
-
-    shown = EventAccumulator(str(tmp_path / "fox"), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in shown.Scalars("loss/train/total")] == list(range(1, 11))
-    assert [event.step for event in shown.Scalars("metrics/eval/CrossEntropy")] == [5, 10]
 
 
 def test_settings_are_logged_before_the_run_is_built(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import urllib.request
 from pathlib import Path
@@ -22,7 +21,7 @@ LOCAL: dict[str, Any] = {"port": 0, "address": "127.0.0.1"}
 
 
 def scrape(logger: PrometheusLogger) -> dict[str, float]:
-    """What a scrape gets now: the samples of run 'fox' on rank 0."""
+    """Return the samples of run 'fox' on rank 0 by name."""
     assert logger.place is not None
     with urllib.request.urlopen(logger.place, timeout=60) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
@@ -32,7 +31,7 @@ def scrape(logger: PrometheusLogger) -> dict[str, float]:
 
 
 def test_a_scrape_has_the_newest_values(run: Any) -> None:
-    """Under names that Prometheus takes; what is no number is not served; after the end nothing is."""
+    """Under names that Prometheus allows. Only numbers are served, and after the end nothing."""
     logger = PrometheusLogger(**LOCAL)
     training = run(logger).batches(2)
     assert scrape(logger) == {"composerlite_loss_train_total": 0.5, "composerlite_time_batch": 2}
@@ -50,8 +49,8 @@ def test_a_scrape_has_the_newest_values(run: Any) -> None:
         urllib.request.urlopen(place, timeout=60)
 
 
-def test_costs_of_all_saves_are_in_a_scrape(tmp_path: Path) -> None:
-    """Of a real training with eight saves: the sums and counts have each of them, whenever the scrape was."""
+def test_a_scrape_has_the_costs_of_all_saves(tmp_path: Path) -> None:
+    """Sums and counts cover all eight saves, not only the last one before the scrape."""
     logger = PrometheusLogger(**LOCAL)
     with build(save_folder=tmp_path, save_interval="1ba", loggers=logger) as trainer:
         trainer.fit()
@@ -64,29 +63,12 @@ def test_costs_of_all_saves_are_in_a_scrape(tmp_path: Path) -> None:
     assert seen["composerlite_checkpoint_bytes_sum"] == pytest.approx(sizes, rel=0.2)
 
 
-def test_two_metrics_of_one_name_are_not_mixed(run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """The first is served, and of the other there is one warning."""
-    logger = PrometheusLogger(**LOCAL)
-    training = run(logger)
-    with caplog.at_level(logging.WARNING):
-        for value in (1.0, 2.0):
-            training.logger.log_metrics({"loss/a": value, "loss-a": 7.0})
-    assert scrape(logger) == {"composerlite_loss_a": 2.0}
-    assert [record.getMessage() for record in caplog.records] == [
-        "PrometheusLogger: both metrics 'loss/a' and 'loss-a' would be composerlite_loss_a: the second is not served. "
-        "Rename one."
-    ]
-    training.finish()
-
-
-def test_a_port_that_another_has_is_waited_for_and_then_refused(run: Any) -> None:
-    """A run that takes over from a killed one waits for its port; a port of somebody else is an error at the start."""
+def test_a_port_in_use(run: Any) -> None:
+    """The logger waits for ``timeout`` seconds, for the port of a killed run; then the port is an error."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"nothing can be served on port {port} of 127.0.0.1: .*free one"):
+        with pytest.raises(ConfigError, match=rf"cannot serve on port {port} of 127.0.0.1: .*free port"):
             run(PrometheusLogger(port, "127.0.0.1", timeout=0.5))
     training = run(logger := PrometheusLogger(port, "127.0.0.1"))
     assert logger.place == f"http://127.0.0.1:{port}/metrics"
     training.finish()
-    with pytest.raises(ConfigError, match="expected a port, 0 to 65535"):
-        PrometheusLogger(port=70000)

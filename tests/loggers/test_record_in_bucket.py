@@ -1,4 +1,4 @@
-"""The record of a run whose checkpoints go to a bucket: it is there, too, whichever machine the run is on."""
+"""The record of a run whose checkpoints go to a bucket."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from typing import Any
 
 import pytest
 import recorded_in_bucket
-from checkpoint.tiny_training import CrashError, data, trainer
+from checkpoint.tiny_training import trainer
 from forked import run_forked
 from recorded_in_bucket import BATCHES
 
-from composerlite import Callback, Logger, State
-from composerlite.callbacks import CheckpointSaver
 from composerlite.checkpoint.tools.surveying import place_at
 from composerlite.loggers import JSONLLogger
-from composerlite.loggers.run_file import _joined  # pyright: ignore[reportPrivateUsage]
 from composerlite.report import collect_facts
 
 
 @pytest.fixture
 def uri(s3_server: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where checkpoints go, on a service that the environment names."""
+    """Place of the checkpoints, on a service whose address is in the environment."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.new_bucket()}/run"
 
 
 def launch(machine: Path, uri: str, until: str) -> Path:
-    """Train until then on a machine with a folder of its own; the file of the record there."""
+    """Train on a machine, which has its own folder. Return the path of the record there."""
     record = JSONLLogger()
     saved: dict[str, Any] = {"save_folder": uri, "save_staging_folder": machine, "autoresume": True}
     with trainer(max_duration=until, loggers=record, save_interval="2ba", **saved) as run:
@@ -39,7 +36,7 @@ def launch(machine: Path, uri: str, until: str) -> Path:
 
 
 def kinds(uri: str) -> list[tuple[str, int | None]]:
-    """Kind and batch of the lines in the bucket that say what became of the run."""
+    """Return kind and batch of the main lines of the record in the bucket."""
     with place_at(uri) as place:
         data = place.read("record.jsonl")
     lines = [json.loads(line) for line in data.splitlines()]
@@ -47,7 +44,7 @@ def kinds(uri: str) -> list[tuple[str, int | None]]:
 
 
 def test_the_record_is_in_the_bucket_and_a_report_reads_it(tmp_path: Path, uri: str) -> None:
-    """Without a word about it: with the whole history, also when the machine was replaced, and again."""
+    """With the lines of all launches, also after a change of the machine and back: lines of both machines are kept."""
     first = launch(tmp_path / "a", uri, "1ep")
     assert kinds(uri) == [("start", 0), ("end", 4)]
     launch(tmp_path / "b", uri, "2ep")
@@ -62,53 +59,21 @@ def test_the_record_is_in_the_bucket_and_a_report_reads_it(tmp_path: Path, uri: 
     assert [launch.first_batch for launch in facts.launches] == [0, 4, 8]
 
 
-class Look(Callback):
-    """What the bucket has before a batch, when all that was to be uploaded is."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri
-        self.seen: list[tuple[str, int | None]] = []
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        (saver,) = (one for one in state.callbacks if isinstance(one, CheckpointSaver))
-        (publisher,) = saver.manager.publishers
-        assert publisher.uploader.wait(60.0)
-        if int(state.timestamp.batch) == 8:
-            self.seen = kinds(self.uri)
-            raise CrashError
-
-
-def test_the_record_is_there_with_each_checkpoint(tmp_path: Path, uri: str) -> None:
-    """In the middle of an epoch: a machine that is lost takes what came after the last checkpoint with it."""
-    look = Look(uri)
-    how: dict[str, Any] = {"save_folder": uri, "save_staging_folder": tmp_path, "save_interval": "2ba"}
-    loader = data(64)
-    with (
-        pytest.raises(CrashError),
-        trainer(train_dataloader=loader, loggers=JSONLLogger(), callbacks=[look], **how) as run,
-    ):
-        run.fit()
-    assert look.seen == [("start", 0)]
-
-
-@pytest.mark.parametrize("machine", ["the same machine", "another machine"])
 @pytest.mark.parametrize(
-    "dies_before",
+    ("dies_before", "machine"),
     [
-        pytest.param(r"2:record\.jsonl", id="record"),
-        pytest.param(r"ep0-ba4-rank0\.pt", id="data"),
-        pytest.param(r"2:latest-rank0\.pt\.symlink", id="link"),
-        pytest.param(r"3:record\.jsonl", id="next-record"),
+        pytest.param(r"2:record\.jsonl", "b", id="record"),
+        pytest.param(r"ep0-ba4-rank0\.pt", "b", id="data"),
+        pytest.param(r"2:latest-rank0\.pt\.symlink", "b", id="link"),
+        pytest.param(r"3:record\.jsonl", "b", id="next-record"),
+        pytest.param(r"3:record\.jsonl", "a", id="next-record-same-machine"),
     ],
 )
-def test_a_kill_between_checkpoint_and_record_leaves_a_whole_history(
-    tmp_path: Path, uri: str, dies_before: str, machine: str
-) -> None:
-    """Killed before any of the objects of a checkpoint and its record is sent: no batch is missing, none is twice."""
-    first, second = tmp_path / "a", tmp_path / ("a" if machine == "the same machine" else "b")
-    killed = run_forked(recorded_in_bucket.main, str(first), uri, dies_before, cwd=tmp_path)
+def test_a_kill_between_checkpoint_and_record(tmp_path: Path, uri: str, dies_before: str, machine: str) -> None:
+    """Killed before an object of a checkpoint or its record is sent: the resumed run has each batch once."""
+    killed = run_forked(recorded_in_bucket.main, str(tmp_path / "a"), uri, dies_before, cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    ended = run_forked(recorded_in_bucket.main, str(second), uri, cwd=tmp_path)
+    ended = run_forked(recorded_in_bucket.main, str(tmp_path / machine), uri, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     with place_at(uri) as place:
         lines = place.read("record.jsonl").decode().splitlines()
@@ -123,26 +88,11 @@ def test_a_kill_between_checkpoint_and_record_leaves_a_whole_history(
     assert facts.faults == []
 
 
-def test_a_name_of_ones_own_keeps_the_record_here(tmp_path: Path, uri: str) -> None:
-    """A file elsewhere is not uploaded unless that is asked for."""
+def test_a_record_with_another_name_is_not_uploaded(tmp_path: Path, uri: str) -> None:
+    """Only the default file goes to the bucket by itself."""
     with trainer(
         max_duration="2ba", loggers=JSONLLogger(tmp_path / "mine.jsonl"), save_folder=uri, save_staging_folder=tmp_path
     ) as run:
         run.fit()
     with place_at(uri) as place:
         assert [path for path in place.files() if path.endswith(".jsonl")] == []
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "joined"),
-    [
-        (b"", b"1\n2\n", b"1\n2\n"),
-        (b"1\n2\n", b"1\n", b"1\n2\n"),
-        (b"1\n", b"1\n2\n", b"1\n2\n"),
-        (b"1\n23\n", b"1\n24\n", b"1\n23\n24\n"),
-        (b"1\n2", b"1\n34\n", b"1\n2\n34\n"),
-    ],
-)
-def test_no_line_is_lost_where_two_machines_have_lines(here: bytes, there: bytes, joined: bytes) -> None:
-    """What one has more than the other stays, in the order in which it was written."""
-    assert _joined(here, there) == joined

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import logged_run
 import pytest
-import torch
 from forked import run_forked
 from logged_run import BATCHES
 from wandb_files import OfflineRun, offline_runs
@@ -49,17 +48,6 @@ def test_a_run_that_is_killed_and_resumed_is_one_run(tmp_path: Path, monkeypatch
     assert found.info.status == "FINISHED"
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, LOSS)]
     assert steps == list(range(1, BATCHES + 1))
-
-
-def test_when_the_service_of_wandb_dies(tmp_path: Path, monkeypatch) -> None:
-    """Training ends with an error that says what happened and where what was logged is, once, and does not hang."""
-    monkeypatch.delenv("WANDB_SERVICE")
-    ended = run_forked(logged_run.without_service, str(tmp_path), cwd=tmp_path)
-
-    assert ended.returncode == 1
-    assert "ConnectionError: WandBLogger: the service process of W&B is gone" in ended.stderr
-    assert f"is in {tmp_path}/wandb/offline-run-" in ended.stderr
-    assert ended.stderr.count("ConnectionError: WandBLogger") == 1
 
 
 def test_two_ranks_log_once(tmp_path: Path) -> None:
@@ -152,16 +140,3 @@ def test_what_checkpoints_cost_reaches_every_logger(tmp_path: Path, s3_server, m
         assert [value for _, value in wandb_run.values(name)][-1] == pytest.approx(values[name][-1]), name
         history = client.get_metric_history(mlflow_run.info.run_id, name)
         assert [metric.value for metric in history] == pytest.approx(values[name]), name
-
-
-def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
-    """Loggers to services change nothing that training computes."""
-    weights = []
-    for loggers in ([], logged_run.services(tmp_path)):
-        torch.manual_seed(3)
-        with logged_run.build(loggers=loggers) as trainer:
-            trainer.fit()
-            weights.append(trainer.state.model.state_dict())
-
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name

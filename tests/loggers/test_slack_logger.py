@@ -1,4 +1,4 @@
-"""SlackLogger: Slack's own library posts to a service on this machine, which answers as Slack does."""
+"""SlackLogger: Slack's own library posts to a local service that answers as Slack does."""
 
 from __future__ import annotations
 
@@ -16,55 +16,53 @@ from composerlite.errors import ConfigError
 from composerlite.loggers import SlackLogger
 
 
-class Service:
-    """What was posted, and what to answer."""
+class Service(ThreadingHTTPServer):
+    """Keeps the posts, and answers with ``answer``."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.posts: list[dict[str, Any]] = []
         self.tokens: set[str | None] = set()
         self.answer: dict[str, Any] = {"ok": True}
-        service = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                assert self.path == "/api/chat.postMessage"
-                service.posts.append(json.loads(body))
-                service.tokens.add(self.headers["Authorization"])
-                answer = json.dumps(service.answer).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
 
-            def log_message(self, *args: Any) -> None:
-                pass
+class Handler(BaseHTTPRequestHandler):
+    server: Service
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}/api/"
+    def do_POST(self) -> None:
+        assert self.path == "/api/chat.postMessage"
+        self.server.posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.tokens.add(self.headers["Authorization"])
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(self.server.answer).encode())
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(60)
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service()
-    yield made
-    made.close()
+    with Service() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(60)
 
 
 def logger_to(service: Service, **arguments: Any) -> SlackLogger:
-    return SlackLogger(slack_logging_api_key="xoxb-1", channel_id="C1", base_url=service.url, **arguments)
+    return SlackLogger(
+        slack_logging_api_key="xoxb-1",
+        channel_id="C1",
+        base_url=f"http://127.0.0.1:{service.server_port}/api/",
+        **arguments,
+    )
 
 
-def test_messages_have_the_values_that_are_asked_for(run: Any, service: Service) -> None:
-    """At the first batch and at every interval, the last value of each name; what is left at the end."""
+def test_messages_have_the_requested_values(run: Any, service: Service) -> None:
+    """At the first batch and at every interval, the last value of each name; the rest at the end."""
     logger = logger_to(service, include_keys=["loss/"], log_interval="2ba")
     run(logger).batches(5).finish()
     assert [post["text"] for post in service.posts] == [
@@ -81,7 +79,7 @@ def test_messages_have_the_values_that_are_asked_for(run: Any, service: Service)
 
 
 def test_many_values_are_several_messages(run: Any, service: Service) -> None:
-    """A message of Slack has 50 blocks at most. A formatter of one's own makes the blocks."""
+    """A message of Slack has 50 blocks at most. A custom formatter makes the blocks."""
     logger = logger_to(
         service,
         include_keys=["metric"],
@@ -96,17 +94,15 @@ def test_many_values_are_several_messages(run: Any, service: Service) -> None:
     assert service.posts[0]["blocks"][0] == {"type": "divider"}
 
 
-def test_what_slack_does_not_take_does_not_end_training(
-    run: Any, service: Service, caplog: pytest.LogCaptureFixture
-) -> None:
-    """There is a warning with Slack's own words."""
+def test_a_refused_message_does_not_end_training(run: Any, service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning has Slack's own error."""
     service.answer = {"ok": False, "error": "channel_not_found"}
     run(logger_to(service, log_interval="5ba")).batches(5).finish()
     assert "SlackLogger: a message was not posted: SlackApiError" in caplog.text
     assert "channel_not_found" in caplog.text
 
 
-def test_what_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_and_invalid_arguments_are_errors_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Token and channel come from arguments or the environment."""
     for name in ("SLACK_LOGGING_API_KEY", "SLACK_LOGGING_CHANNEL_ID"):
         monkeypatch.delenv(name, raising=False)

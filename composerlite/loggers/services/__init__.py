@@ -1,1 +1,1 @@
-"""Loggers of services that are not ours, whose packages are imported when one is built."""
+"""Loggers to services: TensorBoard, Weights & Biases, MLflow, Prometheus, Slack."""

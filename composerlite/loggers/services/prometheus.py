@@ -1,9 +1,8 @@
-"""PrometheusLogger: the newest metrics at an address that Prometheus scrapes."""
+"""PrometheusLogger: an HTTP server with the newest metrics, for Prometheus."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import re
 import threading
 import time
@@ -22,27 +21,30 @@ if TYPE_CHECKING:
 
     from composerlite.core import Logger, State
 
-log = logging.getLogger(__name__)
-_ONE_NAME = "PrometheusLogger: both metrics %r and %r would be %s: the second is not served. Rename one."
-
 
 @final
 class PrometheusLogger(LoggerDestination):
-    """Serves metrics at ``http://<address>:<port>/metrics`` for Prometheus, OpenTelemetry's Collector and the like.
+    """Serves metrics at ``http://<address>:<port>/metrics`` for Prometheus, OpenTelemetry's Collector and others.
 
-    ``checkpoint/stall_seconds`` is ``composerlite_checkpoint_stall_seconds``, with the labels ``run`` and ``rank``.
-    Metrics are gauges of their newest value. Seconds and bytes of ``checkpoint/…``, which each save has once, are
-    summaries: their ``_sum`` and ``_count`` have all saves of this process, also those between two scrapes.
+    ``checkpoint/stall_seconds`` is served as ``composerlite_checkpoint_stall_seconds``, with the labels ``run`` and
+    ``rank``. Metrics are gauges with the newest value. Seconds and bytes of ``checkpoint/…`` are summaries: ``_sum``
+    and ``_count`` cover all saves of this process, also saves between two scrapes.
 
     Args:
-        port: the port; 0 takes a free one, which the log has.
-        address: of the network to serve on; all of them by default.
-        rank_zero_only: serve on global rank 0 only. Otherwise each rank of a node has a port of its own, counted from
+        port: the port; 0 selects a free port, see ``place``.
+        address: address of a network of this machine; by default all networks.
+        rank_zero_only: only global rank 0 serves metrics. Otherwise each rank of a node has a port, counted from
             ``port`` on.
-        timeout: seconds to wait for a port that another process has, such as the one that this run resumes.
+        timeout: seconds to wait for a port in use, such as the port of a killed run that this run resumes.
 
     Raises:
-        ConfigError: at construction prometheus-client is not installed; at ``INIT`` the port is in use or not allowed.
+        ConfigError: prometheus-client is not installed, or the port is invalid; at ``INIT`` the port is in use or
+            forbidden.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, loggers=PrometheusLogger(port=9464))
     """
 
     @checked_arguments
@@ -60,8 +62,6 @@ class PrometheusLogger(LoggerDestination):
         self._lock = threading.Lock()
         self._gauges: dict[str, float] = {}
         self._summaries: dict[str, tuple[int, float]] = {}
-        self._names: dict[str, str] = {}
-        self._refused: set[str] = set()
 
     @property
     def place(self) -> str | None:
@@ -84,8 +84,8 @@ class PrometheusLogger(LoggerDestination):
                     time.sleep(0.1)
                     continue
                 raise ConfigError(
-                    f"PrometheusLogger: nothing can be served on port {self._port} of {self._address}: {e.strerror}. "
-                    "Give another port, or 0 for a free one."
+                    f"PrometheusLogger: cannot serve on port {self._port} of {self._address}: {e.strerror}. "
+                    "Give another port, or 0 for a free port."
                 ) from e
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -93,35 +93,31 @@ class PrometheusLogger(LoggerDestination):
             return
         with self._lock:
             for name, value in scalars(metrics).items():
-                known = "composerlite_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-                if self._names.setdefault(known, name) != name:
-                    if name not in self._refused:
-                        self._refused.add(name)
-                        log.warning(_ONE_NAME, self._names[known], name, known)
-                elif name.startswith("checkpoint/") and name.endswith(("_seconds", "bytes")):
-                    count, total = self._summaries.get(known, (0, 0.0))
-                    self._summaries[known] = count + 1, total + value
+                served = "composerlite_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+                if name.startswith("checkpoint/") and name.endswith(("_seconds", "bytes")):
+                    count, total = self._summaries.get(served, (0, 0.0))
+                    self._summaries[served] = count + 1, total + value
                 else:
-                    self._gauges[known] = value
+                    self._gauges[served] = value
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of a scrape, in a thread of the server."""
+        """Yield the metrics of a scrape. The server calls this method in a thread."""
         from prometheus_client.core import GaugeMetricFamily, SummaryMetricFamily
 
         with self._lock:
             gauges, summaries = dict(self._gauges), dict(self._summaries)
         names, labels = ("run", "rank"), (self._run_name, str(dist.get_global_rank()))
-        for known, value in gauges.items():
-            gauge = GaugeMetricFamily(known, self._names[known], labels=names)
+        for name, value in gauges.items():
+            gauge = GaugeMetricFamily(name, "Newest value", labels=names)
             gauge.add_metric(labels, value)
             yield gauge
-        for known, (count, total) in summaries.items():
-            summary = SummaryMetricFamily(known, self._names[known], labels=names)
+        for name, (count, total) in summaries.items():
+            summary = SummaryMetricFamily(name, "Sum over all saves", labels=names)
             summary.add_metric(labels, count, total)
             yield summary
 
     def post_close(self) -> None:
-        if self._server is not None:  # not in close(): other callbacks may log while they close
+        if self._server is not None:  # not in close(): other callbacks may log in their close()
             self._server.shutdown()
             self._server.server_close()
             self._server = None

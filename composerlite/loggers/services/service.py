@@ -1,12 +1,8 @@
-"""The base of loggers to services: a run that is known late, files that are kept in the background, packages that may
-be missing, values as services take them, how a run ends.
-"""
+"""ServiceLogger: the base of loggers to a service, and conversions of values for services."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -21,7 +17,7 @@ from composerlite import dist
 from composerlite.checkpoint.record.naming import format_name_with_dist
 from composerlite.core import Logger, LoggerDestination, State
 from composerlite.errors import ConfigError
-from composerlite.loggers.values import plain, to_json
+from composerlite.loggers.values import plain
 from composerlite.storage import Background
 from composerlite.storage.workers import StagedFiles
 
@@ -29,7 +25,19 @@ R = TypeVar("R")
 
 
 class ServiceLogger(LoggerDestination, Generic[R]):
-    """Logs to a run ``R`` of a service, which is known from ``AFTER_LOAD`` on: a resumed run continues its own."""
+    """A logger to the run ``R`` of a service.
+
+    A subclass sets ``_run`` at ``AFTER_LOAD``, when it is known whether the run resumes, and then calls
+    :meth:`_write_early`. Values logged before are logged then.
+
+    Args:
+        service: name of the service, for messages.
+        rank_zero_only: only global rank 0 logs; otherwise each rank has a run of its own.
+        timeout: seconds to wait for background work when the trainer closes.
+
+    Attributes:
+        run_id: id of the run of the service; ``None`` on ranks that do not log.
+    """
 
     def __init__(self, service: str, *, rank_zero_only: bool, timeout: float = 600.0) -> None:
         self._service = service
@@ -49,33 +57,33 @@ class ServiceLogger(LoggerDestination, Generic[R]):
     def _send(self) -> None:
         """Send the waiting values to the service."""
 
-    def _reaching(self, run: R) -> contextlib.AbstractContextManager[object]:
-        """Context of every call of the service."""
-        return contextlib.nullcontext()
-
     def _write(self, write: Callable[[R, int], object], step: int | None) -> None:
-        """Call ``write`` with the run and the batch."""
+        """Call ``write`` with the run and the batch, as soon as the run is known."""
         if self._is_silent:
             return
-        if self._run is None:  # before AFTER_LOAD it is not known which run it belongs to, and where that resumes
+        if self._run is None:
             self._early.append(write)
         else:
-            with self._reaching(self._run):
-                write(self._run, self._batch if step is None else step)
+            write(self._run, self._batch if step is None else step)
 
     def _write_early(self) -> None:
-        """Log the values that came before the run was known."""
+        """Log the values from before ``AFTER_LOAD``, at the batch of the checkpoint."""
         early, self._early = self._early, []
         for write in early:
             self._write(write, None)
 
-    # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep a copy of the file as an artifact of the run, in the background.
+        """Copy the file, and upload the copy as an artifact of the run in the background.
+
+        Args:
+            state: state of the run.
+            remote_file_name: name of the artifact.
+            file_path: local file.
+            overwrite: replace an artifact of the same name.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Exception: what went wrong with something earlier.
+            FileNotFoundError: the file does not exist.
+            Exception: error of earlier background work.
         """
         if self._is_silent or not self.can_upload_files():
             return
@@ -83,28 +91,27 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         self._background.raise_failures()
         staged = self._files.copy(file_path, Path(name).name)
 
-        def keep(run: R, batch: int) -> None:
+        def send(run: R, batch: int) -> None:
             try:
                 self._send_file(run, name, staged, batch, overwrite=overwrite)
             finally:
                 self._files.give_back(staged)
 
-        def write(run: R, batch: int) -> None:
+        def submit(run: R, batch: int) -> None:
             self._background.submit(
-                f"keeping {name!r} as an artifact of {self._service}",
-                lambda: keep(run, batch),
+                f"uploading {name!r} to {self._service}",
+                lambda: send(run, batch),
                 lane=name,
                 replaces=True,
                 dropped=lambda: self._files.give_back(staged),
             )
 
-        self._write(write, int(state.timestamp.batch))
+        self._write(submit, int(state.timestamp.batch))
 
     def _send_file(self, run: R, name: str, staged: Path, batch: int, *, overwrite: bool) -> None:
-        """Keep the file ``staged`` as the artifact ``name``: for loggers that can upload files."""
+        """Upload the file ``staged`` as the artifact ``name``. Called if :meth:`can_upload_files` is true."""
         raise NotImplementedError
 
-    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────
     def fit_start(self, state: State, logger: Logger) -> None:
         self._is_training = True
 
@@ -119,29 +126,36 @@ class ServiceLogger(LoggerDestination, Generic[R]):
         self._send()
         self._background.raise_failures()
 
+    def _exit_code(self) -> int:
+        """Return the exit code of the process: 0, 1 after an error, 130 after Ctrl-C, or the code of ``SystemExit``.
+
+        A ``fit`` that did not end counts as an error, also if the program has handled the exception.
+        """
+        error = sys.exception()
+        if isinstance(error, SystemExit):  # a preempted run ends with 128 and the number of the signal
+            return error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        return int(self._is_training or error is not None)
+
 
 def need_package(package: str, *, who: str, extra: str) -> None:
-    """Raise ConfigError if ``package`` is not installed. It is not imported."""
+    """Raise ConfigError if ``package`` is not installed. Does not import the package."""
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # a folder of that name in the current one is found as well
+    if spec is None or spec.origin is None:  # a folder of the same name in the working directory has no origin
         raise ConfigError(
             f"{who} needs the package {package}, which is not installed: pip install 'composerlite[{extra}]'"
         )
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Filter ``metrics`` for numbers."""
+    """Return the metrics that are numbers."""
     values = {name: plain(value) for name, value in metrics.items()}
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
-def json_of(value: Any) -> Any:
-    """``value`` as JSON has it: dicts, lists, numbers and strings; of other things their text."""
-    return json.loads(to_json(value))
-
-
 def pictures(images: Any, *, channels_last: bool) -> list[npt.NDArray[Any]]:
-    """A batch of images, or one, as arrays of shape (H, W, C) or (H, W)."""
+    """Return a batch of images, or one image, as arrays of shape (H, W, C) or (H, W)."""
     array = images.detach().cpu() if isinstance(images, torch.Tensor) else np.asarray(images)
     if isinstance(array, torch.Tensor):
         array = (array.float() if array.dtype == torch.bfloat16 else array).numpy()
@@ -153,17 +167,3 @@ def pictures(images: Any, *, channels_last: bool) -> list[npt.NDArray[Any]]:
     if not channels_last:
         batch = batch.transpose(0, 2, 3, 1)
     return [image[..., 0] if image.shape[-1] == 1 else image for image in batch]
-
-
-def exit_code(*, training: bool) -> int:
-    """Exit code that the process is about to have: 0, 1 after an error, or that of its ``SystemExit``.
-
-    Args:
-        training: ``fit`` was interrupted. That is an error also when the exception was handled already.
-    """
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):  # a preempted run ends with 128 and the number of the signal
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return int(training or error is not None)

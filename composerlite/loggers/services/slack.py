@@ -20,32 +20,36 @@ from composerlite.storage import Background
 log = logging.getLogger(__name__)
 
 _MOST = 50
-"""Blocks that Slack takes in a message."""
+"""Largest number of blocks in a message of Slack."""
 _Blocks: TypeAlias = "list[dict[str, Any]]"
 
 
 @final
 class SlackLogger(LoggerDestination):
-    """Posts metrics, hyperparameters and traces to a channel of Slack, by `chat.postMessage
+    """Posts metrics, hyperparameters and traces to a channel of Slack, with `chat.postMessage
     <https://docs.slack.dev/reference/methods/chat.postMessage>`_.
 
-    Messages go out in the background, from rank 0, with the last value of each name. One that Slack does not take is
-    logged as a warning: training does not end for it.
+    Rank 0 posts messages in the background, with the last value of each name. A message that Slack refuses is a
+    warning, and training continues.
 
     Args:
-        include_keys: regular expressions of the names that are posted, matched from their first letter on; all by
-            default.
-        formatter_func: gets a dict of values by name and returns Slack's blocks; by default a line for each.
-        log_interval: batches or epochs between two messages, as ``'100ba'``; a number counts epochs. The first one is
-            always told.
+        include_keys: regular expressions of names to post, matched from the first letter on; all names by default.
+        formatter_func: gets a dict of values by name and returns Slack's blocks; by default a line per value.
+        log_interval: batches or epochs between two messages, such as ``'100ba'``; a number counts epochs. The first
+            batch or epoch is always posted.
         max_logs_per_message: values in a message, 50 at most.
-        slack_logging_api_key: token of the app; ``SLACK_LOGGING_API_KEY`` of the environment if nothing is given.
-        channel_id: of the channel; ``SLACK_LOGGING_CHANNEL_ID`` if nothing is given.
-        base_url: of Slack's API, where it is another one.
+        slack_logging_api_key: token of the app; by default ``SLACK_LOGGING_API_KEY`` of the environment.
+        channel_id: id of the channel; by default ``SLACK_LOGGING_CHANNEL_ID`` of the environment.
+        base_url: address of Slack's API; by default the public address.
         timeout: seconds to wait for Slack, for each message and at the end.
 
     Raises:
-        ConfigError: slack_sdk is not installed, there is no token or channel, or an argument is wrong.
+        ConfigError: slack_sdk is not installed, token or channel are missing, or an argument is invalid.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, loggers=SlackLogger(include_keys=["loss/"], log_interval="1ep"))
     """
 
     @checked_arguments
@@ -69,7 +73,7 @@ class SlackLogger(LoggerDestination):
             ("channel_id", "SLACK_LOGGING_CHANNEL_ID", self._channel),
         ):
             if not value:
-                raise ConfigError(f"SlackLogger({argument}=None): give it, or set {variable}.")
+                raise ConfigError(f"SlackLogger({argument}=None): give the argument, or set {variable}.")
         self._interval = ensure_time(log_interval, TimeUnit.EPOCH)
         if self._interval.unit not in (TimeUnit.EPOCH, TimeUnit.BATCH) or self._interval.value < 1:
             raise ConfigError(
@@ -113,10 +117,10 @@ class SlackLogger(LoggerDestination):
         self._post_if_due(TimeUnit.EPOCH, state)
 
     def post_close(self) -> None:
-        """Post the remaining values; not in ``close``, where other callbacks may still log.
+        """Post the remaining values, after the ``close`` of all callbacks.
 
         Raises:
-            TimeoutError: not everything was sent in time.
+            TimeoutError: some messages were not sent in time.
         """
         self._post()
         self._background.close()
@@ -131,11 +135,13 @@ class SlackLogger(LoggerDestination):
             self._post(f"{unit.name.lower()} {count}")
 
     def _post(self, header: str | None = None) -> None:
-        """Queue the values since the last message to be posted."""
+        """Post the values since the last message, in the background."""
         values, self._values = self._values, {}
         items = iter(values.items())
         while part := dict(itertools.islice(items, self._most)):
-            blocks = _lines(part) if self._format is None else self._format(part)
+            blocks = (
+                [_block(name, value) for name, value in part.items()] if self._format is None else self._format(part)
+            )
             text = ", ".join(f"{name}: {value}" for name, value in part.items())
             self._background.submit(
                 f"{len(part)} values", lambda blocks=blocks, text=text: self._send(blocks, text, header)
@@ -150,11 +156,9 @@ class SlackLogger(LoggerDestination):
             self._client.chat_postMessage(
                 channel=self._channel, blocks=blocks, text=text if header is None else f"{header}: {text}"
             )
-        except Exception as e:  # noqa: BLE001 - said: a message is not worth a run
+        except Exception as e:  # noqa: BLE001 - logged: a message is not worth a run
             log.warning("SlackLogger: a message was not posted: %s: %s", type(e).__name__, e)
 
 
-def _lines(values: dict[str, Any]) -> _Blocks:
-    return [
-        {"type": "section", "text": {"type": "mrkdwn", "text": f"*{name}:* {value}"}} for name, value in values.items()
-    ]
+def _block(name: str, value: Any) -> dict[str, Any]:
+    return {"type": "section", "text": {"type": "mrkdwn", "text": f"*{name}:* {value}"}}

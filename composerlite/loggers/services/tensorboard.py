@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,19 +20,22 @@ if TYPE_CHECKING:
 class TensorboardLogger(ServiceLogger["SummaryWriter"]):
     """Writes metrics for TensorBoard, one folder per run.
 
-    A resumed run continues in the folder of the interrupted one. TensorBoard then drops the steps that were logged
-    after the checkpoint and are trained again, so no step shows twice; a run that starts again from its beginning
-    replaces what earlier attempts of the same name showed.
+    A resumed run continues in the folder. TensorBoard then drops the steps after the checkpoint, which are trained
+    again, so each step is shown once. A run that starts from its beginning replaces the points of earlier attempts.
 
     Args:
-        log_dir: the folder; ``tensorboard_logs`` by default. The run's name is added below it, unless ``log_dir`` says
-            with ``{run_name}`` where it goes; ``{rank}`` and the like are filled in too.
-        flush_interval: batches between two flushes; evaluations, epochs and the end of training flush as well.
-        rank_zero_only: write on global rank 0 only. Otherwise each rank has a folder ``rank<N>`` of its own.
+        log_dir: the folder, ``tensorboard_logs`` by default, with the run's name as a subfolder, or with
+            ``{run_name}`` in the path. ``{rank}`` and the other variables of ranks are filled in.
+        flush_interval: batches between two writes. Evaluations, epochs and the end of training also write.
+        rank_zero_only: only global rank 0 writes. Otherwise each rank has a folder ``rank<N>``.
 
     Raises:
-        ConfigError: at construction tensorboard is not installed or a variable is unknown; at ``INIT`` the folder
-            cannot be made.
+        ConfigError: tensorboard is not installed, or an argument is invalid; at ``INIT`` the folder cannot be created.
+
+    Example:
+        .. code-block:: python
+
+            Trainer(model=model, loggers=TensorboardLogger("board"))
     """
 
     @checked_arguments
@@ -50,7 +52,7 @@ class TensorboardLogger(ServiceLogger["SummaryWriter"]):
         if "{run_name}" not in folder:
             folder = f"{folder}/{{run_name}}"
         self._folder = folder if rank_zero_only else f"{folder}/rank{{rank}}"
-        format_name_with_dist(self._folder, run_name="")  # a typo in a variable is an error now
+        format_name_with_dist(self._folder, run_name="")  # raises if a variable does not exist
         self._flush_interval = flush_interval
         self._place: str | None = None
 
@@ -66,22 +68,31 @@ class TensorboardLogger(ServiceLogger["SummaryWriter"]):
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(
-                f"TensorboardLogger: the folder {folder!r} cannot be made: {e.strerror}. Give another log_dir."
+                f"TensorboardLogger: the folder {folder!r} cannot be created: {e.strerror}. Give another log_dir."
             ) from e
 
     def after_load(self, state: State, logger: Logger) -> None:
         if self._is_silent or self._run is not None:
             return
-        from torch.utils.tensorboard import SummaryWriter  # imports slowly
+        from torch.utils.tensorboard import SummaryWriter  # a slow import
 
-        # What was logged at the batch of the checkpoint itself was logged before it was saved, and stays.
+        # Points at the batch of the checkpoint were logged before the save, so they stay.
         batch = self._batch = int(state.timestamp.batch)
         folder = format_name_with_dist(self._folder, state.run_name)
         self._run = SummaryWriter(folder, purge_step=batch + 1 if batch else 0)
         self._write_early()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self._write(functools.partial(_write_metrics, metrics), step)
+        values = {name: plain(value) for name, value in metrics.items()}
+
+        def write(writer: SummaryWriter, batch: int) -> None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    writer.add_scalar(name, value, batch)
+                else:
+                    writer.add_text(name, str(value), batch)
+
+        self._write(write, step)
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         self.log_metrics({f"hyperparameters/{name}": to_json(value) for name, value in hyperparameters.items()})
@@ -106,18 +117,9 @@ class TensorboardLogger(ServiceLogger["SummaryWriter"]):
         self._send()
 
     def post_close(self) -> None:
-        if self._run is not None:  # not in close(): other callbacks may log while they close
+        if self._run is not None:  # not in close(): other callbacks may log in their close()
             self._run.close()
 
     def _send(self) -> None:
         if self._run is not None:
             self._run.flush()
-
-
-def _write_metrics(metrics: dict[str, Any], writer: SummaryWriter, step: int) -> None:
-    for name, value in metrics.items():
-        value = plain(value)
-        if isinstance(value, int | float):
-            writer.add_scalar(name, value, step)
-        else:
-            writer.add_text(name, str(value), step)
