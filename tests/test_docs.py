@@ -12,6 +12,7 @@ nothing that other examples do, before or at the same time, is seen there. Three
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
@@ -215,3 +216,31 @@ def test_every_key_of_the_parallelism_config_is_in_its_table() -> None:
     for field in [*dataclasses.fields(FSDPConfig), *dataclasses.fields(TPConfig)]:
         needed = field.default is dataclasses.MISSING
         assert rows[field.name] == ("needed" if needed else f"`{field.default!r}`")
+
+
+OF_OTHERS = {"CUDA out of memory", "No space left on device"}
+"""Messages on the troubleshooting page that torch and the operating system print."""
+
+
+def texts_of_code() -> str:
+    """Return all strings of the package, with ``…`` for filled-in values, and the names of its classes."""
+    texts: list[str] = []
+    for path in sorted((ROOT / "composerlite").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.ClassDef | ast.Name):
+                texts.append(node.name if isinstance(node, ast.ClassDef) else node.id)
+    return "\n".join(texts)
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Searching the page for part of an error message finds a message that the code raises."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.M)
+    messages = {message for row in rows for message in re.findall(r"`([^`]+)`", row)} - OF_OTHERS
+    code = texts_of_code()
+    assert len(messages) > 25
+    assert [m for m in messages if not re.search(".*".join(map(re.escape, m.split("…"))), code)] == []
