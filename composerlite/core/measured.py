@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from composerlite import dist
 from composerlite.core.state.loss_reading import LossReading
+from composerlite.core.state.metric_states import merged_state
 from composerlite.core.state.state import State
 from composerlite.errors import ConfigError, did_you_mean
+from composerlite.types import with_items
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -34,34 +35,66 @@ _TRAIN = "train"
 
 
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The values of ``metrics`` by name, over what all ranks have seen. Every rank calls it.
+    """Compute ``metrics`` over the batches of all ranks. Collective.
 
-    A metric that computes a dict gives one value per key, one that computes a vector ``<name>/0``, ``<name>/1``, …; one
-    that has seen no batch gives none.
+    Args:
+        metrics: metrics by name, the same on every rank.
+
+    Returns:
+        Values by name. A dict gives a value for each of its keys, a vector gives ``<name>/0``, ``<name>/1``, …, and a
+        metric without a batch on any rank gives no value.
     """
-    values: dict[str, float] = {}
-    updated = _updated(list(metrics.values()))
-    # Without those where no rank has seen a batch: resumed behind the last one of an epoch, or an empty loader.
-    known = {name: metric for (name, metric), has_values in zip(metrics.items(), updated, strict=True) if has_values}
-    for name, metric in known.items():
-        with lists_of_all_ranks([metric]):
-            computed: Any = metric.compute()
+    group, values = dist.get_group(), dict[str, float]()
+    is_new = [metric._computed is None for metric in metrics.values()]  # pyright: ignore[reportPrivateUsage]
+    known = group.max([metric.update_count for metric in metrics.values()] + [*map(int, is_new)]) if metrics else []
+    for number, (name, metric) in enumerate(metrics.items()):
+        if not known[number]:
+            continue
+        is_stale = bool(known[len(metrics) + number])
+        computed: Any = _compute_over_ranks(metric, group) if group.size > 1 and is_stale else metric.compute()
         for key, value in computed.items() if isinstance(computed, dict) else [(name, computed)]:
             numbers = value.detach().flatten().tolist() if isinstance(value, torch.Tensor) else [float(value)]
             if len(numbers) == 1:
                 values[str(key)] = float(numbers[0])
-            else:  # one value per class, say
+            else:
                 values.update({f"{key}/{i}": float(number) for i, number in enumerate(numbers)})
     return values
 
 
-def _updated(metrics: Sequence[Metric]) -> list[bool]:
-    """Tell of each metric whether it has seen a batch on any rank: only those can be computed, and by all ranks."""
-    counts = dist.get_group().max([metric.update_count for metric in metrics]) if metrics else []
-    for metric, count in zip(metrics, counts, strict=True):
-        if count and metric.update_count == 0:  # it would warn, and the others have something for it
-            metric._update_count = 1  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
-    return [count > 0 for count in counts]
+def _compute_over_ranks(metric: Metric, group: dist.Group) -> Any:
+    """Compute ``metric`` from the states of all ranks. Afterwards the metric has the states of this rank again.
+
+    torchmetrics gathers list states tensor by tensor, and hangs if a rank has no sample. So the states are gathered
+    here, except those of a metric that overrides the synchronization or has a process group.
+    """
+    from torchmetrics import Metric
+
+    parts: list[Any] = [  # Any: torchmetrics has no public names for these attributes
+        part
+        for part in metric.modules()
+        if isinstance(part, Metric)
+        and part._to_sync  # pyright: ignore[reportPrivateUsage]
+        and part.process_group is None
+        and type(part)._sync_dist is Metric._sync_dist  # pyright: ignore[reportPrivateUsage]
+    ]
+    own = [(part._update_count, {name: getattr(part, name) for name in part._reductions}) for part in parts]
+    every = group.gather([with_items(states, _to_cpu) for _, states in own])
+    metric._computed = None  # pyright: ignore[reportPrivateUsage]
+    try:
+        for number, part in enumerate(parts):
+            part._computed, part._to_sync, part._update_count = None, False, max(1, part._update_count)
+            for name, reduction in part._reductions.items():
+                state = merged_state(part, name, [states[number][name] for states in every])
+                setattr(part, name, reduction(state) if isinstance(state, list) and state and reduction else state)
+        return metric.compute()
+    finally:
+        for part, (count, states) in zip(parts, own, strict=True):
+            part._to_sync, part._update_count = part.sync_on_compute, count
+            vars(part).update(states)
+
+
+def _to_cpu(key: object, value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else with_items(value, _to_cpu)
 
 
 def gives_one_value(metric: Metric) -> bool:
@@ -169,86 +202,3 @@ def note_unread_losses(state: State) -> None:
 
 def _moment(state: State) -> tuple[int, int]:
     return len(state.fit_starts), int(state.timestamp.batch)
-
-
-@contextlib.contextmanager
-def lists_of_all_ranks(metrics: Sequence[Metric]) -> Generator[None]:
-    """Within it ``metrics`` can be computed on every rank, also where their lists are not alike on the ranks.
-
-    torchmetrics gathers list states tensor by tensor: a rank that has seen no sample has none, or one of another kind,
-    and the ranks wait for each other or abort. Such metrics have the states of all ranks here, and their own again
-    afterwards. Every rank calls it with the same metrics.
-    """
-    parts = [part for metric in metrics for part in _that_keep_lists(metric)] if dist.get_world_size() > 1 else []
-    described = dist.get_group().gather([_form(part) for part in parts]) if parts else []
-    uneven = [part for number, part in enumerate(parts) if any(of[number] != described[0][number] for of in described)]
-    own = [{name: getattr(part, name) for name in _reductions(part)} for part in uneven]
-    try:
-        if uneven:
-            every = dist.get_group().gather([_on_cpu(states) for states in own])
-            for number, part in enumerate(uneven):
-                _set(part, [of[number] for of in every])
-        yield
-    finally:
-        for part, states in zip(uneven, own, strict=True):
-            part._to_sync = part.sync_on_compute  # pyright: ignore[reportPrivateUsage]
-            for name, value in states.items():
-                setattr(part, name, value)
-
-
-def _reductions(part: Metric) -> dict[str, Any]:
-    return part._reductions  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
-
-
-def _that_keep_lists(metric: Metric) -> list[Metric]:
-    """The parts of ``metric`` whose lists torchmetrics would gather."""
-    from torchmetrics import Metric
-
-    return [
-        part
-        for part in metric.modules()
-        if isinstance(part, Metric)
-        and part._computed is None  # pyright: ignore[reportPrivateUsage] - else it gathers nothing
-        and part._to_sync  # pyright: ignore[reportPrivateUsage]
-        and part.process_group is None
-        and type(part)._sync_dist is Metric._sync_dist  # pyright: ignore[reportPrivateUsage] - some gather by themselves
-        and any(isinstance(default, list) for default in part._defaults.values())  # pyright: ignore[reportPrivateUsage]
-    ]
-
-
-def _form(part: Metric) -> list[Any]:
-    """The form of lists that has to be the same on every rank."""
-    from torchmetrics.utilities import dim_zero_cat
-
-    forms: list[Any] = []
-    for name, reduction in _reductions(part).items():
-        value = getattr(part, name)
-        if not isinstance(value, list):
-            continue
-        tensors: list[Any] = [(str(one.dtype), one.ndim) for one in value if isinstance(one, torch.Tensor)]  # pyright: ignore
-        forms.append(tensors[:1] if reduction is dim_zero_cat else tensors)  # these are made one before they are sent
-    return forms
-
-
-def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in value]
-        if isinstance(value, list)
-        else value.detach().cpu()
-        for name, value in states.items()
-    }
-
-
-def _set(part: Metric, every: Sequence[dict[str, Any]]) -> None:
-    """Give ``part`` the states of ``every`` rank, reduced as torchmetrics does, and have it gather nothing itself."""
-    for name, reduction in _reductions(part).items():
-        values = [states[name] for states in every]
-        together: Any
-        if isinstance(values[0], list):
-            together = [one.to(part.device) for value in values for one in value]
-            reduced = reduction(together) if reduction is not None and together else together
-        else:
-            together = torch.stack(values).to(part.device)
-            reduced = together if reduction is None else reduction(together)
-        setattr(part, name, reduced)
-    part._to_sync = False  # pyright: ignore[reportPrivateUsage]

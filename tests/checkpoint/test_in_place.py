@@ -148,7 +148,7 @@ def test_all_that_does_not_fit_is_said_before_anything_changes(tmp_path: Path) -
     with pytest.raises(IncompatibleCheckpointError) as e:
         load_checkpoint(path, target)
     for part in (
-        *(path.name, "missing in the checkpoint (2): 2.weight, 2.bias"),
+        *(path.name, "missing in the checkpoint (2): 2.weight; 2.bias"),
         "0.weight: (3, 2) in the checkpoint, (4, 2) in the model",
         *("AdamW does not fit", "group 0 has no saved state for: 2.bias, 2.weight"),
         "exp_avg of 0.weight has another shape: (3, 2) in the checkpoint, (4, 2) now",

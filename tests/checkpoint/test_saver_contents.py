@@ -82,7 +82,7 @@ def test_a_checkpoint_without_an_optimizer_is_gone_on_from(tmp_path: Path, caplo
     record = Record()
     train(callbacks=[record], load_path=tmp_path / "latest-rank0.pt")
     assert record.batches == list(range(5, 13))
-    assert "holds no optimizer state: the optimizer starts fresh" in caplog.text
+    assert "has no optimizer state: the optimizer starts fresh" in caplog.text
 
 
 # ── fine-tuning ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,7 +127,7 @@ def test_strictness_holds_for_full_checkpoints_too(tmp_path: Path) -> None:
         "max_duration": "4ep",
     }
     with pytest.raises(
-        IncompatibleCheckpointError, match=r"missing in the checkpoint \(2\): extra\.weight, extra\.bias"
+        IncompatibleCheckpointError, match=r"missing in the checkpoint \(2\): extra\.weight; extra\.bias"
     ):
         trainer(model=larger(), **arguments)
     with trainer(model=larger(), load_strict_model_weights=False, **arguments) as run:

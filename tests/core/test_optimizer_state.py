@@ -96,9 +96,9 @@ def test_parameters_of_another_group_are_all_named() -> None:
     text = str(error.value)
     assert text.startswith("ep1.pt: AdamW does not fit. group 0 has no saved state for: c; ")
     for part in (
-        "group 0 was saved with, and has not: b",
+        "group 0 was saved with other parameters: b",
         "group 1 has no saved state for: b",
-        "group 1 was saved with, and has not: c",
+        "group 1 was saved with other parameters: c",
         "load_ignore_keys=['state/optimizers']",
     ):
         assert part in text
@@ -164,18 +164,6 @@ def test_state_of_another_form_than_its_parameter_is_restored(kind: str) -> None
     fresh.state.clear()
     load_named_optimizer_state(fresh, again, saved, source="the checkpoint")
     assert same(named_optimizer_state(fresh, again)["state"], saved["state"])
-
-
-def test_the_moments_of_an_unknown_optimizer_in_another_order_are_refused() -> None:
-    """They have the shapes of the parameters, and each has that of another one."""
-    model, again = Model(NAMES), Model(NAMES)
-    saved = named_optimizer_state(OfOthers(model.parameters(), lambda p: {"ema": p.clone()}), model)
-    moments = list(saved["state"].values())
-    swapped = {**saved, "state": dict(zip(NAMES, reversed(moments), strict=True))}
-    fresh = OfOthers(again.parameters(), lambda p: {})
-    fresh.state.clear()
-    with pytest.raises(IncompatibleCheckpointError, match=r"ema of a has another shape: \(5,\).*, \(2,\) now"):
-        load_named_optimizer_state(fresh, again, swapped, source="the checkpoint")
 
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -1,4 +1,4 @@
-"""The state of metrics in checkpoints: that of each rank, and its conversion to another number of ranks."""
+"""States of metrics in checkpoints: saving, loading, and conversion to another number of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from composerlite.types import StateDict
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["load_metric_states", "metric_states"]
+__all__ = ["load_metric_states", "merged_state", "metric_states"]
 
 log = logging.getLogger(__name__)
 
 
 def metric_states(metrics: Mapping[str, Metric]) -> StateDict:
-    """The states of ``metrics`` on this rank, by name."""
+    """Return the states of ``metrics`` on this rank, by name."""
     states: StateDict = {}
     for name, metric in metrics.items():
         parts = list(_parts(metric).values())
@@ -34,29 +34,30 @@ def metric_states(metrics: Mapping[str, Metric]) -> StateDict:
 def load_metric_states(
     metrics: Mapping[str, Metric], saved: Mapping[str, Any], *, rank: int, world_size: int, saved_world_size: int
 ) -> None:
-    """Restore ``metrics`` from what all ranks of the saved run had.
+    """Restore ``metrics`` from the states of all ranks of the saved run.
 
-    On the same number of ranks each gets its own back. On another number, their total is
-    as it was: what is added up or collected goes to rank 0.
+    With the same number of ranks, each rank restores its own states. With another number, sums and lists of all saved
+    ranks go to rank 0, so that totals stay the same.
 
     Args:
-        metrics: of this rank.
-        saved: what :func:`metric_states` gave, by name, with ``per_rank`` in it where there were several ranks.
-        rank, world_size: of this run. saved_world_size: of the saved one.
+        metrics: metrics of this rank, by name.
+        saved: results of :func:`metric_states` by name; with several ranks, a list of results in ``per_rank``.
+        rank, world_size: of this run.
+        saved_world_size: number of ranks of the saved run.
     """
     for name, metric in metrics.items():
         if name not in saved:
             continue
         every: list[Any] = list(saved[name].get("per_rank") or [saved[name]])
         if len(every) == 1 < saved_world_size and rank == 0:
-            log.warning("metric %r: the checkpoint has what rank 0 of %d counted, and no more", name, saved_world_size)
-        own = every[rank] if len(every) == world_size else _merged(name, metric, every, rank, world_size)
+            log.warning("metric %r: the checkpoint has only the state of rank 0 of %d", name, saved_world_size)
+        own = every[rank] if len(every) == world_size else _merged(name, metric, every, rank)
         if own is not None:
             _load(metric, own)
 
 
 def _parts(metric: Metric) -> dict[str, Metric]:
-    """``metric`` and the metrics that it is made of, by the prefix of their keys in its state."""
+    """Return ``metric`` and its submetrics, by the prefix of their keys in the state dict."""
     from torchmetrics import Metric
 
     return {f"{name}." if name else "": part for name, part in metric.named_modules() if isinstance(part, Metric)}
@@ -64,7 +65,7 @@ def _parts(metric: Metric) -> dict[str, Metric]:
 
 @contextlib.contextmanager
 def _persistent(parts: Sequence[Metric]) -> Generator[None]:
-    """Include their states in ``state_dict()`` for a moment: else they were also in that of the model that has them."""
+    """Include the states in ``state_dict()`` inside the block. Outside, the state dict of the model omits them."""
     before = [dict(part._persistent) for part in parts]  # pyright: ignore[reportPrivateUsage]
     for part in parts:
         part.persistent(True)
@@ -81,48 +82,48 @@ def _load(metric: Metric, saved: Mapping[str, Any]) -> None:
         part._computed = None  # pyright: ignore[reportPrivateUsage] - torchmetrics has no other way
     with _persistent(parts):
         metric.load_state_dict({key: _copied(value, metric.device) for key, value in saved["state_dict"].items()})
-    counts = saved.get("update_counts") or [saved.get("update_count", 1)] * len(parts)
+    counts = saved.get("update_counts") or [saved.get("update_count", 1)] * len(parts)  # Composer saves no count
     for part, count in zip(parts, counts, strict=True):
         part._update_count = count  # pyright: ignore[reportPrivateUsage]
 
 
 def _copied(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
-        return [_copied(one, device) for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_copied(item, device) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _merged(name: str, metric: Metric, every: Sequence[Any], rank: int, world_size: int) -> StateDict | None:
-    """State that ``rank`` of ``world_size`` starts from, merged from that of ``every`` saved rank; ``None``: afresh."""
-    from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+def merged_state(part: Any, name: str, values: Sequence[Any]) -> Any:
+    """Merge the ``values`` of several ranks of state ``name`` of the metric ``part``: a longer list, or a tensor."""
+    if isinstance(part._defaults[name], list):
+        lists: list[list[Any]] = [value if isinstance(value, list) else [value] for value in values]
+        return [_copied(item, part.device) for items in lists for item in items]
+    stacked, reduction = torch.stack([*values]).to(part.device), part._reductions[name]
+    return stacked if reduction is None else reduction(stacked)
 
-    first = rank == 0
-    merged: StateDict = dict(every[0]["state_dict"])  # what is no state, as weights of a metric, is the same on each
+
+def _merged(name: str, metric: Metric, every: Sequence[Any], rank: int) -> StateDict | None:
+    """Return the state of ``rank`` that gives the totals of ``every`` saved rank; ``None`` to start fresh."""
+    from torchmetrics.utilities import dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+    merged: StateDict = dict(every[0]["state_dict"])  # entries that are not states are the same on all ranks
+    part: Any
     for prefix, part in _parts(metric).items():
-        for attribute, reduction in part._reductions.items():  # pyright: ignore[reportPrivateUsage]
-            values: list[Any] = [of_rank["state_dict"][prefix + attribute] for of_rank in every]
-            default: Any = part._defaults[attribute]  # pyright: ignore[reportPrivateUsage]
-            same_on_all = {dim_zero_max, dim_zero_min, dim_zero_mean} & {reduction}
-            if same_on_all and not isinstance(values[0], list):
-                value = same_on_all.pop()(torch.stack(values))
-            elif reduction is dim_zero_sum and not isinstance(values[0], list):
-                value = dim_zero_sum(torch.stack(values)) if first else default
-            elif reduction is dim_zero_cat or (reduction is None and isinstance(default, list)):
-                lists: list[list[Any]] = [value if isinstance(value, list) else [value] for value in values]  # pyright: ignore
-                value = [one for of_rank in lists for one in of_rank] if first else []
-            elif world_size > len(every):
-                value = values[rank] if rank < len(every) else default
-            else:
-                if first:
+        for attribute, default in part._defaults.items():
+            state = merged_state(part, attribute, [saved["state_dict"][prefix + attribute] for saved in every])
+            if isinstance(default, list):
+                state = state if rank == 0 else []
+            elif part._reductions[attribute] is dim_zero_sum:
+                state = state if rank == 0 else default
+            elif part._reductions[attribute] not in (dim_zero_max, dim_zero_min, dim_zero_mean):
+                if rank == 0:
                     log.warning(
-                        "metric %r: values of %d ranks cannot be converted to %d (its state %r is reduced in a way of "
-                        "its own): it counts from the resume on",
+                        "metric %r starts fresh: its state %r cannot be merged from the %d ranks of the checkpoint",
                         name,
-                        len(every),
-                        world_size,
                         attribute,
+                        len(every),
                     )
                 return None
-            merged[prefix + attribute] = value
-    count = sum(of_rank.get("update_count", 1) for of_rank in every) if first else 0
+            merged[prefix + attribute] = state
+    count = sum(saved.get("update_count", 1) for saved in every) if rank == 0 else 0
     return {"state_dict": merged, "update_count": count}

@@ -1,10 +1,9 @@
-"""The weights of a model to checkpoint contents and back."""
+"""Weights of a model: checkpoint contents, comparison, loading."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +18,20 @@ from composerlite.types import StateDict
 
 __all__ = ["frozen_parameters", "load_model", "model_places", "model_problems", "model_state", "set_frozen_parameters"]
 
-_LEAVING_OUT = (
-    "Build the model of that run, or leave keys out with load_ignore_keys=['state/model/<name>'] and "
+_SKIP_KEYS = (
+    "Build the model of that run, or skip keys with load_ignore_keys=['state/model/<name>'] and "
     "load_strict_model_weights=False."
 )
 log = logging.getLogger(__name__)
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The tensors of ``model`` by the names that checkpoints give them. They are not copied."""
-    return _cleaned(model.state_dict())
+    """Return the tensors of ``model`` by the names in checkpoints. The tensors are not copied."""
+    return _cleaned(model.state_dict().items())
 
 
 def frozen_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters of ``model`` that are not trained, as checkpoints have them.
+    """Return the names of the frozen parameters of ``model``, as in checkpoints.
 
     Args:
         model: the model.
@@ -44,7 +43,7 @@ def frozen_parameters(model: nn.Module) -> list[str]:
 
 
 def set_frozen_parameters(model: nn.Module, names: Collection[str]) -> None:
-    """Freeze the parameters of ``model`` that are in ``names``, and let the others be trained.
+    """Freeze the parameters of ``model`` in ``names`` and unfreeze all others.
 
     Args:
         model: the model.
@@ -57,151 +56,139 @@ def set_frozen_parameters(model: nn.Module, names: Collection[str]) -> None:
             parameter.grad = None
 
 
-def _cleaned(weights: StateDict) -> StateDict:
-    return {clean_name(name): value for name, value in weights.items()}
-
-
-def _only_in_one(own: StateDict, saved: StateDict) -> tuple[list[str], list[str]]:
-    """Names that the checkpoint lacks, and names that the model has not."""
-    return [name for name in own if name not in saved], [name for name in saved if name not in own]
+def _cleaned(weights: Iterable[tuple[str, Any]]) -> StateDict:
+    return {clean_name(name): value for name, value in weights}
 
 
 def model_problems(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> list[str]:
-    """List the reasons why ``saved`` cannot be loaded into ``model``."""
-    own, saved = model_state(model), _cleaned(saved)
-    missing, unexpected = _only_in_one(own, saved)
-    both = [
-        (name, value, own[name])
-        for name, value in saved.items()
-        if isinstance(own.get(name), torch.Tensor) and not name.endswith(EXTRA_STATE)
-    ]
-    no_tensors = [name for name, value, _ in both if not isinstance(value, torch.Tensor)]
-    shapes = [
-        f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model"
-        for name, value, tensor in both
-        if isinstance(value, torch.Tensor) and not is_lazy(tensor) and value.shape != tensor.shape
-    ]
-    kinds = [
-        f"{name}: {value.dtype} in the checkpoint, {tensor.dtype} in the model"
-        for name, value, tensor in both
-        if isinstance(value, torch.Tensor) and _kind(value.dtype) != _kind(tensor.dtype)
-    ]
-    if _changes_what_it_loads(model):
-        kinds = []
-    problems: list[str] = []
-    if missing and strict:
-        problems.append(f"missing in the checkpoint ({len(missing)}): {', '.join(missing)}")
-    if unexpected and strict:
-        problems.append(f"not in the model ({len(unexpected)}): {', '.join(unexpected)}")
-    if shapes:
-        problems.append(f"of another shape ({len(shapes)}): {'; '.join(shapes)}")
-    if kinds:
-        problems.append(f"of another kind of numbers ({len(kinds)}): {'; '.join(kinds)}")
-    if no_tensors:
-        problems.append(f"no tensors ({len(no_tensors)}): {', '.join(no_tensors)}")
+    """List the reasons not to load ``saved`` into ``model``.
+
+    Args:
+        model: the model.
+        saved: weights by name.
+        strict: missing and unexpected names are reasons.
+        source: path or URI of the checkpoint.
+
+    Returns:
+        A message, or nothing if the weights can be loaded.
+    """
+    own, saved = model_state(model), _cleaned(saved.items())
+    shapes, kinds, others = list[str](), list[str](), list[str]()
+    has_hooks = _has_load_hooks(model)
+    for name, value in saved.items():
+        tensor = own.get(name)
+        if not isinstance(tensor, torch.Tensor) or name.endswith(EXTRA_STATE):
+            continue
+        if not isinstance(value, torch.Tensor):
+            others.append(name)
+            continue
+        if not is_lazy(tensor) and value.shape != tensor.shape:
+            shapes.append(f"{name}: {tuple(value.shape)} in the checkpoint, {tuple(tensor.shape)} in the model")
+        if not has_hooks and _kind(value.dtype) != _kind(tensor.dtype):
+            kinds.append(f"{name}: {value.dtype} in the checkpoint, {tensor.dtype} in the model")
+    found = {
+        "missing in the checkpoint": [name for name in own if name not in saved] if strict else [],
+        "not in the model": [name for name in saved if name not in own] if strict else [],
+        "of another shape": shapes,
+        "of another kind of numbers": kinds,
+        "not tensors": others,
+    }
+    problems = [f"{what} ({len(names)}): {'; '.join(names)}" for what, names in found.items() if names]
     if not problems:
         return []
-    way_out = (
-        "Build the model of that run, or pass load_strict_model_weights=False to load the names that agree."
-        if strict and not shapes and not kinds
-        else _LEAVING_OUT
-    )
-    return [f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{way_out}"]
+    fix = _SKIP_KEYS
+    if strict and not shapes and not kinds:
+        fix = "Build the model of that run, or pass load_strict_model_weights=False to load the common names only."
+    return [_misfit(source, problems, fix)]
+
+
+def _misfit(source: str, problems: Iterable[str], fix: str) -> str:
+    return "\n  ".join([f"{source} does not fit the model.", *problems]) + f"\n{fix}"
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Name the kind of numbers, within which a conversion changes their precision alone. Masks are of 0 and 1."""
+    """Return the kind of numbers. A conversion within a kind changes the precision only; booleans are integers."""
     return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "integer"
 
 
 def model_places(model: nn.Module, saved: StateDict) -> StateDict:
-    """The tensors of ``model`` by their names in ``saved``; none where a hook of the model changes what is loaded."""
-    if _changes_what_it_loads(model):
+    """Return the live tensors of ``model`` by their names in ``saved``; empty if a load hook may transform weights."""
+    if _has_load_hooks(model):
         return {}
     own = model_state(model)
     return {name: own[clean_name(name)] for name in saved if clean_name(name) in own}
 
 
-def _changes_what_it_loads(model: nn.Module) -> bool:
-    return any(_changes_what_is_loaded(hook) for module in model.modules() for hook in load_hooks(module))
-
-
-def _changes_what_is_loaded(hook: Any) -> bool:
-    """Tell hooks of the user from those of ``fully_shard``, which only keep the parameters sharded."""
-    return not str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
+def _has_load_hooks(model: nn.Module) -> bool:
+    """Return true if the model has load hooks other than the hooks of ``fully_shard``, which keep weights sharded."""
+    hooks = [getattr(hook, "hook", hook) for module in model.modules() for hook in load_hooks(module)]
+    return not all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
 def load_model(model: nn.Module, saved: StateDict, *, strict: bool, source: str) -> None:
-    """Load ``saved`` or say everything that does not fit.
+    """Load ``saved`` into ``model``, or raise an error with all differences.
+
+    Args:
+        model: the model.
+        saved: weights by name.
+        strict: names must be the same.
+        source: path or URI of the checkpoint, for errors.
 
     Raises:
-        IncompatibleCheckpointError: see :func:`model_problems`, before a single weight is changed; or numbers do not
-            fit, which may have been read into the model: they are out of the range of its type, or differ for one
-            weight that has several names.
+        IncompatibleCheckpointError: names, shapes or kinds of numbers differ, and no weight was changed; or a number
+            overflows the type of the model, or the names of a tied weight have different values.
     """
     if problems := model_problems(model, saved, strict=strict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
-    own = {clean_name(name): (name, value) for name, value in model.state_dict().items()}
-    saved = _cleaned(saved)
-    missing, unexpected = _only_in_one(own, saved)
+    state, saved = model.state_dict(), _cleaned(saved.items())
+    names = {clean_name(name): name for name in state}
+    missing, unexpected = [name for name in names if name not in saved], [name for name in saved if name not in names]
     if missing or unexpected:
         log.warning(
-            "%s: loaded without strictness; stays as it is: %s; not used: %s",
+            "%s: loaded with strict=False; kept from the model: %s; skipped in the checkpoint: %s",
             source,
-            ", ".join(missing) or "nothing",
-            ", ".join(unexpected) or "nothing",
+            ", ".join(missing) or "none",
+            ", ".join(unexpected) or "none",
         )
-    # A state dict has tensors that share the memory of the model's own.
-    named = itertools.chain(own.values(), model.named_parameters(), model.named_buffers())
-    tensors: StateDict = {clean_name(name): tensor for name, tensor in named}
-    both = [
+    # Parameters may be of a subclass, while the state dict has plain tensors in the same memory.
+    tensors = _cleaned([*state.items(), *model.named_parameters(), *model.named_buffers()])
+    pairs = [
         (name, value, tensors[name])
         for name, value in saved.items()
-        if name in own and isinstance(value, torch.Tensor) and isinstance(own[name][1], torch.Tensor)
+        if name in names and isinstance(value, torch.Tensor) and isinstance(state[names[name]], torch.Tensor)
     ]
-    cast = [f"{name} from {value.dtype} to {live.dtype}" for name, value, live in both if value.dtype != live.dtype]
+    cast = [f"{name} from {value.dtype} to {live.dtype}" for name, value, live in pairs if value.dtype != live.dtype]
     if cast:
-        log.warning("%s: saved in another precision and converted (%d): %s", source, len(cast), ", ".join(cast))
-    for _, value, live in both:
+        log.warning("%s: converted from another precision (%d): %s", source, len(cast), ", ".join(cast))
+    for _, value, live in pairs:
         dist.shards.make_fillable(live, value)
-    if not _changes_what_it_loads(model) and (problems := _problems_of_numbers(both)):
-        raise IncompatibleCheckpointError(
-            f"{source} does not fit the model.\n  {chr(10).join(problems)}\n{_LEAVING_OUT}"
-        )
-    model.load_state_dict(
-        with_versions(
-            {own[name][0]: like_live(value, own[name][1]) for name, value in saved.items() if name in own}, model
-        ),
-        strict=False,
-    )
+    if not _has_load_hooks(model) and (problems := _problems_of_numbers(pairs)):
+        raise IncompatibleCheckpointError(_misfit(source, problems, _SKIP_KEYS))
+    known = {names[name]: like_live(value, state[names[name]]) for name, value in saved.items() if name in names}
+    model.load_state_dict(with_versions(known, model), strict=False)
 
 
-def _problems_of_numbers(both: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
-    """List the weights whose numbers would be lost. Of each: its name, its value in the checkpoint, the live tensor."""
-    lost = [
+def _problems_of_numbers(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
+    """List weights with numbers that a load would lose. A pair is a name, the saved value and the live tensor."""
+    lossy = [
         f"{name}: {value.dtype} in the checkpoint, {live.dtype} in the model"
-        for name, value, live in both
-        if _is_lossy(value, live)
+        for name, value, live in pairs
+        if value.dtype != live.dtype and dist.is_dense(value) and _is_lossy(value, live)
     ]
-    loaded = {name: (value, live) for name, value, live in both}
+    loaded = {name: (value, live) for name, value, live in pairs}
     tied = dist.tied_names({name: live for name, (_, live) in loaded.items()})
     different = [", ".join(names) for names in tied if not _are_equal([loaded[name] for name in names])]
-    problems = [f"out of the range of the model's type ({len(lost)}): {'; '.join(lost)}"] if lost else []
-    if different:
-        told = f"one weight in the model and different ones in the checkpoint ({len(different)})"
-        problems.append(f"{told}: {'; '.join(different)}")
-    return problems
+    found = {"out of the range of the model's type": lossy, "tied in the model, different in the checkpoint": different}
+    return [f"{what} ({len(names)}): {'; '.join(names)}" for what, names in found.items() if names]
 
 
 def _is_lossy(value: torch.Tensor, live: torch.Tensor) -> bool:
-    """Check if numbers of ``value`` are none, or others, in the type of ``live``, which is of the same kind."""
-    if value.dtype == live.dtype or not dist.is_dense(value):
-        return False
+    """Return true if a number of ``value`` overflows or changes in the type of ``live``, which is of the same kind."""
     own = dist.local_shard(value).local
-    made = own.to(live.dtype)
+    converted = own.to(live.dtype)
     if not (own.is_floating_point() or own.is_complex()):
-        return not torch.equal(made.to(own.dtype), own)
-    return not bool(_is_finite(made).all()) and bool((_is_finite(own) & ~_is_finite(made)).any())
+        return not torch.equal(converted.to(own.dtype), own)
+    return not torch.equal(_is_finite(own), _is_finite(converted))
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -209,7 +196,7 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _are_equal(loaded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Check that all have the same bits in the type of the live tensor: also where those are no numbers."""
+    """Return true if all values have the same bits in the type of the live tensor. NaN equals the same NaN."""
     values = [like_live(value, live) for value, live in loaded if dist.is_dense(value)]
     bits = [_bits(dist.local_shard(value).local.to("cpu", loaded[0][1].dtype)) for value in values]
     return all(torch.equal(bits[0], other) for other in bits[1:])

@@ -1,9 +1,8 @@
-"""Optimizer state keyed by parameter name: what the checkpoint holds does not depend on the order of parameters."""
+"""Optimizer state keyed by parameter name, so that checkpoints do not depend on the order of parameters."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,16 +26,16 @@ __all__ = [
 
 
 _FACTORED = ("Adafactor", "LBFGS")
-"""Optimizers of torch whose state is not shaped as the parameters are."""
+"""Optimizers of torch with state in other shapes than the parameters."""
 
 
 def clean_name(name: str) -> str:
-    """A parameter name without what ``torch.compile`` puts into it."""
+    """Return a parameter name without the prefixes of ``torch.compile``."""
     return name.replace("_orig_mod.", "")
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """The name of each parameter, group by group; ``optimizer.<group>.<index>`` for one that is not the model's."""
+    """Return parameter names by group; ``optimizer.<group>.<index>`` for a parameter that is not in the model."""
     by_id = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     return [
         [by_id.get(id(parameter), f"optimizer.{g}.{i}") for i, parameter in enumerate(group["params"])]
@@ -50,7 +49,7 @@ def _named_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ite
 
 
 def lost_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """The parameters that ``optimizer`` trains and that no checkpoint would have, since they are not the model's.
+    """Describe the parameters that ``optimizer`` trains and ``model`` does not have. No checkpoint would have them.
 
     Args:
         optimizer: the optimizer.
@@ -69,7 +68,7 @@ def lost_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with parameter names in the place of numbers. Tensors are not copied."""
+    """Return ``optimizer.state_dict()`` with parameter names instead of numbers. Tensors are not copied."""
     state_dict = optimizer.state_dict()
     names = _names(optimizer, model)
     name_of = {
@@ -87,7 +86,17 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
 def optimizer_problems(
     optimizer: torch.optim.Optimizer, model: nn.Module, state_dict: dict[str, Any], *, source: str
 ) -> list[str]:
-    """List the reasons why ``state_dict`` cannot be loaded: other groups, parameters in a group, or shapes of state."""
+    """List the reasons not to load ``state_dict``: different groups, parameters in a group, or shapes of state.
+
+    Args:
+        optimizer: the optimizer to load into.
+        model: the model with the parameters.
+        state_dict: result of :func:`named_optimizer_state`.
+        source: path or URI of the checkpoint.
+
+    Returns:
+        A message, or nothing if the state can be loaded.
+    """
     names = _names(optimizer, model)
     saved = state_dict["param_groups"]
     way_out = "Pass the optimizer of that run, or load_ignore_keys=['state/optimizers'] to start with a fresh one."
@@ -101,10 +110,10 @@ def optimizer_problems(
         if missing:
             problems.append(f"group {index} has no saved state for: {', '.join(missing)}")
         if unexpected:
-            problems.append(f"group {index} was saved with, and has not: {', '.join(unexpected)}")
+            problems.append(f"group {index} was saved with other parameters: {', '.join(unexpected)}")
     known = {name for group_names in names for name in group_names}
     if not problems and (foreign := sorted(state_dict["state"].keys() - known)):
-        problems.append(f"it was saved with state of what is in no group: {', '.join(foreign)}")
+        problems.append(f"the checkpoint has state for parameters in no group: {', '.join(foreign)}")
     problems += _other_shapes(optimizer, model, state_dict["state"])
     return [f"{source}: {kind} does not fit. {'; '.join(problems)}. {way_out}"] if problems else []
 
@@ -112,62 +121,53 @@ def optimizer_problems(
 def _other_shapes(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Describe the tensors in ``saved`` that are of another shape than what they are to replace.
+    """Describe the tensors in ``saved`` with another shape than the state to replace.
 
-    Before a parameter was stepped its own shape tells that of its state, where state has the shape of parameters: as in
-    the optimizers of torch, or where all that is saved under a key has their shapes, in whatever order.
+    Before the first step of a parameter the state does not exist. For optimizers of torch and of this package, saved
+    tensors must then have the shape of the parameter.
     """
-    if _takes_its_own_way(optimizer):
+    if _has_own_load(optimizer):
         return []
     kind = type(optimizer)
     is_known = kind.__module__.startswith(("torch.optim.", "composerlite.optim.")) and kind.__name__ not in _FACTORED
-    parameters = {name: one for name, one in _named_parameters(optimizer, model) if not is_lazy(one)}
-    by_key: dict[str, dict[str, torch.Tensor]] = {}
-    for name in saved.keys() & parameters.keys():
-        for key, value in saved[name].items():
-            if isinstance(value, torch.Tensor):
-                by_key.setdefault(key, {})[name] = value
-    alike = {key for key, ones in by_key.items() if _shapes(ones.values()) == _shapes(parameters[one] for one in ones)}
-    live = optimizer_places(optimizer, model)
-    found: list[str] = []
-    for name, parameter in parameters.items():
-        for key, value in ((key, ones[name]) for key, ones in by_key.items() if name in ones):
+    live, found = optimizer_places(optimizer, model), list[str]()
+    for name, parameter in _named_parameters(optimizer, model):
+        for key, value in saved.get(name, {}).items():
             own = live.get(name, {}).get(key)
-            if not isinstance(own, torch.Tensor):
-                own = parameter if key in alike or (is_known and value.numel() > 1) else value
-            if value.shape != own.shape:
+            if own is None and is_known and not is_lazy(parameter) and isinstance(value, torch.Tensor):
+                own = parameter if value.numel() > 1 else value
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and value.shape != own.shape:
                 shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(own.shape)} now"
                 found.append(f"{key} of {name} has another shape: {shapes}")
     return found
 
 
-def _shapes(tensors: Iterable[torch.Tensor]) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(tensor.shape) for tensor in tensors)
-
-
-def _takes_its_own_way(optimizer: torch.optim.Optimizer) -> bool:
-    """Return true for an optimizer of which nobody knows what it does with the tensors of a state that it loads."""
+def _has_own_load(optimizer: torch.optim.Optimizer) -> bool:
+    """Return true if the optimizer overrides or hooks ``load_state_dict``, so tensors may be transformed."""
     return type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or has_load_hooks(optimizer)
 
 
 def optimizer_places(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The tensors and containers that ``optimizer`` keeps, by name and key, for those parameters that it has stepped.
+    """Return the live tensors and containers of ``optimizer``, by parameter name and key.
 
-    None for an optimizer that takes back its state in a way of its own: what it does with a tensor is not known.
+    Empty for an optimizer with its own ``load_state_dict`` or load hooks.
 
     Args:
-        optimizer: whose state it is.
-        model: has the parameters.
-        saved: state by parameter name, as a checkpoint has it. Where a parameter was not stepped yet that is
-            distributed or on a device, new tensors like it are made: they become the state when they are loaded.
+        optimizer: the optimizer.
+        model: the model with the parameters.
+        saved: saved state by parameter name. For parameters on devices or distributed over ranks, and before their
+            first step, new tensors are allocated; a load makes these tensors the state.
+
+    Returns:
+        Tensors and containers by parameter name and key.
     """
-    if _takes_its_own_way(optimizer):
+    if _has_own_load(optimizer):
         return {}
     places: dict[str, dict[str, Any]] = {}
     for name, parameter in _named_parameters(optimizer, model):
-        if parameter in optimizer.state:  # to read what is not there would make it
+        if parameter in optimizer.state:  # reading a missing key of the defaultdict would add the key
             state = optimizer.state[parameter]
             places[name] = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) or items_of(v)}
         elif saved is not None and (dist.is_distributed_tensor(parameter) or parameter.device.type != "cpu"):
@@ -176,19 +176,19 @@ def optimizer_places(
 
 
 def _new_as(parameter: torch.Tensor, saved: Any) -> Any:
-    """``saved`` with new tensors for those of the shape of ``parameter``, distributed or on a device as it is."""
+    """Return ``saved`` with a new tensor, placed like ``parameter``, for each tensor of the shape of ``parameter``."""
     if not isinstance(saved, torch.Tensor):
         return with_items(saved, lambda _, item: _new_as(parameter, item))
     if saved.shape != parameter.shape:
         return None
     if dist.is_distributed_tensor(parameter):
         return dist.empty_shard_like(parameter, saved.dtype)
-    plain = type(parameter) is nn.Parameter and saved.dim() > 0  # steps have no dimensions, and a place of their own
+    plain = type(parameter) is nn.Parameter and saved.dim() > 0  # step counts have no dimensions and their own device
     return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False) if plain else None
 
 
 def like_live(value: Any, live: Any) -> Any:
-    """A whole tensor as a distributed one, where the ``live`` tensor that it is for is distributed; else itself."""
+    """Return ``value``, distributed like ``live`` if ``live`` is a distributed tensor and ``value`` a whole tensor."""
     whole = isinstance(value, torch.Tensor) and not dist.is_distributed_tensor(value)
     return dist.shards.distributed_like(value, live) if whole and dist.is_distributed_tensor(live) else value
 
@@ -196,7 +196,7 @@ def like_live(value: Any, live: Any) -> Any:
 def _as_kept(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Mapping[str, Any]]:
-    """``saved`` with whole tensors distributed as those are that the optimizer keeps, or as the parameter is."""
+    """Return ``saved`` with whole tensors distributed like the live state, or like the parameter."""
     places = optimizer_places(optimizer, model)
     named = _named_parameters(optimizer, model)
     parameters = {name: parameter for name, parameter in named if dist.is_distributed_tensor(parameter)}
@@ -222,8 +222,14 @@ def load_named_optimizer_state(
 ) -> None:
     """Load a result of :func:`named_optimizer_state`, for any order of parameters.
 
+    Args:
+        optimizer: the optimizer to load into.
+        model: the model with the parameters.
+        state_dict: result of :func:`named_optimizer_state`.
+        source: path or URI of the checkpoint, for errors.
+
     Raises:
-        IncompatibleCheckpointError: see :func:`optimizer_problems`. Nothing was changed.
+        IncompatibleCheckpointError: groups, parameters or shapes differ. Nothing was changed.
     """
     if problems := optimizer_problems(optimizer, model, state_dict, source=source):
         raise IncompatibleCheckpointError("\n".join(problems))
@@ -234,7 +240,7 @@ def load_named_optimizer_state(
             **state_dict,
             "state": {number_of[n]: value for n, value in _as_kept(optimizer, model, state_dict["state"]).items()},
             "param_groups": [
-                {  # the optimizer has the names in its own order
+                {  # keep the optimizer's own param_names: they follow its own order
                     **{key: value for key, value in group.items() if key != "param_names"},
                     "params": [number_of[name] for name in group_names],
                 }

@@ -1,4 +1,4 @@
-"""Checkpoint contents back into a state: what does not fit is said before anything is changed."""
+"""Restoring a state from checkpoint contents. All misfits of model and optimizer are reported before any change."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["Integrated", "StateLoader", "rebuilt"]
 log = logging.getLogger(__name__)
 
 _EVALUATED = {"model", "integrations", "metadata", "algorithms", "timestamp"}
-"""What evaluation needs of a checkpoint: the weights, their averages and their moment."""
+"""The parts of a checkpoint that evaluation loads."""
 T = TypeVar("T")
 
 
 @runtime_checkable
 class Integrated(Protocol):
-    """A model that has something to keep: every ``ComposerModel`` is one, and most keep nothing."""
+    """A model with a record of its own in checkpoints. Every ``ComposerModel`` is ``Integrated``."""
 
     def integrations(self) -> StateDict:
-        """The record that goes into checkpoints, under the name of each library: plain values. Called at every save."""
+        """Return the record for checkpoints: plain values by name of a library. Called at every save."""
         ...
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """List the reasons not to load a checkpoint with ``saved`` in it. Harmless differences are logged.
+        """List the reasons not to load a checkpoint with the record ``saved``. Called before the load.
 
-        Called before anything of the checkpoint is loaded.
+        Log harmless differences.
         """
         ...
 
@@ -49,14 +49,14 @@ class Integrated(Protocol):
 @final
 @dataclass(frozen=True)
 class StateLoader:
-    """One load of checkpoint contents into a state.
+    """Load of checkpoint contents into a state.
 
     Attributes:
-        state: is restored.
-        contents: what the checkpoint holds under ``state``.
-        strict: parameter names must agree exactly.
-        exclude_algorithms: names of those that are not restored.
-        source: the checkpoint, for messages.
+        state: the state to restore.
+        contents: the part of the checkpoint under ``state``.
+        strict: the weights must have the same names.
+        exclude_algorithms: names of algorithms to ignore.
+        source: path or URI of the checkpoint, for messages.
     """
 
     state: RunState
@@ -67,23 +67,26 @@ class StateLoader:
     _unmatched: list[str] = field(default_factory=list[str], init=False)
 
     def places(self, *, weights_only: bool) -> StateDict:
-        """Say everything that keeps the contents from being loaded, or give the tensors that they are loaded into.
+        """Return the live tensors that a load fills, under the keys of the contents.
 
-        Those are found under the same keys as in the contents. The numbers in the tensors of the contents are not
-        looked at. Algorithms that changed the structure of the saved model are applied; nothing else is changed.
+        The values of the tensors in the contents are not read. Algorithms that changed the structure of the saved model
+        are applied. Nothing else is changed.
+
+        Args:
+            weights_only: return the tensors of the model only.
 
         Raises:
-            IncompatibleCheckpointError: names, shapes, kinds or groups of parameters differ, or the contents have
-                another form than a checkpoint's; all of it is in the message.
+            IncompatibleCheckpointError: names, shapes, kinds or groups of parameters differ, or the contents are not of
+                a checkpoint. The message lists all differences.
         """
-        self._check_form()
         self._apply_required_algorithms()
         state, contents, source = self.state, self.contents, self.source
         problems: list[str] = []
         places: StateDict = {}
         if "model" in contents:
-            problems += model_problems(state.model, contents["model"], strict=self.strict, source=source)
-            places["model"] = model_places(state.model, contents["model"])
+            with self._restoring("model"):
+                problems += model_problems(state.model, contents["model"], strict=self.strict, source=source)
+                places["model"] = model_places(state.model, contents["model"])
             if contents.get("integrations") and isinstance(state.model, Integrated):
                 with self._restoring("integrations"):
                     problems += state.model.integration_problems(contents["integrations"], source=source)
@@ -92,7 +95,9 @@ class StateLoader:
             places["optimizers"] = {}
             for name, optimizer in by_class(state.optimizers).items():
                 saved = contents["optimizers"].get(name)
-                if saved is not None:
+                if saved is None:
+                    continue
+                with self._restoring(f"optimizers/{name}"):
                     problems += optimizer_problems(optimizer, state.model, saved, source=source)
                     places["optimizers"][name] = {"state": optimizer_places(optimizer, state.model, saved["state"])}
         if problems:
@@ -105,14 +110,13 @@ class StateLoader:
         """Restore the model. Algorithms that changed its structure are applied first.
 
         Raises:
-            IncompatibleCheckpointError: names or shapes differ; all differences are in the message. With
-                ``strict=False`` only shapes must agree.
+            IncompatibleCheckpointError: names or shapes differ; the message lists all differences. With
+                ``strict=False`` only the shapes must be the same.
         """
-        self._check_form()
         self._apply_required_algorithms()
         if "model" not in self.contents:
             log.warning(
-                "%s holds no model weights, or load_ignore_keys leaves them all out: the model stays as it is",
+                "%s has no model weights, or load_ignore_keys skips all weights: the model is unchanged",
                 self.source,
             )
             return
@@ -120,15 +124,14 @@ class StateLoader:
             load_model(self.state.model, self.contents["model"], strict=self.strict, source=self.source)
 
     def load_all(self) -> None:
-        """Restore the model and everything else that the contents hold.
+        """Restore the model and all other parts in the contents.
 
-        What is there on one side only is said, all of it in one warning: a part that the checkpoint lacks stays as it
-        is.
+        Parts without a counterpart are listed in one warning and stay unchanged.
 
         Raises:
             IncompatibleCheckpointError: the model or an optimizer does not fit.
         """
-        if not self.state.deepspeed_enabled:  # which has loaded them from its own files
+        if not self.state.deepspeed_enabled:  # DeepSpeed has loaded model and optimizer from its own files
             self.load_weights()
             self._load_optimizers()
         self._load_parts()
@@ -137,16 +140,15 @@ class StateLoader:
         with self._restoring("train_metrics"):
             self._load_metrics()
         if self._unmatched:
-            log.warning("%s does not match the run in all its parts: %s", self.source, "; ".join(self._unmatched))
+            log.warning("%s does not match the run in all parts: %s", self.source, "; ".join(self._unmatched))
 
     @property
     def _has_training(self) -> bool:
-        """Return true if there is more than evaluation needs: then a missing part is warned of."""
+        """Return true if the contents have parts of training, so that a missing part deserves a warning."""
         return not self.contents.keys() <= _EVALUATED
 
-    # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────
     def _distributed_parts(self) -> StateDict:
-        """New tensors for those of algorithms and callbacks that are distributed over ranks."""
+        """Allocate tensors for the states of algorithms and callbacks that are distributed over ranks."""
         algorithms, callbacks = by_key(self.state.algorithms), by_key(self.state.callbacks)
         made: StateDict = {"algorithms": [], "callbacks": {}}
         for name, saved in self.contents.get("algorithms", ()):
@@ -166,7 +168,7 @@ class StateLoader:
             raise IncompatibleCheckpointError("\n".join(problems))
         if "optimizers" not in self.contents:
             if self.state.optimizers and self._has_training:
-                log.warning("%s holds no optimizer state: the optimizer starts fresh", self.source)
+                log.warning("%s has no optimizer state: the optimizer starts fresh", self.source)
             return
         for name, optimizer in by_class(self.state.optimizers).items():
             with self._restoring(f"optimizers/{name}"):
@@ -174,7 +176,7 @@ class StateLoader:
                 load_named_optimizer_state(optimizer, self.state.model, saved, source=self.source)
 
     def _load_parts(self) -> None:
-        """Schedulers, algorithms, callbacks, scaler: whatever keeps a state of its own."""
+        """Restore schedulers, algorithms, callbacks and scaler."""
         state, contents = self.state, self.contents
         if state.script.schedulers_in_fit and "schedulers" in contents:
             with self._restoring("schedulers"):
@@ -202,13 +204,13 @@ class StateLoader:
                 state.scaler.load_state_dict(next(iter(contents["scaler"].values())))
 
     def _load_time(self) -> None:
-        """Restore the position of the run, and what belongs to it."""
+        """Restore the timestamp, and the metadata of the run."""
         state, contents = self.state, self.contents
         metadata = contents.get("metadata", {})
         if "timestamp" in contents:
             state.timestamp = Timestamp.from_state_dict(contents["timestamp"]["Timestamp"])
             state.previous_timestamp = None
-        if self._continues():  # its calls of fit count from where they did
+        if self._continues():
             state.fit_starts = [Timestamp.from_state_dict(start) for start in metadata.get("fit_starts", ())]
             state.resumed.metadata = metadata
             stopped = metadata.get("stopped")
@@ -218,16 +220,16 @@ class StateLoader:
                 state.interruption.evaluation = Event(evaluation["event"]), tuple(map(str, evaluation["labels"]))
         if "rank_zero_seed" in contents:
             state.rank_zero_seed = int(contents["rank_zero_seed"])
-        if "dataset_state" in contents and "timestamp" in contents:  # the epoch of a new count is a whole one
+        if "dataset_state" in contents and "timestamp" in contents:  # a run from batch 0 starts with a whole epoch
             state.dataset_state = contents["dataset_state"]
         if state.auto_microbatching and (size := metadata.get("device_train_microbatch_size")):
             state.device_train_microbatch_size = size
 
     def _continues(self) -> bool:
-        """Return true if the run is that of the checkpoint: by its name or, where nobody has named it, by its training.
+        """Return true if the run continues the run of the checkpoint.
 
-        A call of ``fit`` that was interrupted is continued; one that was finished is followed by others. What is loaded
-        without its timestamp is another run, which counts from zero.
+        The names must be the same. Without a ``run_name`` in the script, a checkpoint from the middle of a call of
+        ``fit`` is continued. A load without the timestamp starts a new run.
         """
         state, contents = self.state, self.contents
         if "timestamp" not in contents:
@@ -251,53 +253,52 @@ class StateLoader:
             load_metric_states(state.eval_metrics.get(label, {}), saved, **ranks)
         in_epoch = int(state.timestamp.batch_in_epoch) > 0 and self._has_training
         if state.train_metrics and in_epoch and not contents.get("train_metrics"):
-            log.warning(
-                "train metrics were not saved (save_metrics=False): those of this epoch count from the resume on"
-            )
+            log.warning("train metrics were not saved (save_metrics=False): the metrics of this epoch start fresh")
 
     def _apply_required_algorithms(self) -> None:
-        """Rebuild and apply the algorithms that changed the structure of the saved model and are not in this run."""
+        """Apply the algorithms that changed the structure of the saved model, except algorithms of this run."""
         present = {type(algorithm).__qualname__ for algorithm in self.state.algorithms}
-        for name, saved in self.contents.get("algorithms", ()):
-            name = name.split(":")[0]
-            if name in present or name in self.exclude_algorithms:
-                continue
-            with self._restoring("algorithms"):
-                if not saved.get("required", False):
+        with self._restoring("algorithms"):
+            for saved_name, saved in self.contents.get("algorithms", ()):
+                name = saved_name.split(":")[0]
+                if name in present or name in self.exclude_algorithms or not saved.get("required", False):
                     continue
                 if self.state.deepspeed_enabled:
                     raise IncompatibleCheckpointError(
-                        f"the checkpoint's model was changed by the algorithm {name!r}, and DeepSpeed has the model "
-                        f"already: pass it to the Trainer, algorithms=[{name}(…)]."
+                        f"the algorithm {name!r} changed the model of the checkpoint, and cannot change a model that "
+                        f"DeepSpeed has initialized. Pass algorithms=[{name}(…)] to the Trainer."
                     )
                 algorithm = rebuilt(name, saved.get("config", {}))
                 algorithm.apply_before_load(self.state)
                 self.state.algorithms.append(algorithm)
-                log.info("the checkpoint's model was changed by %r: applied before loading", algorithm)
+                log.info("applied %r before the load: the model of the checkpoint was changed by %s", algorithm, name)
 
-    # ── what fits ────────────────────────────────────────────────────────────────────────────────────────────────
     def _restoring(self, part: str) -> AbstractContextManager[None]:
-        """Within it, an error that the saved ``part`` leads to names the part."""
+        """Name the saved ``part`` in errors of the block."""
         return restoring(part, source=self.source)
 
     def _kind_problems(self) -> list[str]:
-        """An optimizer of another kind has nothing to take from the checkpoint's: say so rather than train without."""
+        """Report optimizers without a saved state: the checkpoint has the state of another kind of optimizer."""
         have, saved = list(by_class(self.state.optimizers)), list(self.contents.get("optimizers", ()))
         missing = [name for name in have if name not in saved]
         if "optimizers" not in self.contents or not missing:
             return []
         return [
             f"{self.source} was saved with the optimizer {', '.join(map(str, saved)) or 'none'} and the run has "
-            f"{', '.join(missing)}. Use that optimizer, or load_ignore_keys=['state/optimizers', 'state/schedulers'] "
-            "to start fresh."
+            f"{', '.join(missing)}. Use the saved kind, or start fresh with load_ignore_keys=['state/optimizers', "
+            "'state/schedulers']."
         ]
 
     def _matching(
         self, own: Mapping[str, T], contents: StateDict, part: str, may_lack: Sequence[str] = ()
     ) -> Iterable[tuple[Any, T]]:
-        """(saved state, object) of each object that has a saved state; notes each state that has no partner.
+        """Yield (saved state, object) pairs. Objects and states without a counterpart are added to the warning.
 
-        None for objects named in ``may_lack``, which need no saved state.
+        Args:
+            own: objects of the run by name.
+            contents: contents of the checkpoint.
+            part: key in ``contents``.
+            may_lack: names of objects that need no saved state.
         """
         if part not in contents:
             if own and self._has_training:
@@ -313,61 +314,19 @@ class StateLoader:
             if name not in own and saved[name]:
                 self._unmatched.append(f"the checkpoint has a state of {name!r} in {part}, and the run has no {name}")
 
-    def _check_form(self) -> None:
-        """Check that the parts which are read here have the form that they have in every checkpoint."""
-        contents = self.contents
-        mappings = ("model", "optimizers", "schedulers", "callbacks", "scaler", "timestamp", "metadata", "integrations")
-        wrong = [part for part in mappings if not isinstance(contents.get(part, {}), Mapping)]
-        if not wrong:
-            optimizers = contents.get("optimizers", {})
-            wrong += [f"optimizers/{name}" for name, saved in optimizers.items() if not _is_optimizer(saved)]
-            wrong += ["model" for name in contents.get("model", ()) if not isinstance(name, str)][:1]
-        algorithms: Any = contents.get("algorithms", ())
-        if not isinstance(algorithms, list | tuple) or not all(map(_is_named_state, algorithms)):  # pyright: ignore[reportUnknownArgumentType]
-            wrong.append("algorithms")
-        if wrong:
-            raise IncompatibleCheckpointError(
-                f"{self.source} is damaged or of another kind: {', '.join(wrong)} in it is not what it is in a "
-                "checkpoint."
-            )
-
 
 def _keeps_state(thing: object) -> bool:
-    """Return false for a callback or an algorithm with the ``state_dict`` of its base class, which is empty."""
+    """Return false for a callback or an algorithm with the empty ``state_dict`` of the base class."""
     owner = next((kind for kind in type(thing).__mro__ if "state_dict" in vars(kind)), object)
     return not owner.__module__.startswith("composerlite.core.")
 
 
-def _is_optimizer(saved: Any) -> bool:
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None  # pyright: ignore
-    return (
-        isinstance(groups, list)
-        and isinstance(saved.get("state"), Mapping)
-        and all(isinstance(group, dict) and _are_names(group.get("params")) for group in groups)  # pyright: ignore
-        and _are_names(list(saved["state"]))
-        and all(isinstance(value, Mapping) for value in saved["state"].values())
-    )
-
-
-def _are_names(names: Any) -> bool:
-    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)  # pyright: ignore[reportUnknownVariableType]
-
-
-def _is_named_state(item: Any) -> bool:
-    return (
-        isinstance(item, list | tuple)
-        and len(item) == 2  # pyright: ignore[reportUnknownArgumentType]
-        and isinstance(item[0], str)
-        and isinstance(item[1], Mapping)
-    )
-
-
 def rebuilt(name: str, config: dict[str, Any]) -> KeptAlgorithm:
-    """The algorithm class ``name`` built with ``config``; no text is evaluated.
+    """Build the algorithm class ``name`` with the arguments ``config``. No text is evaluated.
 
     Raises:
-        IncompatibleCheckpointError: no algorithm of that name is known and required on load, or ``config`` does not
-            fit it.
+        IncompatibleCheckpointError: no class of this name is imported and required on load, or the class rejects
+            ``config``.
     """
     for package in ALGORITHM_PACKAGES:
         if name not in ALGORITHMS:
@@ -375,11 +334,11 @@ def rebuilt(name: str, config: dict[str, Any]) -> KeptAlgorithm:
     known = {key: cls for key, cls in ALGORITHMS.items() if cls.required_on_load()}
     if name not in known:
         raise IncompatibleCheckpointError(
-            f"the checkpoint needs the algorithm {name!r}, which is not known here.{did_you_mean(name, known)} "
-            "Import the module that defines it, pass it as algorithms=[…], or leave it out with "
+            f"the checkpoint needs the algorithm {name!r}, and no such class is imported.{did_you_mean(name, known)} "
+            f"Import the module of the class, pass algorithms=[{name}(…)], or skip the algorithm with "
             f"load_exclude_algorithms=[{name!r}]."
         )
     try:
         return known[name](**config)
     except TypeError as e:
-        raise IncompatibleCheckpointError(f"the checkpoint's algorithm {name!r} cannot be rebuilt: {e}") from e
+        raise IncompatibleCheckpointError(f"cannot rebuild the algorithm {name!r} of the checkpoint: {e}") from e

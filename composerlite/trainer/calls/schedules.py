@@ -107,7 +107,7 @@ class Schedules:
                 group.update(values)
         self._loaded = None
         if unmatched:
-            log.warning("%s does not match the run in all its parts: %s", loaded.source, "; ".join(unmatched))
+            log.warning("%s does not match the run in all parts: %s", loaded.source, "; ".join(unmatched))
 
 
 def _set_by_schedulers(group: dict[str, Any]) -> dict[str, Any]:
