@@ -13,18 +13,26 @@ from composerlite.callbacks.load_checkpoint import LoadCheckpoint
 from composerlite.checkpoint import CheckpointManager, IgnoreKeys
 from composerlite.checkpoint.record.naming import PartialFilePath
 from composerlite.checkpoint.save.options import DEFAULTS, OWN_REMOTE_LATEST, OWN_REMOTE_NAME
-from composerlite.core import Callback, Event, Logger, SchedulePredicate, State, TimeInput
+from composerlite.core import (
+    Callback,
+    Event,
+    Logger,
+    SchedulePredicate,
+    State,
+    Time,
+    TimeInput,
+    TimeUnit,
+    create_interval_scheduler,
+)
 from composerlite.core.interval import (
     AutoInterval,
     ends_with_this_batch,
-    interval_of,
     is_never,
     is_of_one_rank,
     is_once,
-    time_of,
 )
 from composerlite.core.measured import MeasuredMetrics, check_metric_exists, note_unread_losses
-from composerlite.errors import CheckpointError, checked_arguments
+from composerlite.errors import CheckpointError, checked_arguments, naming
 from composerlite.types import CheckpointNews
 
 log = logging.getLogger(__name__)
@@ -122,12 +130,15 @@ class CheckpointSaver(Callback):
         num_remote_checkpoints_to_keep: int = -1,
     ) -> None:
         arguments = dict(locals())
-        self.save_interval = interval_of(save_interval, argument="save_interval", allow_auto=True)
+        with naming("save_interval", save_interval):
+            self.save_interval = create_interval_scheduler(save_interval, allow_auto=True)
         self.ephemeral_interval: SchedulePredicate | None = None
         if ephemeral_interval is not None:
-            self.ephemeral_interval = interval_of(ephemeral_interval, argument="save_ephemeral_interval")
+            with naming("save_ephemeral_interval", ephemeral_interval):
+                self.ephemeral_interval = create_interval_scheduler(ephemeral_interval)
         if keep_every is not None:
-            arguments["keep_every"] = time_of(keep_every, argument="save_keep_every")
+            with naming("save_keep_every", keep_every):
+                arguments["keep_every"] = Time.from_input(keep_every, TimeUnit.EPOCH)
         self.manager = CheckpointManager(folder, options={name: arguments[name] for name in DEFAULTS})
         self.options = self.manager.options
         self._logger: Logger | None = None

@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from composerlite.checkpoint import rng
-from composerlite.core import Callback, Event, Logger, State, TimeInput, get_precision_context
-from composerlite.core.interval import interval_of
-from composerlite.errors import ConfigError
+from composerlite.core import (
+    Callback,
+    Event,
+    Logger,
+    State,
+    TimeInput,
+    create_interval_scheduler,
+    get_precision_context,
+)
+from composerlite.errors import ConfigError, naming
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +53,8 @@ class Generate(Callback):
         self.prompts = list(prompts)
         self.generate_kwargs = kwargs
         self.batch_size = batch_size or len(self.prompts)
-        self._is_due = interval_of(interval, argument="Generate(interval)")
+        with naming("Generate(interval)", interval):
+            self._is_due = create_interval_scheduler(interval)
         self._done_at = -1
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:

@@ -1,4 +1,4 @@
-"""Algorithm: a change to how a model trains, applied at events it chooses."""
+"""Algorithm: a change to training, applied at events of its choice."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Algorithm"]
 class Algorithm(ABC):
     """A change to training. At each event the engine asks :meth:`match` and, if true, calls :meth:`apply`.
 
-    Algorithms that change the structure of the model (surgery) return true from :meth:`required_on_load`: a checkpoint
-    of such a run fits only a model that was changed the same way, so the algorithm is rebuilt from its class name and
-    :meth:`config` and applied before the weights are loaded. A class of your own must have been imported for that, or
-    its package be named in :data:`composerlite.on_demand.ALGORITHM_PACKAGES`.
+    Algorithms that change the structure of the model (surgery) must return true from :meth:`required_on_load`. A
+    checkpoint of such a run fits only a model with the same change. So a load rebuilds the algorithm from the class
+    name and :meth:`config`, and applies the algorithm before the weights are loaded. Import the module of your own
+    class before the load, or add its package to :data:`composerlite.on_demand.ALGORITHM_PACKAGES`.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -34,68 +34,67 @@ class Algorithm(ABC):
         return f"{type(self).__name__}({given})"
 
     def _arguments(self) -> dict[str, Any]:
-        """The constructor's arguments, as far as there are attributes of the same names."""
+        """Return the constructor's arguments that have attributes of the same name."""
         own = vars(self)
         return {name: own[name] for name in inspect.signature(type(self)).parameters if name in own}
 
     @abstractmethod
     def match(self, event: Event, state: State) -> bool:
-        """Return true if :meth:`apply` is to be called at ``event``."""
+        """Return true to have :meth:`apply` called at ``event``."""
 
     @abstractmethod
     def apply(self, event: Event, state: State, logger: Logger) -> int | None:
-        """Change ``state``. The returned code, if any, is kept in the trace."""
+        """Change ``state``. The trace keeps the returned code."""
 
     def perturbed(self, state: State) -> AbstractContextManager[object] | None:
-        """A context in which the weights are where the gradients of this batch are to be computed, if not where they
-        are.
+        """Return a context with other weights at which the gradients of this batch are computed; ``None`` for none.
 
-        Asked before each batch, and entered when the gradients at the weights themselves are there. Within it the batch
-        is trained on once more, with the same random numbers: the optimizer steps with those gradients. After the
-        context the weights are what they were, and so are losses, metrics and buffers.
+        Called before each batch. The context is entered after a first backward pass at the original weights. Inside the
+        context the batch is trained on again, with the same random numbers, and the optimizer uses these gradients.
+        The context must restore the weights. Losses, metrics and buffers keep the values of the first pass.
         """
         return None
 
     @property
     def find_unused_parameters(self) -> bool:
-        """Return true if parameters that require gradients may get none in a batch, which ranks need to know."""
+        """Return true if parameters may get no gradient in a batch. DDP needs this setting."""
         return False
 
     @property
     def state_key(self) -> str:
-        """The name under which the state is saved. Further algorithms of the same name get ``:1``, ``:2``, …"""
+        """Key of the state in checkpoints. Further algorithms with the same key get ``:1``, ``:2``, …"""
         return type(self).__qualname__
 
     @staticmethod
     def required_on_load() -> bool:
-        """Return true if a checkpoint of a run with this algorithm fits only a model that it was applied to."""
+        """Return true if checkpoints of a run with this algorithm fit only a model changed by this algorithm."""
         return False
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments as plain data, for an algorithm that is required on load."""
+        """Return the constructor's arguments as plain data, to rebuild an algorithm that is required on load."""
         return {}
 
     def apply_before_load(self, state: State) -> None:
-        """Change ``state.model`` to what the weights that are about to be loaded fit. Called after :meth:`config`."""
+        """Change ``state.model`` to the structure of the checkpoint, before the weights are loaded."""
         self.apply(Event.INIT, state, Logger(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress to save: tensors and plain values."""
+        """Return the progress to save: tensors and plain values."""
         return {}
 
     def state_like(self, state: State) -> dict[str, Any]:
-        """Tensors that are distributed over ranks as those of a state to be loaded are to be, under the same keys.
+        """Return tensors whose distribution over ranks the loaded tensors with the same keys get.
 
-        By default those of the state that the algorithm has now. What is not among them is loaded whole on each rank.
+        By default the current state. Tensors without a key here are loaded whole on each rank.
         """
         return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore a result of :meth:`state_dict`."""
 
 
 def _shown(value: Any) -> str:
-    """``value`` as the user would write it; of a function, which has an address, nothing."""
+    """Return ``value`` as source text; functions are shown as ``…``, since their text has an address."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_shown, cast('Sequence[Any]', value)))})"
     if callable(value):

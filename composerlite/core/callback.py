@@ -1,4 +1,4 @@
-"""Callback: takes part in training at its events. LoggerDestination: keeps what is logged. Logger: sends it there."""
+"""Callback: code that runs at events. LoggerDestination: stores logged values. Logger: passes values to them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ __all__ = ["Callback", "Logger", "LoggerDestination"]
 
 
 class Callback:
-    """Something that happens at events of training. Override the methods of the events you need.
+    """Code that runs at events of training. Override the methods of the events you need.
 
-    Each method gets the :class:`State` and the :class:`Logger` and may read and change the state. An exception leaves
-    ``fit``. The engine calls only methods that a subclass overrides. Progress worth keeping goes into
-    :meth:`state_dict`; it is saved in every full checkpoint and given back on resume.
+    Each method gets the :class:`State` and the :class:`Logger` and may change the state. An exception leaves ``fit``.
+    The engine calls only overridden methods. Return progress from :meth:`state_dict`: every full checkpoint saves this
+    dict, and a resume restores the dict.
     """
 
     @property
     def state_key(self) -> str:
-        """The name under which :meth:`state_dict` is saved. Further callbacks of the same name get ``:1``, ``:2``, …"""
+        """Key of :meth:`state_dict` in checkpoints. Further callbacks with the same key get ``:1``, ``:2``, …"""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress to save: tensors and plain values."""
+        """Return the progress to save: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a result of :meth:`state_dict`."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        """Call the method of ``event``. Override this one to be called at every event."""
+        """Call the method of ``event``. Override this method to run code at every event."""
         getattr(self, event.value)(state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
-        """Called while the trainer is built: model and optimizer exist, data do not, nothing is loaded."""
+        """Called during the construction of the trainer: model and optimizer exist, data do not, nothing is loaded."""
 
     def before_load(self, state: State, logger: Logger) -> None:
-        """Called before a checkpoint is looked for and loaded."""
+        """Called before the search for a checkpoint and its load."""
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Called after a checkpoint was loaded, or none was asked for."""
+        """Called after the load of a checkpoint, or without a load."""
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Called when ``fit`` begins."""
@@ -57,13 +57,13 @@ class Callback:
         """Called before the first batch of an iteration."""
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Called before the first batch of an epoch; not again where an epoch is resumed in its middle."""
+        """Called before the first batch of an epoch; not called if an epoch is resumed after its first batch."""
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """Called before the next batch is requested from the loader."""
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """Called when ``state.batch`` is loaded, on the CPU."""
+        """Called when ``state.batch`` is loaded and still on the CPU."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Called when ``state.batch`` is on the device."""
@@ -75,13 +75,13 @@ class Callback:
         """Called before the forward pass of a microbatch."""
 
     def after_forward(self, state: State, logger: Logger) -> None:
-        """Called after the forward pass of a microbatch, which sets ``state.outputs``."""
+        """Called after the forward pass of a microbatch, with ``state.outputs`` set."""
 
     def before_loss(self, state: State, logger: Logger) -> None:
         """Called before the loss is computed."""
 
     def after_loss(self, state: State, logger: Logger) -> None:
-        """Called after the loss is computed, which sets ``state.loss``."""
+        """Called after the loss is computed, with ``state.loss`` set."""
 
     def before_backward(self, state: State, logger: Logger) -> None:
         """Called before the backward pass of a microbatch."""
@@ -90,7 +90,7 @@ class Callback:
         """Called after the backward pass of a microbatch."""
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Called when all gradients are there, unscaled, before the optimizer steps."""
+        """Called when all gradients are computed and unscaled, before the optimizer steps."""
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Called after the optimizer step, when ``state.timestamp`` counts the batch."""
@@ -126,13 +126,13 @@ class Callback:
         """Called before the forward pass of an evaluation batch."""
 
     def eval_after_forward(self, state: State, logger: Logger) -> None:
-        """Called after the forward pass of an evaluation batch, which sets ``state.outputs``."""
+        """Called after the forward pass of an evaluation batch, with ``state.outputs`` set."""
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Called when the metrics count the evaluation batch."""
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Called after an evaluator, which sets ``state.eval_metric_values``."""
+        """Called after an evaluator, with ``state.eval_metric_values`` set."""
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         """Called after the last of several evaluators."""
@@ -153,7 +153,7 @@ class Callback:
         """Called before the forward pass of a prediction batch."""
 
     def predict_after_forward(self, state: State, logger: Logger) -> None:
-        """Called after the forward pass of a prediction batch, which sets ``state.outputs``."""
+        """Called after the forward pass of a prediction batch, with ``state.outputs`` set."""
 
     def predict_batch_end(self, state: State, logger: Logger) -> None:
         """Called after a prediction batch."""
@@ -162,86 +162,86 @@ class Callback:
         """Called when ``Trainer.predict`` is over."""
 
     def close(self, state: State, logger: Logger) -> None:
-        """Called when the trainer is closed, once, also after an exception in training. Release resources here."""
+        """Called once when the trainer is closed, also after an exception in training. Release resources here."""
 
     def post_close(self) -> None:
-        """Called after the :meth:`close` of every callback. Not called if the own :meth:`close` raised."""
+        """Called after the :meth:`close` of every callback, unless :meth:`close` of this callback raised."""
 
 
 class LoggerDestination(Callback):
-    """A destination of metrics. Override what the destination can take; the rest is ignored.
+    """A destination of metrics and files. Override the methods for the supported data; other data is ignored.
 
-    A destination is also a :class:`Callback`: it runs first at ``INIT`` and last at every other event.
+    A destination is also a :class:`Callback`, called first at ``INIT`` and last at every other event.
     """
 
     @property
     def place(self) -> str | None:
-        """Path or address of what it keeps, for people; known from ``INIT`` on. ``None``: it keeps nothing."""
+        """Path or address of the stored data, for readers; set from ``INIT`` on. ``None`` if nothing is stored."""
         return None
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
-        """Settings of the run, once or a few times."""
+        """Store settings of the run. Called once or a few times."""
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Numbers by name, at ``step`` (batches trained).
+        """Store numbers by name.
 
         Args:
             metrics: values by name.
-            step: batches trained.
+            step: number of trained batches.
         """
 
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """A small table.
+        """Store a small table.
 
         Args:
             columns: names of the columns.
             rows: one list for each row, with a value for each column.
-            name: of the table.
-            step: batches trained.
+            name: name of the table.
+            step: number of trained batches.
         """
 
     def log_traces(self, traces: dict[str, Any]) -> None:
-        """Traces: the algorithms that ran, and at which event."""
+        """Store traces: the algorithms of an event."""
 
     def log_images(
         self, images: Any, name: str = "Images", channels_last: bool = False, step: int | None = None
     ) -> None:
-        """Images as arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
+        """Store images: arrays or tensors of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
 
         Args:
             images: array or tensor of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
-            name: of the images.
-            channels_last: whether the channels are the last dimension.
-            step: batches trained.
+            name: name of the images.
+            channels_last: the channels are the last dimension.
+            step: number of trained batches.
         """
 
     def log_checkpoint(self, news: CheckpointNews) -> None:
-        """Take news of a checkpoint: begun, committed, uploaded, deleted, or failed."""
+        """Store the news of a checkpoint: begun, committed, uploaded, deleted, or failed."""
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Keep a copy of the file ``file_path`` under ``remote_file_name``. Do not wait for it.
+        """Copy the file ``file_path`` to ``remote_file_name``, in the background.
 
         Args:
-            state: of the run.
+            state: state of the run.
             remote_file_name: name of the copy.
             file_path: local file.
-            overwrite: replace a copy of that name.
+            overwrite: replace an existing copy.
         """
 
     def can_upload_files(self) -> bool:
-        """Return true if :meth:`upload_file` does anything."""
+        """Return true if :meth:`upload_file` copies files."""
         return False
 
     @property
     def uploader(self) -> Uploader | None:
-        """Uploads to an object store, if this is one: savers publish their checkpoints with it, in their own order."""
+        """Uploader of an object store, used by savers for checkpoints; ``None`` if the destination has no store."""
         return None
 
     @property
     def checkpoint_prefix(self) -> str:
-        """Prefix of the names of checkpoints in that store."""
+        """Prefix of the names of checkpoints in the store."""
         return ""
 
 
@@ -249,8 +249,8 @@ class Logger:
     """Sends metrics and files to every destination.
 
     Args:
-        state: its timestamp gives the step of metrics that are logged without one.
-        destinations: one destination or several.
+        state: its timestamp is the default step of metrics.
+        destinations: a destination, or a sequence.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ class Logger:
 
     @property
     def uploaders(self) -> list[tuple[Uploader, str]]:
-        """Uploaders of the destinations that are object stores, each with the prefix of the names of checkpoints."""
-        return [(one.uploader, one.checkpoint_prefix) for one in self.destinations if one.uploader is not None]
+        """Uploaders of all destinations, each with the prefix of the names of checkpoints."""
+        return [(d.uploader, d.checkpoint_prefix) for d in self.destinations if d.uploader is not None]
 
     def log_hyperparameters(self, parameters: Mapping[str, Any]) -> None:
         """Log settings of the run."""
@@ -274,11 +274,11 @@ class Logger:
             destination.log_hyperparameters(dict(parameters))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers by name. ``step`` defaults to the batches trained so far.
+        """Log numbers by name.
 
         Args:
             metrics: values by name.
-            step: batches trained; defaults to those so far.
+            step: number of trained batches; by default the current number.
         """
         if not metrics or not self.destinations:
             return
@@ -289,20 +289,20 @@ class Logger:
     def log_table(
         self, columns: list[str], rows: list[list[Any]], name: str = "Table", step: int | None = None
     ) -> None:
-        """Log a small table. ``step`` defaults to the batches trained so far.
+        """Log a small table.
 
         Args:
             columns: names of the columns.
             rows: one list for each row, with a value for each column.
-            name: of the table.
-            step: batches trained; defaults to those so far.
+            name: name of the table.
+            step: number of trained batches; by default the current number.
         """
         step = self._now() if step is None else step
         for destination in self.destinations:
             destination.log_table(columns, rows, name, step)
 
     def log_traces(self, traces: Mapping[str, Any]) -> None:
-        """Log which algorithms ran."""
+        """Log the algorithms of an event."""
         for destination in self.destinations:
             destination.log_traces(dict(traces))
 
@@ -313,9 +313,9 @@ class Logger:
 
         Args:
             images: array or tensor of shape (N, C, H, W), or (N, H, W, C) if ``channels_last``.
-            name: of the images.
-            channels_last: whether the channels are the last dimension.
-            step: batches trained; defaults to those so far.
+            name: name of the images.
+            channels_last: the channels are the last dimension.
+            step: number of trained batches; by default the current number.
         """
         step = self._now() if step is None else step
         for destination in self.destinations:
@@ -327,31 +327,30 @@ class Logger:
             destination.log_checkpoint(news)
 
     def upload_file(self, remote_file_name: str, file_path: Path | str, *, overwrite: bool = False) -> None:
-        """Hand ``file_path`` to every destination that keeps files. One that fails does not keep it from the others.
+        """Pass ``file_path`` to every destination. All destinations get the file, even if some raise.
 
         Args:
             remote_file_name: name of the copy.
             file_path: local file.
-            overwrite: replace a copy of that name.
+            overwrite: replace an existing copy.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Exception: what a destination raised, an error of an earlier upload for example; an ``ExceptionGroup`` if
-                several did.
+            FileNotFoundError: the file does not exist.
+            Exception: error of a destination, perhaps of an earlier upload; an ``ExceptionGroup`` for several errors.
         """
         path = Path(file_path)
         if self.has_file_upload_destination() and not path.is_file():
-            raise FileNotFoundError(f"upload_file({remote_file_name!r}): there is no file {str(path)!r}.")
+            raise FileNotFoundError(f"upload_file({remote_file_name!r}): the file {str(path)!r} does not exist.")
         errors: list[Exception] = []
         for destination in self.destinations:
             try:
                 destination.upload_file(self._state, remote_file_name, path, overwrite=overwrite)
-            except Exception as e:  # noqa: BLE001 - raised below: the others must get the file first
+            except Exception as e:  # noqa: BLE001 - raised below, after all destinations have the file
                 errors.append(e)
-        raise_all(errors, f"several loggers failed while {remote_file_name!r} was handed to them")
+        raise_all(errors, f"upload_file({remote_file_name!r}): several loggers failed")
 
     def has_file_upload_destination(self) -> bool:
-        """Return true if any destination keeps files."""
+        """Return true if a destination copies files."""
         return any(destination.can_upload_files() for destination in self.destinations)
 
     def _now(self) -> int:

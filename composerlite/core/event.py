@@ -1,4 +1,4 @@
-"""The moments of training at which algorithms, callbacks and loggers are called."""
+"""Events of training, at which algorithms, callbacks and loggers are called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Event"]
 
 
 class Event(StrEnum):
-    """A moment of training. The value is the name of the :class:`Callback` method that it calls.
+    """An event of training. The value is the name of the :class:`Callback` method to call.
 
     One training batch runs ``BEFORE_DATALOADER, AFTER_DATALOADER, BATCH_START, BEFORE_TRAIN_BATCH``, then for each
     microbatch ``BEFORE_FORWARD, AFTER_FORWARD, BEFORE_LOSS, AFTER_LOSS, BEFORE_BACKWARD, AFTER_BACKWARD``, then

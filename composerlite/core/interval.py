@@ -1,4 +1,4 @@
-"""Intervals: at which events something that happens "every 10 batches" happens, or as often as a budget allows."""
+"""Intervals such as "every 10 batches": functions that are true at the events where an action is due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 
 from composerlite.core.event import Event
 from composerlite.core.progress import Progress, span
-from composerlite.core.time import Time, TimeInput, Timestamp, TimeUnit
+from composerlite.core.time import Time, TimeInput, TimeUnit
 from composerlite.errors import ConfigError, check_takes
 
 __all__ = [
@@ -20,38 +20,36 @@ __all__ = [
     "SchedulePredicate",
     "create_interval_scheduler",
     "ends_with_this_batch",
-    "interval_of",
     "is_never",
     "is_of_one_rank",
-    "time_of",
+    "is_once",
 ]
 
 SchedulePredicate: TypeAlias = Callable[[Any, Event], bool]
-"""Says of a :class:`State` whether to act at an event. May be called at any event, also at those it never acts at."""
+"""Function of a :class:`State` and an event: true if the action is due. May be called at any event."""
 
-_TEXT = re.compile(r"\s*auto\s*:\s*([0-9.]+)\s*%\s*", re.IGNORECASE)
 _FINAL = frozenset({Event.BATCH_CHECKPOINT, Event.EPOCH_CHECKPOINT, Event.ITERATION_CHECKPOINT})
 _MARGIN = 0.9
-"""The part of the budget that is planned with. The rest takes up what saves cost more than the typical one."""
+"""Fraction of the budget to plan with. The rest covers saves that cost more than the median."""
 _SAVES = 5
-"""How many of the last saves say what one costs."""
+"""Number of recent saves in the median."""
 
 
 @final
 class IntervalScheduler:
-    """True at the events where training crosses a multiple of ``interval``, and at its end.
+    """True at events where training crosses a multiple of ``interval``, and at the end of training.
 
-    Crossing, not equality, decides: with uneven batches ``'65tok'`` is true at the first batch that reaches or passes a
-    multiple of 65 tokens. The interval is looked at when batches end (``ba tok sp dur sec``), epochs end (``ep``) or
-    iterations end (``iter``). An interval of zero or less never fires, not even at the end.
+    With uneven batches, ``'65tok'`` is true at the first batch that reaches or passes a multiple of 65 tokens. The
+    units ``ba tok sp dur sec`` are checked at the end of batches, ``ep`` at the end of epochs, ``iter`` at the end of
+    iterations. An interval of zero or less is never true, not even at the end of training.
 
     Args:
         interval: the interval; an int counts epochs.
-        include_end_of_training: also true at the last of ``events`` in a training that is over.
-        checkpoint_events: act at ``…_CHECKPOINT`` events (true) or at ``…_END`` events (false).
+        include_end_of_training: also true at the last of ``events`` of a finished training.
+        checkpoint_events: true at ``…_CHECKPOINT`` events; if false, at ``…_END`` events.
 
     Attributes:
-        never: whether it never fires.
+        never: the scheduler is never true.
     """
 
     def __init__(
@@ -99,24 +97,22 @@ class IntervalScheduler:
 
 @final
 class AutoInterval:
-    """True at the batches where one more save keeps the time that saves block training within ``budget`` of it.
+    """True at batches where a further save keeps the time blocked by saves within ``budget``.
 
-    The first save comes after ``shortest_seconds`` of training: what it costs sets the interval. From then on the
-    interval is as short as the budget allows for the typical cost of the last saves, their median, so that a slow one
-    among them does not change it; while all of them together are over the budget, it is twice as long. There is
-    never more than one save in flight, and one is in flight for at most half of the time. Time is that of training, as
-    in ``Timestamp.total_wct``: evaluation does not count.
+    The first save is due after ``shortest_seconds`` of training. The cost of this save sets the interval. Later, the
+    median cost of recent saves gives the shortest interval within the budget. While all saves together exceed the
+    budget, the interval is doubled. There is at most one save in flight, and for at most half of the time. Time is
+    training time as in ``Timestamp.total_wct``, without evaluation.
 
-    The saver calls :meth:`save_began` for every save, also one that was not asked for here, and when it is over
-    :meth:`record_save` or :meth:`record_failure`.
+    The saver must call :meth:`save_began` for every save, and :meth:`record_save` or :meth:`record_failure` at its end.
 
     Args:
-        budget: seconds blocked per second of training, more than 0 and less than 1.
-        shortest_seconds: of training between two saves.
-        include_end_of_training: also true at the checkpoint events of a training that is over.
+        budget: seconds blocked by saves per second of training; more than 0 and less than 1.
+        shortest_seconds: shortest training time between two saves.
+        include_end_of_training: also true at checkpoint events of a finished training.
 
     Raises:
-        ConfigError: a budget or a time outside of these bounds.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(self, budget: float, *, shortest_seconds: float = 10.0, include_end_of_training: bool = True) -> None:
@@ -134,93 +130,82 @@ class AutoInterval:
         self._in_flight: deque[float] = deque(maxlen=_SAVES)
         self._all_blocked = 0.0
         self._saving = 0
-        # Seconds of training: when measuring began, and when the last save did. Infinite: it has not begun.
+        # Training seconds at the start of the measurement, and of the last save. Infinite before the first call.
         self._began = self._last = math.inf
-        self._interval = shortest_seconds
 
     @classmethod
     def from_string(cls, text: str, *, include_end_of_training: bool = True) -> AutoInterval:
-        """``'auto:1%'``: a budget of one second blocked in a hundred seconds of training.
+        """Parse ``'auto:1%'``: a budget of one blocked second per hundred seconds of training.
 
         Args:
             text: ``'auto:<percent>%'``.
-            include_end_of_training: save at the end of training, too.
+            include_end_of_training: also save at the end of training.
 
         Returns:
             The interval.
 
         Raises:
-            ConfigError: it says no percentage, or none that can be kept.
+            ConfigError: the text has no percentage, or a percentage out of range.
         """
-        match = _TEXT.fullmatch(text)
-        try:
-            percent = float(match[1]) if match is not None else None
-        except ValueError:  # '1.2.3'
-            percent = None
-        if percent is None:
+        match = re.fullmatch(r"\s*auto\s*:\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*%\s*", text, re.IGNORECASE)
+        if match is None:
             raise ConfigError(
                 f"invalid interval {text!r}: expected auto:<percent>% of the training time that saves may block, such "
                 "as 'auto:1%' or 'auto:0.5%'."
             )
-        return cls(percent / 100, include_end_of_training=include_end_of_training)
+        return cls(float(match[1]) / 100, include_end_of_training=include_end_of_training)
 
     def __call__(self, state: Progress, event: Event) -> bool:
-        if event is Event.BATCH_CHECKPOINT and self._is_due(state):
-            return True
+        if event is Event.BATCH_CHECKPOINT:
+            now = self._training_seconds(state)
+            elapsed = now - self._last
+            if self._saving == 0 and elapsed >= self.shortest_seconds:
+                is_over_budget = self._all_blocked > self.budget * (now - self._began)
+                if elapsed >= self.interval_seconds * (2 if is_over_budget else 1):
+                    return True
         return event in self._final_events and state.training_is_over
 
     @property
     def interval_seconds(self) -> float:
-        """Seconds of training from one save to the next, as things stand. Twice that while over the budget."""
-        return self._interval
+        """Current training seconds from a save to the next save. Doubled while saves exceed the budget."""
+        if not self._blocked:
+            return self.shortest_seconds
+        # median_low: of two saves the cheaper save. The first save of a run is often slow, since its memory is new.
+        blocked, in_flight = statistics.median_low(self._blocked), statistics.median_low(self._in_flight)
+        return max(self.shortest_seconds, blocked / (_MARGIN * self.budget), 2 * in_flight)
 
     def save_began(self, state: Progress) -> None:
-        """A save begins now. Until it is over no other is due."""
-        self._look_at_the_clock(state)
-        self._last = _seconds(state.timestamp)
+        """Record the start of a save. No other save is due before its end."""
+        self._last = self._training_seconds(state)
         self._saving += 1
 
     def record_save(self, blocked_seconds: float, in_flight_seconds: float = 0.0) -> None:
-        """A save is over and the checkpoint committed.
+        """Record the commit of a save.
 
         Args:
-            blocked_seconds: how long it kept the training thread.
-            in_flight_seconds: from its beginning until now.
+            blocked_seconds: time for which the save blocked the training thread.
+            in_flight_seconds: time from the start of the save to the commit.
         """
         self._saving = max(0, self._saving - 1)
         self._blocked.append(blocked_seconds)
         self._in_flight.append(in_flight_seconds)
         self._all_blocked += blocked_seconds
-        self._find_interval()
 
     def record_failure(self) -> None:
-        """A save is over and failed: that measures nothing. The next one is due an interval after it began."""
+        """Record the failure of a save. The next save is due an interval after the start of the failed save."""
         self._saving = max(0, self._saving - 1)
 
-    def _is_due(self, state: Progress) -> bool:
-        now = self._look_at_the_clock(state)
-        interval = self._interval * (2 if self._is_over_budget(now) else 1)
-        return self._saving == 0 and now - self._last >= interval
-
-    def _is_over_budget(self, now: float) -> bool:
-        return self._all_blocked > self.budget * (now - self._began)
-
-    def _look_at_the_clock(self, state: Progress) -> float:
-        """Seconds of training now. Measuring begins when this is first asked, and anew where time was set back."""
-        now = _seconds(state.timestamp)
+    def _training_seconds(self, state: Progress) -> float:
+        """Return the training time. Start the measurement on the first call, and again if time was set back."""
+        now = state.timestamp.count(TimeUnit.SECOND)
         if now < self._last:
             before = state.previous_timestamp
-            self._began = self._last = now if before is None else min(now, _seconds(before))
+            self._began = self._last = now if before is None else min(now, before.count(TimeUnit.SECOND))
             self._all_blocked = 0.0
         return now
 
-    def _find_interval(self) -> None:
-        # median_low: of two saves the cheaper one. The first of a run is often slow, since its memory is new.
-        blocked, in_flight = statistics.median_low(self._blocked), statistics.median_low(self._in_flight)
-        self._interval = max(self.shortest_seconds, blocked / (_MARGIN * self.budget), 2 * in_flight)
-
     def state_dict(self) -> dict[str, Any]:
-        """The measurements, so that a resumed run need not measure again."""
+        """Return the measurements, so that a resumed run continues with them."""
         return {
             "blocked": list(self._blocked),
             "in_flight": list(self._in_flight),
@@ -230,24 +215,14 @@ class AutoInterval:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with what :meth:`state_dict` had measured. A save that was in flight then is not."""
-        self._blocked.clear()
-        self._blocked.extend(state_dict["blocked"])
-        self._in_flight.clear()
-        self._in_flight.extend(state_dict["in_flight"])
+        """Restore a result of :meth:`state_dict`."""
+        self._blocked = deque(state_dict["blocked"], _SAVES)
+        self._in_flight = deque(state_dict["in_flight"], _SAVES)
         self._all_blocked = state_dict["all_blocked"]
-        self._began = state_dict["began"]
-        self._last = state_dict["last"]
-        self._interval = self.shortest_seconds
-        if self._blocked:
-            self._find_interval()
+        self._began, self._last = state_dict["began"], state_dict["last"]
 
     def __repr__(self) -> str:
-        return f"AutoInterval({self.budget:.3%}, {self._interval:.1f} s at present)"
-
-
-def _seconds(timestamp: Timestamp) -> float:
-    return timestamp.count(TimeUnit.SECOND)
+        return f"AutoInterval({self.budget:.3%}, {self.interval_seconds:.1f} s at present)"
 
 
 def create_interval_scheduler(
@@ -257,21 +232,19 @@ def create_interval_scheduler(
     *,
     allow_auto: bool = False,
 ) -> SchedulePredicate:
-    """``interval`` as a function ``(state, event) -> bool``; a function is returned as it is.
-
-    With ``allow_auto``, ``'auto:1%'`` gives an :class:`AutoInterval`; its caller reports each save to it.
+    """Return ``interval`` as a function ``(state, event) -> bool``. A function is returned unchanged.
 
     Args:
         interval: a number of epochs, a time string, a ``Time``, or a function ``(state, event) -> bool``.
-        include_end_of_training: true at the end of training, too.
+        include_end_of_training: also true at the end of training.
         checkpoint_events: true at the ``*_CHECKPOINT`` events instead of the ``*_END`` events.
-        allow_auto: accept ``'auto:1%'``.
+        allow_auto: accept ``'auto:1%'`` and return an :class:`AutoInterval`. The caller must report each save.
 
     Returns:
         A function ``(state, event) -> bool``.
 
     Raises:
-        ConfigError: the interval cannot be read, or the function cannot be called so.
+        ConfigError: the interval is invalid, or the function does not accept two arguments.
     """
     if callable(interval):
         check_takes(interval, "state", "event")
@@ -279,8 +252,8 @@ def create_interval_scheduler(
     if isinstance(interval, str) and interval.strip().lower().startswith("auto"):
         if not allow_auto:
             raise ConfigError(
-                f"interval {interval!r}: only the interval of checkpoints (save_interval) can be found by what they "
-                "cost. Pass a number and a unit here, such as '100ba' or '1ep'."
+                f"interval {interval!r}: only save_interval can adapt to the cost of checkpoints. Pass a number and a "
+                "unit here, such as '100ba' or '1ep'."
             )
         return AutoInterval.from_string(interval, include_end_of_training=include_end_of_training)
     return IntervalScheduler(
@@ -288,37 +261,20 @@ def create_interval_scheduler(
     )
 
 
-def interval_of(value: Any, *, argument: str, allow_auto: bool = False) -> SchedulePredicate:
-    """Call :func:`create_interval_scheduler` such that its ConfigError names ``argument``.
-
-    Args:
-        value: as :func:`create_interval_scheduler` takes it.
-        argument: name of the argument, for errors.
-        allow_auto: accept ``'auto:1%'``.
-
-    Returns:
-        A function ``(state, event) -> bool``.
-    """
-    try:
-        return create_interval_scheduler(value, allow_auto=allow_auto)
-    except ConfigError as e:
-        raise ConfigError(f"{argument}={value!r}: {e}") from e
-
-
 def is_never(interval: SchedulePredicate | None) -> bool:
-    """Return true if ``interval`` never comes."""
+    """Return true if ``interval`` is never true, or ``None``."""
     return interval is None or (isinstance(interval, IntervalScheduler) and interval.never)
 
 
 def is_once(interval: SchedulePredicate, state: Progress) -> bool:
-    """Return true if ``interval``, as far as is known, comes at the end of training alone.
+    """Return true if ``interval`` is known to be true at the end of training only.
 
     Args:
         interval: the interval.
         state: progress of training.
 
     Returns:
-        True if it is as long as all of training, or longer.
+        True if the interval is as long as the training, or longer.
     """
     if not isinstance(interval, IntervalScheduler):
         return False
@@ -329,7 +285,7 @@ def is_once(interval: SchedulePredicate, state: Progress) -> bool:
 
 
 def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
-    """Return true if ``interval``, if it is one of batches, is over when the batch that is being trained on is done.
+    """Return true if ``interval`` counts batches and the current batch completes a multiple.
 
     Args:
         interval: the interval.
@@ -343,31 +299,15 @@ def ends_with_this_batch(interval: SchedulePredicate, state: Progress) -> bool:
     return (int(state.timestamp.batch) + 1) % int(interval.interval) == 0
 
 
-def time_of(value: TimeInput, *, argument: str) -> Time:
-    """Return an amount of training, in epochs if no unit is given; ConfigError, which names ``argument``.
-
-    Args:
-        value: a time, or a number of epochs.
-        argument: name of the argument, for errors.
-
-    Returns:
-        The time.
-    """
-    try:
-        return Time.from_input(value, TimeUnit.EPOCH)
-    except ConfigError as e:
-        raise ConfigError(f"{argument}={value!r}: {e}") from e
-
-
 def is_of_one_rank(interval: SchedulePredicate | None, state: Progress) -> bool:
-    """Return true if ranks may differ in what ``interval`` says: it looks at a clock, or is a function of the user.
+    """Return true if ranks may disagree about ``interval``, because a clock or a function of the user decides.
 
     Args:
-        interval: the interval; ``None``: there is none.
+        interval: the interval; ``None`` for no interval.
         state: progress of training.
 
     Returns:
-        True if one rank has to decide for all.
+        True if rank 0 must decide for all ranks.
     """
     if interval is None:
         return False

@@ -1,4 +1,4 @@
-"""Progress through a time: what schedules, averages, estimates and intervals are functions of."""
+"""Progress through a length of training, for schedules, averages, estimates and intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Progress", "Span", "read_time", "span"]
 
 
 class Progress(Protocol):
-    """Position and end of a run: what this module and intervals ask of a :class:`State`."""
+    """Position and end of a run: the part of a :class:`State` that schedules and intervals read."""
 
     @property
     def timestamp(self) -> Timestamp: ...
@@ -35,7 +35,7 @@ class Progress(Protocol):
 
 
 class Span(NamedTuple):
-    """A time of ``value`` ticks, of which ``now`` have passed since training began; ``tick`` is what both count."""
+    """A length of ``value`` ticks, with ``now`` ticks since the start of training. ``tick`` is the unit of both."""
 
     value: int | Fraction
     now: int | float
@@ -43,33 +43,33 @@ class Span(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """True if the time has passed."""
+        """True if the length has passed."""
         return self.now >= self.value
 
     @property
     def fraction(self) -> float:
-        """The part of the time that has passed, from 0 to 1. An empty time has passed."""
+        """Fraction that has passed, from 0 to 1. An empty length has passed."""
         return 1.0 if self.is_over else float(self.now / self.value)
 
     @property
     def periods(self) -> Fraction:
-        """Number of times that it fits into what has passed: exact, so that its whole part is. 0 for an empty time."""
+        """Exact number of lengths since the start of training. 0 for an empty length."""
         return Fraction(self.now) / self.value if self.value else Fraction(0)
 
 
 def read_time(name: str, value: Time | str, *, empty: bool = True) -> Time:
-    """The argument ``name`` of a schedule or an algorithm as a :class:`Time`.
+    """Return the argument ``name`` of a schedule or an algorithm as a :class:`Time`.
 
     Args:
-        name: of the argument, for errors.
+        name: name of the argument, for errors.
         value: a time, or a time string.
-        empty: whether a time of zero is allowed.
+        empty: a time of zero is allowed.
 
     Returns:
         The time.
 
     Raises:
-        ConfigError: it cannot be read, is negative, or is empty where it must not be.
+        ConfigError: the value is not a time, is negative, or is zero without ``empty``.
     """
     time = Time.from_input(value)
     if time.value < 0 or (time.value == 0 and not empty):
@@ -79,22 +79,21 @@ def read_time(name: str, value: Time | str, *, empty: bool = True) -> Time:
 
 
 def span(time: Time, state: Progress, ssr: float = 1.0, *, at: Timestamp | None = None) -> Span:
-    """``time`` since the start of training, and how much of it has passed.
+    """Return the length ``time`` from the start of training, and the ticks that have passed.
 
-    Epochs are counted in batches where the loader has a length, so that what is given in epochs moves at every batch.
+    Epochs are counted in batches if the loader has a length, so that the progress changes at every batch.
 
     Args:
-        time: may be a fraction of training.
-        state: where training stands.
-        ssr: scale schedule ratio of every unit but ``dur``: ``max_duration``, of which that is a fraction, is scaled
-            already.
-        at: another moment than now.
+        time: length; may be a fraction of training.
+        state: progress of training.
+        ssr: scale schedule ratio, for all units except ``dur``: ``max_duration`` is already scaled.
+        at: timestamp to use instead of the current timestamp.
 
     Returns:
         The span.
 
     Raises:
-        ConfigError: a time in ``dur`` while there is no ``max_duration``.
+        ConfigError: ``time`` is in ``dur`` and there is no ``max_duration``.
     """
     unit, stamp = time.unit, state.timestamp if at is None else at
     if unit is TimeUnit.DURATION:
@@ -115,6 +114,6 @@ def span(time: Time, state: Progress, ssr: float = 1.0, *, at: Timestamp | None 
 
 @lru_cache(maxsize=256)
 def _product(fraction: int | float, whole: int | float) -> int | Fraction:
-    """Exact: 0.07 of 100 batches is 7, not 7.000000000000001, which no batch count would hit."""
+    """Multiply exactly: 0.07 of 100 batches is 7. Floats give 7.000000000000001, and no batch count matches."""
     product = Fraction(str(fraction)) * Fraction(str(whole))
     return int(product) if product.denominator == 1 else product

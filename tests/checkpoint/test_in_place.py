@@ -249,7 +249,7 @@ def test_weights_that_share_memory_here_and_did_not_there(tmp_path: Path, order:
     """They are refused, in whatever order they are in the file; where they are equal they are loaded."""
     source = nn.ModuleDict({name: nn.Linear(3, 3) for name in order})
     path = saved_now(state_of(source), tmp_path)
-    with pytest.raises(IncompatibleCheckpointError, match="different ones in the checkpoint"):
+    with pytest.raises(IncompatibleCheckpointError, match="tied in the model, different in the checkpoint"):
         load_checkpoint(path, state_of(Tied(tied=True)), load_weights_only=True)
     source["one"].load_state_dict(source["two"].state_dict())
     target = state_of(Tied(tied=True))

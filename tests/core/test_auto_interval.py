@@ -280,7 +280,7 @@ def test_what_cannot_be_kept_is_refused(text: str, says: str) -> None:
 
 def test_it_is_for_checkpoints_only() -> None:
     """Evaluation and logs have no cost that is measured: there it is refused with what to give instead."""
-    with pytest.raises(ConfigError, match=r"'auto:1%': only the interval of checkpoints .* such as '100ba'"):
+    with pytest.raises(ConfigError, match=r"'auto:1%': only save_interval can adapt .* such as '100ba'"):
         create_interval_scheduler("auto:1%")
     assert isinstance(create_interval_scheduler("2ep", allow_auto=True), IntervalScheduler)
     with pytest.raises(ConfigError, match="shortest_seconds=-1"):

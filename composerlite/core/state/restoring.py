@@ -94,7 +94,7 @@ class StateLoader:
             problems += self._kind_problems()
             places["optimizers"] = {}
             for name, optimizer in by_class(state.optimizers).items():
-                saved = contents["optimizers"].get(name)
+                saved = dict(contents["optimizers"]).get(name)
                 if saved is None:
                     continue
                 with self._restoring(f"optimizers/{name}"):
@@ -279,7 +279,9 @@ class StateLoader:
 
     def _kind_problems(self) -> list[str]:
         """Report optimizers without a saved state: the checkpoint has the state of another kind of optimizer."""
-        have, saved = list(by_class(self.state.optimizers)), list(self.contents.get("optimizers", ()))
+        with self._restoring("optimizers"):
+            saved = list(dict(self.contents.get("optimizers", {})))
+        have = list(by_class(self.state.optimizers))
         missing = [name for name in have if name not in saved]
         if "optimizers" not in self.contents or not missing:
             return []
@@ -304,7 +306,8 @@ class StateLoader:
             if own and self._has_training:
                 self._unmatched.append(f"the checkpoint has no {part}; not restored: {', '.join(own)}")
             return
-        saved = contents[part]
+        with self._restoring(part):
+            saved = dict(contents[part])
         for name, thing in own.items():
             if name in saved:
                 yield saved[name], thing
