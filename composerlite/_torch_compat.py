@@ -8,7 +8,6 @@ torch may change them in any release. Each is here since it has no public name t
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ __all__ = [
     "rebuild_tensor",
     "record_memory_history",
     "savable_dtypes",
-    "scheduler_in_charge",
     "scheduler_parts",
     "storage_dtypes",
     "storage_id",
@@ -137,13 +135,6 @@ def scheduler_parts(scheduler: Any) -> Sequence[Any]:
     """Return the schedulers that a ``SequentialLR`` or ``ChainedScheduler`` is made of; none of any other."""
     kept = [value for value in vars(scheduler).values() if isinstance(value, list | tuple)]
     return [one for value in kept for one in value if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
-
-
-def scheduler_in_charge(scheduler: Any) -> Any:
-    """Return the part of a ``SequentialLR`` whose turn it is; any other scheduler itself."""
-    if not isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
-        return scheduler
-    return scheduler_in_charge(scheduler_parts(scheduler)[bisect_right(scheduler._milestones, scheduler.last_epoch)])
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -38,11 +38,10 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 class PreemptionHandler(Callback):
     """Ends training in good order when the process is preempted: by a scheduler, a spot market or Ctrl-C.
 
-    A signal is only taken note of. The run ends at the next moment at which it has done a whole number of steps: after
-    the batch, or in an evaluation (the resumed run begins with it); where batches take over a second, also between
-    microbatches and while the loader is waited for, and then the batch that was begun is given up. All ranks end after
-    the same batch if one of them was asked. Then every :class:`CheckpointSaver` that saves more than weights saves
-    where the run stands, if that can be done in time, and ``fit`` raises :class:`Preempted`, a ``SystemExit``.
+    A signal only sets a flag. The run ends after the batch, or between two batches of an evaluation, which the resumed
+    run repeats. All ranks end after the same batch if one rank was signalled. Then every :class:`CheckpointSaver` that
+    saves more than weights saves a checkpoint if there is time, and ``fit`` raises :class:`Preempted`, a
+    ``SystemExit``.
 
     ``Trainer(autoresume=True)`` has one by itself: the same command resumes where the run was.
 
@@ -124,7 +123,7 @@ class PreemptionHandler(Callback):
                 raise KeyboardInterrupt
         name = signal.Signals(number).name
         self._note(name, 128 + number, self._of_slurm() if number == signal.SIGUSR1 else None)
-        state.interruption.request(here=True)
+        state.interruption.request()
 
     def _of_slurm(self) -> float | None:
         """Seconds until the end of the Slurm job; ``None``: not known, or a period was given."""

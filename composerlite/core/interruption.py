@@ -16,18 +16,7 @@ from composerlite import dist
 from composerlite.core.event import Event
 from composerlite.threads import start_threads
 
-__all__ = ["BatchAbandonedError", "EvaluationAbandonedError", "Interruption"]
-
-_SLOW_SECONDS = 1.0
-"""A batch that takes longer, its loading included, may be given up for an interruption; a shorter one is finished."""
-
-
-class BatchAbandonedError(Exception):
-    """Training gives up the batch that it has begun: the run is to end before it could be done."""
-
-
-class EvaluationAbandonedError(Exception):
-    """An evaluation is given up: the run is to end. The resumed one begins with it."""
+__all__ = ["Interruption"]
 
 
 @final
@@ -35,38 +24,28 @@ class Interruption:
     """A request from outside to end the process soon, such as a scheduler's SIGTERM.
 
     A signal handler calls :meth:`request`, which only sets a flag. Training checks :attr:`agreed` at every safe point:
-    after each batch, each epoch, each batch of an evaluation; and, where batches take long, between microbatches and
-    while it waits for the loader. There the run is as after a whole number of steps, on every rank the same.
+    after each batch, each epoch, each batch of an evaluation. There the run is after a whole number of steps, the same
+    on every rank.
 
     Attributes:
         requested: on this rank.
         leave: what to do then, at the next safe point; it does not return. ``None``: nobody listens for signals.
         evaluation: the event that an evaluation belongs to which was begun, and the labels of the evaluators that have
             not finish; ``None`` if there is none. In checkpoints: a resumed run begins with it.
-        may_abandon: the batch that is trained on may be given up between microbatches. The same on every rank.
     """
 
     def __init__(self, piggyback: list[dist.PiggybackCounter]) -> None:
         self.requested = False
         self.leave: Callable[[], None] | None = None
         self.evaluation: tuple[Event, tuple[str, ...]] | None = None
-        self.may_abandon = False
         self._signals: Sequence[int] = ()
-        self._seconds = 0.0
-        self._breaks = False
         self._asking = dist.PiggybackCounter(lambda: int(self.requested))
-        self._slow = dist.PiggybackCounter(lambda: int(self._seconds > _SLOW_SECONDS))
-        piggyback += [self._asking, self._slow]
+        piggyback.append(self._asking)
 
     @property
     def agreed(self) -> bool:
         """True if a rank is preempted and all know: the same on every rank."""
         return self._asking.total > 0
-
-    @property
-    def batches_are_slow(self) -> bool:
-        """True if the last batch took long on a rank: the same on every rank."""
-        return self._slow.total > 0
 
     @property
     def is_watched(self) -> bool:
@@ -88,39 +67,14 @@ class Interruption:
         """Nobody looks any more: training is over."""
         self.leave, self._signals = None, ()
 
-    def request(self, *, here: bool = False) -> None:
-        """Ask for the end of the run.
-
-        Args:
-            here: this is the training thread, in a signal handler.
-
-        Raises:
-            BatchAbandonedError: with ``here``, where training waits for its loader and may stop to do so.
-        """
+    def request(self) -> None:
+        """Ask for the end of the run. Signal handlers and other threads may call this."""
         self.requested = True
-        if here and self._breaks:
-            self._breaks = False
-            raise BatchAbandonedError
-
-    def batch_took(self, microseconds: int) -> None:
-        """Take note of how long a batch took, its loading included."""
-        self._seconds = microseconds / 1e6
 
     def look(self) -> None:
         """A safe point: leave if all ranks have agreed to."""
         if self.leave is not None and self.agreed:
             self.leave()
-
-    @contextlib.contextmanager
-    def breaking(self) -> Generator[None]:
-        """Within it a request on this thread raises :class:`BatchAbandonedError`, wherever the loader is."""
-        if self.requested:
-            raise BatchAbandonedError
-        self._breaks = True
-        try:
-            yield
-        finally:
-            self._breaks = False
 
     @contextlib.contextmanager
     def shielding_workers(self, loader: Any) -> Generator[None]:

@@ -226,7 +226,7 @@ def eval_metrics(model: ComposerModel, evaluator: Evaluator, device: Device) -> 
     is_named = evaluator.metric_names is not None and NAME in evaluator.metric_names
     if NAME not in available and (is_named or getattr(model, "has_eval_loss", False)):
         dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
-        available = {NAME: EvalLoss(is_asked_for=is_named, dtype=dtype), **available}
+        available = {NAME: EvalLoss(is_required=is_named, dtype=dtype), **available}
     if evaluator.metric_names is None:
         chosen = available
     else:

@@ -29,7 +29,7 @@ from composerlite.core import (
 from composerlite.core.data import length_of
 from composerlite.core.measured import check_metric_exists
 from composerlite.core.numerics import MAX_SEED
-from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError, did_you_mean, naming
+from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean, naming
 from composerlite.models import ComposerModel
 from composerlite.other_trainers import way_here
 from composerlite.trainer.data.held import shared_states
@@ -45,7 +45,6 @@ __all__ = [
     "check_flags",
     "check_interval",
     "check_log_level",
-    "check_loss",
     "check_model",
     "check_names",
     "check_own_files",
@@ -200,31 +199,6 @@ def check_apart(spec: DataSpec, train: DataSpec | None, *, argument: str) -> Non
         raise ConfigError(
             f"{argument}: its {name} is also that of the train_dataloader and keeps one position for both: with each "
             f"evaluation training would lose its place, and so would a resume. Give it a {name} of its own."
-        )
-
-
-def check_loss(loss: object, total: object) -> None:
-    """Check that ``total``, what ``model.loss`` gave or the sum of it, can be trained on. Called where that failed.
-
-    Raises:
-        TrainingError: it is no scalar, or has no gradient.
-    """
-    if not isinstance(total, torch.Tensor):
-        hint = " .item() takes a number out of the graph." if isinstance(total, int | float) else ""
-        raise TrainingError(
-            f"model.loss returned {type(loss).__name__}: expected a tensor, a sequence of tensors, or a dict of "
-            f"tensors.{hint}"
-        )
-    if total.numel() != 1:
-        raise TrainingError(
-            f"model.loss returned a tensor of shape {list(total.shape)}: expected a scalar. Take the mean over the "
-            "samples: loss.mean(), or reduction='mean' of the loss function."
-        )
-    if not total.requires_grad:
-        raise TrainingError(
-            "model.loss returned a tensor that has no gradient: nothing can be learned from it. Look in forward and "
-            "loss for detach(), item(), argmax() or torch.no_grad(), and for parameters that all have "
-            "requires_grad=False."
         )
 
 

@@ -17,8 +17,8 @@ from composerlite.core import LoggerDestination, State
 from composerlite.errors import ConfigError, naming
 from composerlite.storage import ObjectStore, parse_uri, without_secrets
 from composerlite.trainer.checks import Arguments, check_names, check_seconds
-from composerlite.trainer.differences import ChangedSetting, reconcile_optimizer
 from composerlite.trainer.messages import began_with
+from composerlite.trainer.settings import reconcile_optimizer
 
 if TYPE_CHECKING:
     from composerlite.loggers import RemoteUploaderDownloader
@@ -66,11 +66,11 @@ class Start(NamedTuple):
 
     Attributes:
         resumed: it resumes from a checkpoint of its own.
-        differences: settings of the optimizer that are not those of the checkpoint.
+        changes: differences between the optimizer settings of the checkpoint and of the script.
     """
 
     resumed: bool
-    differences: list[ChangedSetting]
+    changes: list[str]
 
 
 def load_or_resume(
@@ -97,7 +97,7 @@ def load_or_resume(
             generators = _load(state, str(path), settings)
         state.resumed.generators = state.resumed.generators if generators is None else generators
         began_with(state, resumed=resumed, weights_only=settings.load_weights_only)
-    differences = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_holds=resumed)
+    changes = [] if state.deepspeed_enabled else reconcile_optimizer(state, script_wins=resumed)
     if choice is not None:
         state.lineage = choice.lineage
     elif savers:
@@ -106,7 +106,7 @@ def load_or_resume(
         folders: list[tuple[Catalog, str | None]] = [(place.catalog, None) for place in places]
         buckets = [(bucket.catalog, bucket.link) for place in places for bucket in place.buckets]
         state.lineage = begin_attempt([*folders, *buckets], state.run_name, origin=origin)
-    return Start(resumed, differences)
+    return Start(resumed, changes)
 
 
 def _load(state: State, name: str, settings: LoadSettings) -> list[dict[str, Any]] | None:

@@ -37,13 +37,18 @@ from composerlite.storage import ObjectStore, leave_by, without_secrets
 from composerlite.trainer import build, checks, messages
 from composerlite.trainer.calls.numbered import Calls
 from composerlite.trainer.calls.schedules import Schedules
-from composerlite.trainer.calls.settings import RunSettings
 from composerlite.trainer.data.dataloading import DataPosition, Share, batches_per_epoch, is_same_data, position_in
-from composerlite.trainer.differences import data_settings, differences_of_run, optimizer_settings, tell
 from composerlite.trainer.evaluate import EvaluationLoop
-from composerlite.trainer.loop import Loop, has_open_end, run
-from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, connected, failing_together
+from composerlite.trainer.loop import Loop, lacks_epoch_end, run
+from composerlite.trainer.ranks.communicator import Communicator, Membership, Ranks, failing_together
 from composerlite.trainer.ranks.parallel import check_sync_strategy, copy_model, shard_model
+from composerlite.trainer.settings import (
+    RunSettings,
+    changed_run,
+    optimizer_settings,
+    record_samples,
+    warn_of_changes,
+)
 from composerlite.trainer.step import TrainStep
 from composerlite.types import Batch
 
@@ -147,10 +152,7 @@ class Trainer:
         CheckpointError: ``load_path`` is missing, damaged or does not fit.
     """
 
-    _membership: Membership
-
     @checked_arguments
-    @connected
     def __init__(
         self,
         *,
@@ -233,106 +235,109 @@ class Trainer:
 
         from composerlite.trainer.resuming import LoadSettings, load_or_resume  # and with it most of checkpoint
 
-        messages.show_messages()
-        checks.check_flags(type(self).__init__, arguments)
-        if python_log_level is not None:
-            logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
-        zero_config = build.deepspeed_config(arguments)
-        ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
-        parallelism = build.parallelism(parallelism_config)
-        self._accumulate_on_tokens = accumulate_train_batch_on_tokens
-        self._settings = checks.FitSettings.of(arguments)
-        checks.check_interval(console_log_interval, argument="console_log_interval")
-        compile_config = checks.check_compile_config(compile_config)
-        load = LoadSettings.of(arguments)
-        self._has_told_start = False
-        self._may_lack_end = False
-        self._autoresume = autoresume
-        self._position: DataPosition | None = None
+        alone = parallelism_config is not None or deepspeed_config is not None
+        self._membership = Membership(device, dist_timeout, alone=alone)
+        with self._membership.building():
+            messages.show_messages()
+            checks.check_flags(type(self).__init__, arguments)
+            if python_log_level is not None:
+                logging.getLogger("composerlite").setLevel(checks.check_log_level(python_log_level))
+            zero_config = build.deepspeed_config(arguments)
+            ddp_sync_strategy = check_sync_strategy(ddp_sync_strategy)
+            parallelism = build.parallelism(parallelism_config)
+            self._accumulate_on_tokens = accumulate_train_batch_on_tokens
+            self._settings = checks.FitSettings.of(arguments)
+            checks.check_interval(console_log_interval, argument="console_log_interval")
+            compile_config = checks.check_compile_config(compile_config)
+            load = LoadSettings.of(arguments)
+            self._has_told_start = False
+            self._may_lack_end = False
+            self._autoresume = autoresume
+            self._position: DataPosition | None = None
 
-        # Reproducibility first: whatever draws random numbers from here on does so from the seed.
-        if deterministic_mode:
-            configure_deterministic_mode()
-        self._given_seed = seed
-        seed = dist.get_group().broadcast(get_random_seed() if seed is None else checks.check_seed(seed))
-        seed_all(seed)
+            # Reproducibility first: whatever draws random numbers from here on does so from the seed.
+            if deterministic_mode:
+                configure_deterministic_mode()
+            self._given_seed = seed
+            seed = dist.get_group().broadcast(get_random_seed() if seed is None else checks.check_seed(seed))
+            seed_all(seed)
 
-        # The parts of the run.
-        chosen_device = dist.get_device(device)
-        dist.env.claim_device(chosen_device)
-        chosen_precision = ensure_precision(precision, chosen_device)
-        model = checks.check_model(model)
-        if parallelism is None or parallelism.fsdp is None:  # FSDP moves it piece by piece: it need not fit as a whole
-            model = model.to(chosen_device)
-        size, auto = checks.microbatch_size(device_train_microbatch_size)
-        user_algorithms, user_callbacks, user_loggers = build.build_parts(arguments)
-        name, is_named = dist.get_group().broadcast(build.resolve_run_name(run_name, autoresume=autoresume))
-        self.state = State(
-            model,
-            rank_zero_seed=seed,
-            run_name=name,
-            device=chosen_device,
-            max_duration=build.given_duration(max_duration, scale_schedule_ratio),
-            optimizers=build.build_optimizer(optimizers, model),
-            algorithms=user_algorithms,
-            device_train_microbatch_size=size,
-            auto_microbatching=auto,
-            save_metrics=save_metrics,
-            rank=dist.get_global_rank(),
-            world_size=dist.get_world_size(),
-            parallelism=parallelism,
-            deepspeed_config=zero_config,
-        )
-        self.state.script.names_run = is_named
-        self.state.profiler = profiler
-        self._set_precision(chosen_precision)
-        self.state.callbacks = [*user_loggers, *user_callbacks]
-        self.logger = Logger(self.state, user_loggers)
-        model.logger = self.logger
-        self.engine = Engine(self.state, self.logger, checks.check_passes(algorithm_passes))
-        if auto_log_hparams:
-            self.logger.log_hyperparameters(_plain(arguments))
+            # The parts of the run.
+            chosen_device = dist.get_device(device)
+            dist.env.claim_device(chosen_device)
+            chosen_precision = ensure_precision(precision, chosen_device)
+            model = checks.check_model(model)
+            if parallelism is None or parallelism.fsdp is None:  # FSDP moves the model in pieces
+                model = model.to(chosen_device)
+            size, auto = checks.microbatch_size(device_train_microbatch_size)
+            user_algorithms, user_callbacks, user_loggers = build.build_parts(arguments)
+            name, is_named = dist.get_group().broadcast(build.resolve_run_name(run_name, autoresume=autoresume))
+            self.state = State(
+                model,
+                rank_zero_seed=seed,
+                run_name=name,
+                device=chosen_device,
+                max_duration=build.given_duration(max_duration, scale_schedule_ratio),
+                optimizers=build.build_optimizer(optimizers, model),
+                algorithms=user_algorithms,
+                device_train_microbatch_size=size,
+                auto_microbatching=auto,
+                save_metrics=save_metrics,
+                rank=dist.get_global_rank(),
+                world_size=dist.get_world_size(),
+                parallelism=parallelism,
+                deepspeed_config=zero_config,
+            )
+            self.state.script.names_run = is_named
+            self.state.profiler = profiler
+            self._set_precision(chosen_precision)
+            self.state.callbacks = [*user_loggers, *user_callbacks]
+            self.logger = Logger(self.state, user_loggers)
+            model.logger = self.logger
+            self.engine = Engine(self.state, self.logger, checks.check_passes(algorithm_passes))
+            if auto_log_hparams:
+                self.logger.log_hyperparameters(_plain(arguments))
 
-        self._calls = Calls(self.state)
-        self._train_spec: DataSpec | None = None
-        try:
-            self.engine.run_event(Event.INIT)
-            checks.check_own_files(user_loggers)
-            if train_dataloader is not None:
-                self._set_train_data(train_dataloader)
-            self._evaluators(eval_dataloader)
-            self._add_metrics()
-            self._schedules = Schedules(self.state, schedulers)
-            if self.state.max_duration is not None or self._schedules.need_no_end:
-                self._schedules.build(scale_schedule_ratio, keep_rates=False)
+            self._calls = Calls(self.state)
+            self._train_spec: DataSpec | None = None
+            try:
+                self.engine.run_event(Event.INIT)
+                checks.check_own_files(user_loggers)
+                if train_dataloader is not None:
+                    self._set_train_data(train_dataloader)
+                self._evaluators(eval_dataloader)
+                self._add_metrics()
+                self._schedules = Schedules(self.state, schedulers)
+                if self.state.max_duration is not None or self._schedules.need_no_end:
+                    self._schedules.build(scale_schedule_ratio, keep_rates=False)
 
-            sharded = build.zero(self.state, self._train_spec) or shard_model(self.state)
-            if sharded is not None and zero_config is None:
-                self._membership.stay()
+                sharded = build.zero(self.state, self._train_spec) or shard_model(self.state)
+                if sharded is not None and zero_config is None:
+                    self._membership.stay()
 
-            self.state.script.learning_rates = build.given_rates(self.state.optimizers[0])
-            self.state.script.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
-            self._run_settings = RunSettings(self.state)
+                self.state.script.learning_rates = build.given_rates(self.state.optimizers[0])
+                self.state.script.settings["optimizer"] = optimizer_settings(self.state.optimizers[0])
+                self._run_settings = RunSettings(self.state)
 
-            # Loading comes last: everything that has a state is there to take it.
-            self.engine.run_event(Event.BEFORE_LOAD)
-            self._start = load_or_resume(self.state, load, self._savers, self.logger.destinations)
-            self._schedules.note_loaded()
-            self.engine.run_event(Event.AFTER_LOAD)
-            parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
-            communicator = Communicator(dist.get_group(), counts=parallel.counts)
-            self._ranks = Ranks(parallel, communicator, self._share)
-            self._evaluation = EvaluationLoop(self.state, self.engine, self.logger, self._ranks)
-            seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
-            if compile_config is not None:
-                self.state.model.compile(**compile_config)
-            self._replays_graphs = checks.uses_cuda_graphs(compile_config)
-            self._run_settings.leave()
-        except BaseException:
-            self.engine.close()
-            if self.state.deepspeed is not None:
-                self.state.deepspeed.close()
-            raise
+                # Loading comes last: everything that has a state is there to take it.
+                self.engine.run_event(Event.BEFORE_LOAD)
+                self._start = load_or_resume(self.state, load, self._savers, self.logger.destinations)
+                self._schedules.note_loaded()
+                self.engine.run_event(Event.AFTER_LOAD)
+                parallel = copy_model(self.state, ddp_sync_strategy) if sharded is None else sharded
+                communicator = Communicator(dist.get_group(), counts=parallel.counts)
+                self._ranks = Ranks(parallel, communicator, self._share)
+                self._evaluation = EvaluationLoop(self.state, self.engine, self.logger, self._ranks)
+                seed_all(seed_of_rank(self.state.rank_zero_seed, parallel.data_rank))
+                if compile_config is not None:
+                    self.state.model.compile(**compile_config)
+                self._replays_graphs = checks.uses_cuda_graphs(compile_config)
+                self._run_settings.end_call()
+            except BaseException:
+                self.engine.close()
+                if self.state.deepspeed is not None:
+                    self.state.deepspeed.close()
+                raise
 
     # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────
     @checked_arguments
@@ -402,7 +407,7 @@ class Trainer:
         self._schedules.give(schedulers, scale_schedule_ratio)
         calls = self._calls
         has_end = calls.set_end(duration, scale_schedule_ratio, reset_time=reset_time)
-        self._run_settings.take(
+        self._run_settings.record_given(
             max_duration=True if has_end else None,
             device_train_microbatch_size=device_train_microbatch_size,
             precision=precision,
@@ -412,7 +417,7 @@ class Trainer:
             calls.finish()
             return
         begun_before = calls.has_begun
-        differences = self._run_settings.resume() if begun_before else []
+        changes = self._run_settings.restore() if begun_before else []
         calls.begin(reset_time=reset_time)
         if begun_before:
             self._begin_schedules(schedulers, begun_before=True)
@@ -436,11 +441,11 @@ class Trainer:
         if not self._has_told_start:
             messages.tell_start(state, self._savers, self.logger.destinations, autoresume=self._autoresume)
             self._has_told_start = True
-        state.script.settings = {**state.script.settings, "train_data": data_settings(self._train_spec.dataloader)}
+        record_samples(state)
         if begun_before:
-            differences += differences_of_run(state, seed=self._given_seed)
-        tell(state, [*self._start.differences, *differences])
-        self._start, state.resumed.metadata = self._start._replace(differences=[]), {}
+            changes += changed_run(state, seed=self._given_seed)
+        warn_of_changes(state, [*self._start.changes, *changes])
+        self._start, state.resumed.metadata = self._start._replace(changes=[]), {}
         loop = self._loop(self._train_spec)
         calls.note_start()
         try:
@@ -494,14 +499,14 @@ class Trainer:
             raise
         finally:
             self.state.interruption.unwatch()
-            self._run_settings.leave()
+            self._run_settings.end_call()
 
     def _end_call_before(self) -> None:
         """Run the end of the call before, where the interrupted run had not come to it: this call begins after that."""
         spec = self._train_spec
         if self._may_lack_end and spec is not None:
             self._use_train_data(spec)
-            if has_open_end(self.state):
+            if lacks_epoch_end(self.state):
                 self._run(self._loop(spec))
         self._may_lack_end = False
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, DataSpec, Evaluator, Event, Logger, State, Trainer, dist
+from composerlite import Callback, ComposerModel, Evaluator, Event, Logger, State, Trainer, dist
 from composerlite.callbacks import CheckpointSaver, PreemptionHandler
 from composerlite.errors import Preempted
 
@@ -20,13 +20,11 @@ LAST = 8
 
 
 class _Model(ComposerModel):
-    def __init__(self, pause: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.LayerNorm(6), nn.Linear(6, 2))
-        self.pause = pause
 
     def forward(self, batch: Any) -> torch.Tensor:
-        time.sleep(self.pause if self.training else 0.0)
         return self.layers(batch[0])
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -89,9 +87,6 @@ def train(
     folder: Path,
     at: tuple[int, str, int, int] | None,
     *,
-    tokens: bool = False,
-    pause: float = 0.0,
-    pieces: int = 1,
     fsdp: bool = False,
     memory: str = "",
     signalled: signal.Signals = signal.SIGTERM,
@@ -113,10 +108,8 @@ def train(
     inputs = torch.randn(32, 3, generator=numbers)
     points = TensorDataset(inputs, (inputs.sum(1) > 0).long(), torch.arange(32))
     torch.manual_seed(5)
-    model, asked, replicated = _Model(pause), _Asked(at, signalled), Replicated(waits=waits)
+    model, asked, replicated = _Model(), _Asked(at, signalled), Replicated(waits=waits)
     loader: Any = DataLoader(points, batch_size=4, shuffle=True)
-    if tokens:
-        loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))
     code = 0
     with Trainer(
         model=model,
@@ -128,7 +121,7 @@ def train(
         eval_interval="4ba",
         optimizers=torch.optim.Adam(model.parameters(), lr=0.01),
         max_duration=f"{last}ba",
-        device_train_microbatch_size=4 // pieces,
+        device_train_microbatch_size=4,
         callbacks=[asked, replicated, PreemptionHandler("20s")],
         save_folder=folder,
         save_interval="3ba",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from small_run import Cell, Noisy, Say, build, final_state
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from composerlite import Callback, Event, Logger, State
 from composerlite.callbacks import PreemptionHandler
@@ -35,8 +35,6 @@ class Order:
         workers, accumulation, extra: the cell of the small run. interval: between saves.
         save_folder: where; the folder itself by default.
         grace: the grace period.
-        slow_batch: each takes so many seconds, half of them in the loader.
-        stuck_at: the batch that the loader does not give.
         evaluate: every so often.
         memory: a folder to keep the newest state of each batch in.
         slow_memory: to make a file there takes so many seconds.
@@ -52,8 +50,6 @@ class Order:
     interval: str = "7ba"
     save_folder: str = ""
     grace: str | float = "30s"
-    slow_batch: float = 0.0
-    stuck_at: int = -1
     evaluate: str = "10ba"
     memory: str = ""
     slow_memory: float = 0.0
@@ -104,16 +100,6 @@ class SayMore(Say):
         print("evaluated", int(state.timestamp.batch), int(state.eval_timestamp.sample), flush=True)
 
 
-class Slow(Callback):
-    """Training takes its time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def before_forward(self, state: State, logger: Logger) -> None:
-        time.sleep(self.seconds)
-
-
 def slow_down(memory: str, seconds: float) -> None:
     """The threads that save in ``memory`` take their time."""
 
@@ -123,21 +109,6 @@ def slow_down(memory: str, seconds: float) -> None:
             time.sleep(seconds)
 
     sys.addaudithook(wait)
-
-
-class Waiting(Dataset[Any]):
-    """Loading takes its time; one batch of an epoch never comes."""
-
-    def __init__(self, seconds: float, stuck_at: int) -> None:
-        self.points, self.seconds, self.stuck_at, self.loaded = Noisy(), seconds, stuck_at, 0
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    def __getitem__(self, index: int) -> Any:
-        self.loaded += 1
-        time.sleep(600 if self.loaded == 8 * self.stuck_at else self.seconds)
-        return self.points[index]
 
 
 def main(folder: str, given: str) -> None:
@@ -150,12 +121,6 @@ def main(folder: str, given: str) -> None:
         slow_down(order.memory, order.slow_memory)
     cell = Cell(order.workers, order.accumulation, order.extra)
     callbacks: list[Callback] = [SayMore(), Asked(order), PreemptionHandler(order.grace, exit_code=order.exit_code)]
-    data: dict[str, Any] = {}
-    if order.slow_batch:
-        callbacks.append(Slow(order.slow_batch / 2 / order.accumulation))
-    if order.slow_batch or order.stuck_at >= 0:
-        points = Waiting(order.slow_batch / 2 / 8, order.stuck_at)
-        data = {"train_dataloader": DataLoader(points, batch_size=8, shuffle=True, num_workers=order.workers)}
     trainer = build(
         cell,
         callbacks,
@@ -169,7 +134,6 @@ def main(folder: str, given: str) -> None:
         autoresume=True,
         save_memory_interval="1ba" if order.memory else None,
         save_memory_folder=order.memory or "/dev/shm",
-        **data,
     )
     with trainer:
         trainer.fit()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from composerlite import Callback, ComposerModel, DataSpec, Event, Logger, State, Trainer, dist
+from composerlite import Callback, ComposerModel, Event, Logger, State, Trainer, dist
 
 __all__ = ["train"]
 
@@ -40,12 +40,10 @@ class _Stops(Callback):
             state.stop_training()
 
 
-def train(folder: Path, event: str, tokens: bool, max_duration: str) -> list[int]:
+def train(folder: Path, event: str, max_duration: str) -> list[int]:
     """The batches of this launch, of four to an epoch."""
     points = TensorDataset(torch.randn(32, 3), torch.arange(32) % 2)
-    loader: Any = DataLoader(points, batch_size=4)
-    if tokens:  # then the ranks ask each other before each batch
-        loader = DataSpec(loader, get_num_tokens_in_batch=lambda batch: 3 * len(batch[0]))
+    loader = DataLoader(points, batch_size=4)
     torch.manual_seed(1)
     model, stops = _Model(), _Stops(event)
     with Trainer(

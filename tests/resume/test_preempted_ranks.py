@@ -22,7 +22,6 @@ def train(folder: Path, at: Any, how: dict[str, Any]) -> list[dict[str, Any]]:
 
 HOWS: dict[str, dict[str, Any]] = {
     "DDP": {},
-    "DDP that asks before each batch": {"tokens": True},
     "FSDP": {"fsdp": True},
 }
 
@@ -50,19 +49,6 @@ def test_one_rank_that_is_asked_ends_all(tmp_path: Path, how: dict[str, Any]) ->
             assert [one for part in parts for one in part[rank][what]] == whole[rank][what]
         weights = parts[-1][rank]["weights"]
         assert [name for name, tensor in whole[rank]["weights"].items() if not torch.equal(weights[name], tensor)] == []
-
-
-def test_ranks_give_up_a_slow_batch_together(tmp_path: Path) -> None:
-    """Where batches take over a second, a rank that is asked between two microbatches ends all before the next one."""
-    how = {"pause": 0.3, "pieces": 4}
-    ranks = train(tmp_path, (1, "after_backward", 2, 2), how)
-    assert [(rank["code"], rank["last"], len(rank["seen"])) for rank in ranks] == [(143, 2, 2)] * 2
-    more = train(tmp_path, (0, "after_backward", 4, 1), how)
-    whole = train(tmp_path / "whole", (0, "after_backward", 4, 1), how)
-    for first, second, alone in zip(ranks, more, whole, strict=True):
-        assert (second["first"], second["last"], alone["last"]) == (2, 4, 4)
-        assert first["seen"] + second["seen"] == alone["seen"]
-        assert all(torch.equal(second["weights"][name], tensor) for name, tensor in alone["weights"].items())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

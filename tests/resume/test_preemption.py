@@ -199,29 +199,6 @@ def test_workers_of_the_loader_survive_a_signal_to_the_whole_group(tmp_path: Pat
     assert "DataLoader worker" not in one.log
 
 
-def test_a_slow_batch_is_given_up_between_microbatches(tmp_path: Path) -> None:
-    """Where batches take over a second the run does not wait for the end of one; it does it again from the start."""
-    slow: dict[str, Any] = {"slow_batch": 1.1, "accumulation": 4, "evaluate": "1dur"}
-    one = launch(tmp_path, at=["after_backward", 2, 2], **slow)
-    assert (one.code, one.batches) == (143, [1, 2])
-    assert newest(tmp_path) == 2
-    two = launch(tmp_path, at=["after_backward", 3, 1], **slow)
-    whole = launch(tmp_path / "whole", at=["after_backward", 3, 2], **slow)
-    assert two.code == whole.code == 143
-    assert one.said + two.said == whole.said
-
-
-def test_a_loader_that_hangs_does_not_keep_a_slow_run_from_leaving(tmp_path: Path) -> None:
-    """The run saves where it stands, with the generators and the position in the data of that moment."""
-    slow: dict[str, Any] = {"slow_batch": 1.1, "evaluate": "1dur"}
-    one = launch(tmp_path, after=4.5, stuck_at=3, **slow)
-    assert (one.code, one.batches) == (143, [1, 2]), one.log
-    assert newest(tmp_path) == 2
-    two = launch(tmp_path, at=["batch_end", 4, 1], **slow)
-    whole = launch(tmp_path / "whole", at=["batch_end", 4, 1], **slow)
-    assert one.said + two.said == whole.said
-
-
 def test_a_save_that_could_not_end_in_time_is_not_begun(tmp_path: Path) -> None:
     """The log says what is kept instead."""
     one = launch(tmp_path, at=["after_forward", 11, 1], grace=0.001)

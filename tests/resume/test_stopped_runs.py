@@ -130,15 +130,14 @@ def test_an_early_stopper_with_more_patience_trains_a_stopped_run_on(tmp_path: P
     assert run(3) == []
 
 
-@pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("event", ["batch_start", "batch_end", "epoch_end", "epoch_start"])
-def test_one_of_several_ranks_stops_the_run_for_good(tmp_path: Path, event: str, tokens: bool) -> None:
+def test_one_of_several_ranks_stops_the_run_for_good(tmp_path: Path, event: str) -> None:
     """One rank that asks is enough, in the middle of an epoch or at its end; nobody trains on in the relaunch."""
-    first = run_ranks(stopping_ranks.train, 2, tmp_path, event, tokens, "5ep", dist_timeout=None)
+    first = run_ranks(stopping_ranks.train, 2, tmp_path, event, "5ep", dist_timeout=None)
     assert first[0] == first[1]
     assert len(first[0]) in (4, 5, 6)  # at whose end they could agree
-    assert run_ranks(stopping_ranks.train, 2, tmp_path, "", tokens, "5ep", dist_timeout=None) == [[], []]
-    longer = run_ranks(stopping_ranks.train, 2, tmp_path, "", tokens, "6ep", dist_timeout=None)
+    assert run_ranks(stopping_ranks.train, 2, tmp_path, "", "5ep", dist_timeout=None) == [[], []]
+    longer = run_ranks(stopping_ranks.train, 2, tmp_path, "", "6ep", dist_timeout=None)
     assert longer == [list(range(len(first[0]) + 1, 25))] * 2
 
 

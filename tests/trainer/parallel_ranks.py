@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from trainer_parts import At, Points
 
@@ -256,16 +256,12 @@ def agree(rank_of_event: int, folder: Path) -> dict[str, Any]:
     with small(train_dataloader=Batches(3 if here else 5), max_duration="2ep") as trainer:
         trainer.fit()
         found["short loader"] = int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)
-    for event, evaluation in ((Event.BATCH_END, {}), (Event.EVAL_END, {"eval_dataloader": Batches(1)})):
-        with small(
-            train_dataloader=Batches(5), callbacks=[At(event, stop)], eval_interval="1ba", **evaluation
-        ) as trainer:
-            trainer.fit()
-            found[f"stopped at {event.value}, counting"] = int(trainer.state.timestamp.batch)
+    with small(callbacks=[At(Event.EVAL_END, stop)], eval_interval="1ba", eval_dataloader=Batches(1)) as trainer:
+        trainer.fit()
+        found["stopped at eval_end"] = int(trainer.state.timestamp.batch)
     dealt: dict[str, Any] = {"train_dataloader": DataLoader(Points(64), batch_size=4)}
     kinds: dict[str, dict[str, Any]] = {
         "dealt": dealt,
-        "own collate_fn": {"train_dataloader": DataLoader(Points(64), batch_size=4, collate_fn=_collated)},
         "own loader": {"train_dataloader": Batches(8)},
         "tokens": {"train_dataloader": DataSpec(**_of_tokens())},
         "shards": {**dealt, "parallelism_config": {"fsdp": {}}, "device_train_microbatch_size": 3},
@@ -284,11 +280,6 @@ def agree(rank_of_event: int, folder: Path) -> dict[str, Any]:
             found.setdefault("microbatch", trainer.state.device_train_microbatch_size)
     found["difference"] = max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
     return found
-
-
-def _collated(samples: list[Any]) -> Any:
-    """Of which nobody knows that it leaves no sample out."""
-    return default_collate(samples)
 
 
 def _words_per_batch(**arguments: Any) -> float:

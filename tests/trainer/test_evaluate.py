@@ -202,7 +202,7 @@ def test_a_loss_that_evaluation_cannot_compute_is_left_out(caplog: pytest.LogCap
     warnings = [r.getMessage() for r in caplog.records if "evaluation has no loss" in r.getMessage()]
     assert len(warnings) == 1
     assert warnings[0].startswith(
-        "evaluation has no loss: model.loss of what eval_forward gave raised KeyError: 'labels'"
+        "evaluation has no loss: model.loss of the result of eval_forward raised KeyError: 'labels'"
     )
     asked = Evaluator(label="eval", dataloader=held_out(8), metric_names=["loss"])
     with build(model=ForTraining(), eval_dataloader=asked) as trainer, pytest.raises(KeyError):
@@ -444,7 +444,7 @@ def once() -> Any:
 def test_an_evaluation_of_nothing_is_an_error(make: Any, name: str) -> None:
     """Where it turns out, as with the training data: the metrics would be made up, or those of the last time."""
     with build(eval_dataloader=make(), eval_interval="1ba") as trainer:
-        with pytest.raises(ConfigError, match=rf"eval_dataloader 'eval': its {name} gave no batch.*iterated once only"):
+        with pytest.raises(ConfigError, match=rf"eval_dataloader 'eval': its {name} gave no batch.*iterated only once"):
             trainer.fit()
         assert trainer.state.timestamp.batch == ("1ba" if name == "DataLoader" else "2ba")
         with pytest.raises(ConfigError, match="gave no batch"):

@@ -275,7 +275,10 @@ class Once:
 
 def test_a_loader_that_gives_nothing_is_an_error() -> None:
     """A generator has nothing left for the second epoch: training says so rather than count empty epochs for ever."""
-    with build(train_dataloader=Once()) as trainer, pytest.raises(ConfigError, match=r"Once gave no batch.*anew each"):
+    with (
+        build(train_dataloader=Once()) as trainer,
+        pytest.raises(ConfigError, match=r"Once gave no batch.*again each"),
+    ):
         trainer.fit()
     assert trainer.state.timestamp.batch == "5ba"
 

@@ -235,8 +235,8 @@ def test_auto_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     trained(Hungry(limit=3), "auto")
     said = [record.message for record in caplog.records if "out of memory" in record.message]
     assert said == [
-        "out of memory with microbatches of 8: trying 4",
-        "out of memory with microbatches of 4: trying 2",
+        "out of memory with microbatches of 8 samples: trying 4",
+        "out of memory with microbatches of 4 samples: trying 2",
     ]
 
 

@@ -104,8 +104,6 @@ class RunState:
         interruption: request from outside to end the process.
         stop_requested: this rank called :meth:`stop_training`, and the other ranks do not know yet.
         stopped: ``max_duration`` at the time of :meth:`stop_training`; ``None`` if the run was not stopped.
-        states_before_batch: states of callbacks and algorithms from before an abandoned batch, by ``id``. Checkpoints
-            hold these states instead of the current states.
         load_path: path or URI of the loaded checkpoint.
         profiler: :class:`Profiler` of the trainer; ``None`` without a profiler.
     """
@@ -182,7 +180,6 @@ class RunState:
         self.parallelism = parallelism
         self.deepspeed_config = deepspeed_config
         self.deepspeed: Any = None
-        self.states_before_batch: dict[int, StateDict] = {}
         self.stop_requested = False
         self.stopped: Time | None = None
         self.piggyback: list[dist.PiggybackCounter] = []

@@ -20,7 +20,7 @@ from composerlite.core.state.metric_states import metric_states
 from composerlite.core.state.model_state import frozen_parameters, model_state
 from composerlite.core.state.optimizer_state import lost_parameters, named_optimizer_state
 from composerlite.core.state.restoring import Integrated, StateLoader
-from composerlite.core.state.run_state import KeptAlgorithm, KeptCallback, RunState, by_class, by_key
+from composerlite.core.state.run_state import KeptAlgorithm, RunState, by_class, by_key
 from composerlite.errors import SaveError
 from composerlite.types import StateDict
 
@@ -109,8 +109,8 @@ class State(RunState):
         return {
             **contents,
             "schedulers": schedulers,
-            "algorithms": [(name, _described(a, self._own_state(a))) for name, a in by_key(self.algorithms).items()],
-            "callbacks": {name: self._own_state(callback) for name, callback in by_key(self.callbacks).items()},
+            "algorithms": [(name, _described(a, a.state_dict())) for name, a in by_key(self.algorithms).items()],
+            "callbacks": {name: callback.state_dict() for name, callback in by_key(self.callbacks).items()},
             "scaler": {} if self.scaler is None else {type(self.scaler).__qualname__: self.scaler.state_dict()},
             "timestamp": {"Timestamp": self.timestamp.plain()},
             "rank_zero_seed": self.rank_zero_seed,
@@ -133,10 +133,6 @@ class State(RunState):
             "metadata": self._metadata(),
         }
         return {**contents, "algorithms": required} if required else contents
-
-    def _own_state(self, part: KeptCallback) -> StateDict:
-        before = self.states_before_batch.get(id(part))
-        return part.state_dict() if before is None else before
 
     def _metadata(self) -> StateDict:
         metadata: StateDict = {

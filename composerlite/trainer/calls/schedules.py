@@ -14,7 +14,7 @@ from composerlite.core.state.run_state import by_class
 from composerlite.optim import ComposerScheduler
 from composerlite.trainer import build
 from composerlite.trainer.checks import as_list
-from composerlite.trainer.differences import rebase
+from composerlite.trainer.settings import rebase
 
 __all__ = ["Schedules"]
 

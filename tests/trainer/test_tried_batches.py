@@ -1,10 +1,8 @@
-"""A batch that is given up, or tried again, leaves nothing behind: neither in metrics nor in what callbacks count."""
+"""A batch that did not fit into memory and is tried again counts once, in metrics and in callbacks."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from torchmetrics import SumMetric
 from trainer_parts import Net, build, loader, same, weights
 
 from composerlite import Algorithm, Callback, Event, Logger, State, Trainer
-from composerlite.callbacks import PreemptionHandler
-from composerlite.errors import Preempted
 
 OF_PROCESSES = ("init", "before_load", "after_load", "fit_start", "fit_end")
 
@@ -115,51 +111,3 @@ def test_a_batch_that_did_not_fit_counts_once(fits: int, where: str) -> None:
     assert tried[:3] == alone[:3]
     assert tried[2] == {"samples": 32.0}
     assert same(tried[3], alone[3])
-
-
-class Asks(Callback):
-    """Batches take over a second; the run is asked to end in the second microbatch of a batch."""
-
-    def __init__(self, handler: PreemptionHandler, at: int) -> None:
-        self.handler, self.at, self.times = handler, at, 0
-
-    def after_forward(self, state: State, logger: Logger) -> None:
-        time.sleep(0.55)
-        if int(state.timestamp.batch) == self.at:
-            self.handler.preempt()
-
-
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_batch_that_was_given_up_counts_when_it_is_done(tmp_path: Path, at: int) -> None:
-    """In the middle of an epoch and at its begin: the checkpoint knows nothing of the batch, nor of the epoch that it
-    began, and in the end each event was counted as often as in a run that nobody interrupted."""
-
-    def launch(folder: Path, asked_at: int) -> Any:
-        handler = PreemptionHandler()
-        torch.manual_seed(7)
-        trainer, counts, adds = trainer_of(
-            Model(),
-            handler,
-            *([Asks(handler, asked_at)] if asked_at >= 0 else []),
-            device_train_microbatch_size=4,
-            max_duration="6ba",
-            save_folder=folder,
-            save_interval="100ba",
-            save_metrics=True,
-            run_name="run",
-            autoresume=True,
-        )
-        with trainer:
-            try:
-                trainer.fit()
-            except Preempted:
-                assert int(trainer.state.timestamp.batch) == asked_at
-            else:
-                assert asked_at < 0
-        return counts.counts, adds.seen, trainer.state.train_metric_values, weights(trainer)
-
-    whole = launch(tmp_path / "whole", -1)
-    launch(tmp_path / "run", at)
-    resumed = launch(tmp_path / "run", -1)
-    assert resumed[:3] == whole[:3]
-    assert same(resumed[3], whole[3])
