@@ -1,5 +1,5 @@
-"""The command line: ``composerlite train``, ``eval``, ``checkpoint …``. Only what a command needs is imported."""
+"""The command line: ``composerlite train``, ``eval``, ``checkpoint …``. Each command imports its own modules."""
 
-from composerlite.cli.app import main
+from composerlite.cli.app import app as main
 
 __all__ = ["main"]

@@ -1,8 +1,8 @@
-"""``composerlite checkpoint cp``, ``push`` and ``pull``. None of them imports torch."""
+"""``composerlite checkpoint cp``, ``push`` and ``pull``. None of these imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -16,98 +16,94 @@ from composerlite.errors import CheckpointNotFoundError, ConfigError, bytes_text
 from composerlite.storage import is_uri
 from composerlite.storage.progress import progress_of
 
-_names = click.argument("names", metavar="[NAME]...", nargs=-1, help="As 'ls' names them; the newest if none is given.")
-_everything = click.option("--all", "everything", is_flag=True, help="All that are committed.")
-
-
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of every command that copies: see :func:`_copy`."""
-    return options.overwrite(options.link(options.as_json(command)))
+_names = click.argument("names", metavar="[NAME]...", nargs=-1, help="Names as in 'ls'. Default: the newest.")
+_everything = click.option("--all", "everything", is_flag=True, help="Copy all committed checkpoints.")
 
 
 @click.command()
 @options.checkpoint
-@click.argument("target", metavar="PLACE", help="The folder, or the URI, that gets it.")
-@_options
+@click.argument("target", metavar="PLACE", help="Target folder or URI.")
+@options.overwrite
+@options.link
+@options.as_json
 def cp(checkpoint: str, target: str, **how: Any) -> None:
-    """Copy CHECKPOINT to PLACE under its name, between folders and buckets, every byte verified.
+    """Copy CHECKPOINT to PLACE, between folders and buckets. Every byte is verified.
 
-    It exists in PLACE when all of it is there. A copy of a directory that was interrupted resumes where it was.
+    The copy becomes a checkpoint when it is complete. Repeat the command to continue an interrupted copy.
     """
     with pointed(checkpoint) as source, place_at(target, may_be_new=True) as place:
         _copy([source.the_one()], place, **how)
 
 
 @click.command()
-@click.argument("folder", metavar="FOLDER", help="A folder of checkpoints.")
-@click.argument("target", metavar="URI", help="Where to: s3://bucket/run.")
+@click.argument("folder", metavar="FOLDER", help="Folder of checkpoints.")
+@click.argument("uri", metavar="URI", help="Target: s3://bucket/run.")
 @_names
 @_everything
-@_options
-def push(folder: str, target: str, names: Sequence[str], everything: bool, **how: Any) -> None:
-    """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, those that are named, or all."""
-    _check_kinds("push", folder, target)
-    with place_at(folder) as source, place_at(target, may_be_new=True) as place:
-        _copy(_chosen(source, names, everything=everything), place, **how)
+@options.overwrite
+@options.link
+@options.as_json
+def push(folder: str, uri: str, **how: Any) -> None:
+    """Copy checkpoints of FOLDER to a bucket, as 'cp' does: the newest, the named ones, or all."""
+    _copy_some("push", folder, uri, **how)
 
 
 @click.command()
-@click.argument("source", metavar="URI", help="Where from: s3://bucket/run.")
-@click.argument("folder", metavar="FOLDER", help="The folder that gets them.")
+@click.argument("uri", metavar="URI", help="Source: s3://bucket/run.")
+@click.argument("folder", metavar="FOLDER", help="Target folder.")
 @_names
 @_everything
-@_options
-def pull(source: str, folder: str, names: Sequence[str], everything: bool, **how: Any) -> None:
-    """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, those that are named, or all."""
-    _check_kinds("pull", folder, source)
-    with place_at(source) as bucket, place_at(folder, may_be_new=True) as place:
-        _copy(_chosen(bucket, names, everything=everything), place, **how)
+@options.overwrite
+@options.link
+@options.as_json
+def pull(uri: str, folder: str, **how: Any) -> None:
+    """Copy checkpoints from a bucket to FOLDER, as 'cp' does: the newest, the named ones, or all."""
+    _copy_some("pull", folder, uri, **how)
 
 
-def _check_kinds(verb: str, folder: str, uri: str) -> None:
+def _copy_some(verb: str, folder: str, uri: str, names: Sequence[str], everything: bool, **how: Any) -> None:
+    """Copy the checkpoints ``names`` from ``folder`` to ``uri``, or the other way round."""
     if is_uri(folder) or not is_uri(uri):
         raise ConfigError(
-            f"{verb}: expected a folder of this machine, given {folder!r}, and a URI such as s3://bucket/run, given "
-            f"{uri!r}. To copy between two folders or two buckets use cp."
+            f"{verb}: expected a local folder, given {folder!r}, and a URI such as s3://bucket/run, given {uri!r}. "
+            "Use cp to copy between two folders or two buckets."
         )
-
-
-def _chosen(place: Place, names: Sequence[str], *, everything: bool) -> Sequence[Found]:
-    """The checkpoints ``names``; the newest if there are none, or all that are committed."""
     if names and everything:
         raise ConfigError(f"--all {' '.join(names)}: expected names or --all.")
-    listed = survey(place)
-    if everything:
-        return [one for one in listed if one.committed]
-    if not names:
-        last = newest(listed)
-        if last is None:
-            raise CheckpointNotFoundError(f"no committed checkpoint in {place.uri()}: there is nothing to copy.")
-        return [last]
-    by_name = {one.name: one for one in listed}  # a path that is not listed may lead out of the place
-    for name in names:
-        if name not in by_name:
-            known = ", ".join(list(by_name)[-8:]) or "none"
-            raise CheckpointNotFoundError(f"{place.uri(name)!r} is no checkpoint. There are: {known}.")
-    return [by_name[name] for name in names]
+    source_text, target_text = (folder, uri) if verb == "push" else (uri, folder)
+    with place_at(source_text) as source, place_at(target_text, may_be_new=True) as target:
+        listed = survey(source)
+        by_name = {found.name: found for found in listed}
+        chosen = [found for found in listed if found.committed] if everything else []
+        for name in names:
+            if name not in by_name:
+                known = ", ".join(list(by_name)[-8:]) or "none"
+                raise CheckpointNotFoundError(f"{source.uri(name)!r} is no checkpoint. Known: {known}.")
+            chosen.append(by_name[name])
+        if not names and not everything:
+            last = newest(listed)
+            if last is None:
+                raise CheckpointNotFoundError(f"no committed checkpoint in {source.uri()}: there is nothing to copy.")
+            chosen = [last]
+        _copy(chosen, target, **how)
 
 
 def _copy(chosen: Sequence[Found], target: Place, *, overwrite: bool, link: str | None, as_json: bool) -> None:
-    """Copy, one after the other, and tell of each when it is there; then point ``link`` to the last."""
+    """Copy checkpoints one after the other, then point ``link`` to the last."""
     if link is not None:
         target.check_link(link)
-        there = checkpoint_at(target, link)
-        if link in [found.name for found in chosen] or (there is not None and there.copy_of is None):
-            raise ConfigError(f"{target.uri(link)!r} is a checkpoint, and no link takes its place. Give another name.")
+        existing = checkpoint_at(target, link)
+        if link in [found.name for found in chosen] or (existing is not None and existing.copy_of is None):
+            raise ConfigError(f"{target.uri(link)!r} is a checkpoint and cannot become a link. Pass another name.")
     copied: list[dict[str, Any]] = []
     for found in chosen:
         with progress_of(f"copying {found.name}", found.size_bytes, wanted=True) as progress:
             is_new = copy(found, target, overwrite=overwrite, progress=progress)
-        state = "copied" if is_new else "was there"
-        uris = {"source": found.uri, "target": target.uri(found.name)}
-        copied.append({"name": found.name, **uris, "size_bytes": found.size_bytes, "state": state})
+        state, uri = "copied" if is_new else "exists", target.uri(found.name)
+        size = found.size_bytes
+        copied.append({"name": found.name, "source": found.uri, "target": uri, "size_bytes": size, "state": state})
         if not as_json:
-            click.echo(f"{state}: {uris['target']} ({bytes_text(found.size_bytes)})")
+            click.echo(f"{state}: {uri} ({bytes_text(size)})")
     if link is not None and chosen:
         set_link(target, link, chosen[-1].name)
     if as_json:

@@ -1,156 +1,121 @@
-"""``composerlite eval`` and ``predict``: the weights of a checkpoint on the data that a run's YAML file names.
+"""``composerlite eval`` and ``predict``: use the weights of a checkpoint with the data of a run's YAML file.
 
-Nothing is trained, saved or deleted, and no file of the run is changed. torch is imported when they are run.
+No file of the run is changed. Modules with torch are imported when a command runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from composerlite.cli import options
-from composerlite.cli.output import print_json, readable_errors
+from composerlite.cli.output import print_json
 from composerlite.errors import CheckpointNotFoundError, ConfigError
 from composerlite.storage import make_folder
 
 if TYPE_CHECKING:
     from composerlite.checkpoint.tools.surveying import Found
     from composerlite.config import RunConfig
-    from composerlite.core import Evaluator
     from composerlite.trainer import Trainer
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _of_a_run(command: F) -> F:
-    """Give ``command`` the arguments that say what is evaluated."""
-    for argument in (
-        click.option("--traceback", is_flag=True, help="Show where in the code an error was raised."),
-        click.option(
-            "--trust-config",
-            is_flag=True,
-            help="Use the configuration that CHECKPOINT keeps. Whatever code it names is run.",
-        ),
-        click.option(
-            "--checkpoint",
-            metavar="PLACE",
-            help="The weights: a checkpoint, or a folder or URI of such, of which it is the newest good one. Without "
-            "it, the newest good one in the save_folder of CONFIG, of its run_name if it has one.",
-        ),
-        click.argument(
-            "overrides", metavar="[KEY=VALUE]...", nargs=-1, help="Values that replace those of the configuration."
-        ),
-        click.argument(
-            "source",
-            metavar="CONFIG|CHECKPOINT",
-            help="The YAML file of a run; or a checkpoint of 'composerlite train', or a folder or URI of such, which "
-            "keeps its configuration.",
-        ),
-    ):
-        command = argument(command)
-    return command
 
 
 @click.command("eval")
-@_of_a_run
+@options.evaluated_run
 @options.as_json
-def evaluate(traceback: bool, as_json: bool, **what: Any) -> None:
+def evaluate(as_json: bool, **selection: Any) -> None:
     """Evaluate a checkpoint on each eval_loader of its run.
 
-    Prints a line for each, with the loss and all metrics. Nothing is trained or saved.
+    Prints a line for each eval_loader with the loss and all metrics. Nothing is trained or saved.
 
-    Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
+    Exit status: 0 for success; 2 if the configuration or the command is wrong; 1 for any other error.
     """
-    with readable_errors(traceback=traceback):
-        chosen = _chosen(**what)
-        with _trainer(chosen) as trainer:
-            from composerlite.core import metric_values
+    from composerlite.core import metric_values
+    from composerlite.loggers.values import shown
 
-            trainer.eval()
-            state = trainer.state
-            values = {one.label: metric_values(state.eval_metrics[one.label]) for one in state.evaluators}
-        if state.rank == 0 and as_json:
-            print_json({**chosen.described(), "metrics": values})
-        elif state.rank == 0:
-            from composerlite.loggers.values import shown
-
-            for label, measured in values.items():
-                parts = shown({f"metrics/{label}/{name}": value for name, value in measured.items()})
-                click.echo(f"{label}: {', '.join(parts)}")
+    config, found = _select(**selection)
+    with _build_trainer(config, found) as trainer:
+        trainer.eval()
+        state = trainer.state
+        values = {one.label: metric_values(state.eval_metrics[one.label]) for one in state.evaluators}
+    if state.rank == 0 and as_json:
+        print_json({**_position(found), "metrics": values})
+    elif state.rank == 0:
+        for label, metrics in values.items():
+            parts = shown({f"metrics/{label}/{name}": value for name, value in metrics.items()})
+            click.echo(f"{label}: {', '.join(parts)}")
 
 
 @click.command()
-@_of_a_run
+@options.evaluated_run
 @click.option(
     "-o",
     "--output",
     metavar="FILE",
     required=True,
-    help="The file to write, which must not be there: a list of the outputs of each batch, for torch.load. "
-    "With several ranks a name with {rank}, and each writes the outputs of its part of the data.",
+    help="New file to write: a list of the outputs of each batch, for torch.load. With several ranks, a name with "
+    "{rank}: each rank writes the outputs of its part of the data.",
 )
-@click.option("--data", metavar="LABEL", help="The eval_loader of this label, where there are several.")
-def predict(traceback: bool, output: str, data: str | None, **what: Any) -> None:
+@click.option("--data", metavar="LABEL", help="Label of the eval_loader, if there are several.")
+def predict(output: str, data: str | None, **selection: Any) -> None:
     """Write the outputs of a checkpoint's model for each batch of an eval_loader of its run.
 
-    Nothing is trained or saved. The outputs are in memory until they are written.
+    Nothing is trained or saved. All outputs are in memory until they are written.
 
-    Exit status: 0; 2 if the configuration or the command is wrong; 1 if anything else is.
+    Exit status: 0 for success; 2 if the configuration or the command is wrong; 1 for any other error.
     """
-    with readable_errors(traceback=traceback):
-        from composerlite.checkpoint.save.plain_file import write_torch
+    from composerlite import dist
+    from composerlite.checkpoint.record.naming import format_name_with_dist
+    from composerlite.checkpoint.save.plain_file import write_torch
 
-        path = _path_to_write(output)
-        chosen = _chosen(**what)
-        label = _label(chosen.config, data)
-        with _trainer(chosen) as trainer:
-            evaluator: Evaluator = next(one for one in trainer.state.evaluators if one.label == label)
-            limit = evaluator.subset_num_batches
-            outputs = trainer.predict(evaluator.dataloader, -1 if limit is None else limit)
-            make_folder(path.parent)
-            write_torch(path, _plain(outputs), overwrite=False)
-        click.echo(f"wrote {path}")
-
-
-# ── what is evaluated ────────────────────────────────────────────────────────────────────────────────────────────────
-class _Chosen(NamedTuple):
-    """A run, and the checkpoint of it that is evaluated."""
-
-    config: RunConfig
-    checkpoint: Found
-
-    def described(self) -> dict[str, Any]:
-        """The checkpoint as JSON has it. What is not known is ``null``."""
-        found = self.checkpoint
-        time = {} if found.manifest is None else found.manifest.timestamp
-        counts = {"epoch": time.get("epoch"), "batch": time.get("batch")}
-        return {"checkpoint": found.uri, "run_name": found.run_name, **counts}
+    if dist.get_world_size() > 1 and "{rank}" not in output:
+        raise ConfigError(
+            f"--output {output}: each rank writes a file. Expected a name with {{rank}}, such as preds-rank{{rank}}.pt."
+        )
+    path = Path(format_name_with_dist(output, ""))
+    if path.exists():
+        raise ConfigError(f"--output {path}: the file exists already. Pass another name.")
+    config, found = _select(**selection)
+    labels = [one.arguments.label for one in config.eval_loaders]
+    if data is None and len(labels) > 1:
+        raise ConfigError(f"there are several eval_loaders: {', '.join(labels)}. Pass --data LABEL.")
+    if data is not None and data not in labels:
+        raise ConfigError(f"--data {data}: there is no such eval_loader. Expected one of {', '.join(labels)}.")
+    label = labels[0] if data is None else data
+    with _build_trainer(config, found) as trainer:
+        evaluator = next(one for one in trainer.state.evaluators if one.label == label)
+        limit = evaluator.subset_num_batches
+        outputs = trainer.predict(evaluator.dataloader, -1 if limit is None else limit)
+        make_folder(path.parent)
+        write_torch(path, _plain(outputs), overwrite=False)
+    click.echo(f"wrote {path}")
 
 
-def _chosen(*, source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool) -> _Chosen:
+def _select(
+    *, source: str, overrides: Sequence[str], checkpoint: str | None, trust_config: bool
+) -> tuple[RunConfig, Found]:
+    """Return the configuration and the checkpoint that the arguments select."""
     from composerlite.config import load_config
 
-    if checkpoint is not None or source.lower().endswith((".yaml", ".yml")):
+    if checkpoint is None and not source.lower().endswith((".yaml", ".yml")):
+        found = _find(source)
+        config = _saved_config(found, source, overrides, trust_config)
+    else:
         config = load_config(source, overrides)
         if ("load_path",) in config.origin.overrides:
             path = config.trainer.load_path
-            raise ConfigError(
-                f"load_path={path!r} is what training begins with. To evaluate it pass --checkpoint {path}."
-            )
-        chosen = _Chosen(config, _of_config(config) if checkpoint is None else _found(checkpoint))
-    else:
-        chosen = _keeping(source, overrides, trust_config)
-    if not chosen.config.eval_loaders:
-        raise ConfigError(f"{chosen.config.origin.where()}: there is no eval_loader, and nothing to evaluate on.")
-    return chosen
+            raise ConfigError(f"load_path={path!r} is for training. To evaluate it pass --checkpoint {path}.")
+        found = _find_newest(config) if checkpoint is None else _find(checkpoint)
+    if not config.eval_loaders:
+        raise ConfigError(f"{config.origin.where()}: there is no eval_loader, so there is nothing to evaluate.")
+    return config, found
 
 
-def _of_config(config: RunConfig) -> Found:
-    """The newest good checkpoint of the run."""
+def _find_newest(config: RunConfig) -> Found:
+    """Return the newest good checkpoint in the ``save_folder`` of a run."""
     from composerlite.checkpoint.record.naming import format_name_with_dist
     from composerlite.trainer.build import resolve_run_name
 
@@ -160,47 +125,46 @@ def _of_config(config: RunConfig) -> Found:
     name, is_named = resolve_run_name(config.trainer.run_name, autoresume=config.trainer.autoresume)
     if "{run_name}" in folder and not is_named:
         raise ConfigError(
-            f"{config.origin.says(('save_folder',), folder)}: nothing says which run is meant. Pass run_name=NAME, or "
+            f"{config.origin.says(('save_folder',), folder)}: the run has no name. Pass run_name=NAME, or "
             "--checkpoint PLACE."
         )
     try:
-        return _found(format_name_with_dist(folder, name), name if is_named else None)
+        return _find(format_name_with_dist(folder, name), name if is_named else None)
     except CheckpointNotFoundError as e:
-        e.add_note("It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.")
+        e.add_note("This is the save_folder of the run. To evaluate another checkpoint pass --checkpoint PLACE.")
         raise
 
 
-def _keeping(source: str, overrides: Sequence[str], trust_config: bool) -> _Chosen:
-    """The checkpoint at ``source`` and the configuration that it keeps."""
+def _saved_config(found: Found, source: str, overrides: Sequence[str], trust_config: bool) -> RunConfig:
+    """Return the configuration in a checkpoint of ``composerlite train``."""
     from composerlite.checkpoint.tools.reading import metadata_of
     from composerlite.checkpoint.tools.surveying import pointed
     from composerlite.config import load_kept
 
-    found = _found(source)
     with pointed(found.uri) as target:
         settings = metadata_of(target.the_one()).get("settings")
     kept = cast("Mapping[str, Any]", settings).get("config") if isinstance(settings, Mapping) else None
     config = load_kept(kept, overrides)
-    way = f"'composerlite eval CONFIG --checkpoint {source}', with the YAML file of the run"
+    alternative = f"'composerlite eval CONFIG --checkpoint {source}' with the YAML file of the run"
     if config is None:
         raise ConfigError(
-            f"{found.uri!r} keeps no configuration that could be read: it is of an earlier version, not of "
-            f"'composerlite train', or an archive of DeepSpeed. Run {way}."
+            f"{found.uri!r} has no configuration, since it was not saved by 'composerlite train', or it is a DeepSpeed "
+            f"archive. Use {alternative}."
         )
     if not trust_config:
         raise ConfigError(
-            f"{found.uri!r} keeps the configuration of its run, which names code that would be run, such as "
-            f"{config.model.name!r}. If you trust whoever made the checkpoint, add --trust-config; else run {way}."
+            f"the configuration in {found.uri!r} names code to run, such as {config.model.name!r}. If you trust the "
+            f"author of the checkpoint, pass --trust-config; otherwise use {alternative}."
         )
-    return _Chosen(config, found)
+    return config
 
 
-def _found(text: str, run_name: str | None = None) -> Found:
-    """Find the checkpoint at ``text``, or the newest good checkpoint in that place.
+def _find(text: str, run_name: str | None = None) -> Found:
+    """Return the checkpoint at a path or URI, or the newest good checkpoint in a folder.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CorruptCheckpointError: it is incomplete.
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the checkpoint is incomplete.
     """
     from composerlite.checkpoint.tools.surveying import newest, pointed
 
@@ -212,56 +176,38 @@ def _found(text: str, run_name: str | None = None) -> Found:
         if found is None:
             of_run = "" if run_name is None else f" of run {run_name!r}"
             raise CheckpointNotFoundError(
-                f"no good checkpoint{of_run} in {text}: 'composerlite checkpoint ls' shows what is there."
+                f"no good checkpoint{of_run} in {text}. 'composerlite checkpoint ls' lists all."
             )
         return found
 
 
-def _trainer(chosen: _Chosen) -> Trainer:
-    """The trainer with the weights, which says nothing but what is wrong; and the checkpoint, on stderr."""
+def _position(found: Found) -> dict[str, Any]:
+    """Return URI, run, epoch and batch of a checkpoint."""
+    time = {} if found.manifest is None else found.manifest.timestamp
+    run = {"checkpoint": found.uri, "run_name": found.run_name}
+    return {**run, "epoch": time.get("epoch"), "batch": time.get("batch")}
+
+
+def _build_trainer(config: RunConfig, found: Found) -> Trainer:
+    """Build the trainer with the weights of a checkpoint, and print the position of the checkpoint on stderr."""
     from composerlite.config import build_trainer
 
     logging.getLogger("composerlite").setLevel(logging.WARNING)
-    trainer = build_trainer(chosen.config, evaluates=chosen.checkpoint.uri)
+    trainer = build_trainer(config, evaluates=found.uri)
     if trainer.state.rank == 0:
-        parts = (
-            f"{name.replace('_name', '')} {value}" for name, value in chosen.described().items() if value is not None
-        )
-        click.echo(", ".join(parts), err=True)
+        known = [
+            f"{name.replace('_name', '')} {value}" for name, value in _position(found).items() if value is not None
+        ]
+        click.echo(", ".join(known), err=True)
     return trainer
 
 
-# ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _path_to_write(output: str) -> Path:
-    from composerlite import dist
-    from composerlite.checkpoint.record.naming import format_name_with_dist
-
-    if dist.get_world_size() > 1 and "{rank}" not in output:
-        raise ConfigError(
-            f"--output {output}: each rank writes a file. Expected a name with {{rank}}, such as preds-rank{{rank}}.pt."
-        )
-    path = Path(format_name_with_dist(output, ""))
-    if path.exists():
-        raise ConfigError(f"--output {path}: the file exists already. Pass another name.")
-    return path
-
-
-def _label(config: RunConfig, wanted: str | None) -> str:
-    labels = [one.arguments.label for one in config.eval_loaders]
-    if wanted is None and len(labels) > 1:
-        raise ConfigError(f"there are several eval_loader: {', '.join(labels)}. Pass one of them as --data LABEL.")
-    if wanted is not None and wanted not in labels:
-        raise ConfigError(f"--data {wanted}: there is no such eval_loader. Expected one of {', '.join(labels)}.")
-    return labels[0] if wanted is None else wanted
-
-
 def _plain(value: Any) -> Any:
-    """``value`` of tensors, numbers and texts in dicts and lists: what torch.load opens without running code."""
+    """Convert nested outputs to types that ``torch.load`` opens without running code."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        is_part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
-        return value.clone() if is_part else value  # a part would be written with the whole
+        return value.clone()  # torch.save would write the whole storage of a view
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -269,6 +215,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in cast("Sequence[Any]", value)]
     raise ConfigError(
-        f"the model gives a {type(value).__qualname__}, and a file has tensors, numbers and texts in dicts and "
-        "lists. Write an eval_forward that returns such, or use Trainer.predict in Python."
+        f"the model returned a {type(value).__qualname__}: expected tensors, numbers and text in dicts and lists. "
+        "Write an eval_forward that returns these types, or use Trainer.predict in Python."
     )

@@ -1,6 +1,6 @@
-"""``composerlite checkpoint ls``, ``latest`` and ``verify``: what there is, and whether it is what was saved.
+"""``composerlite checkpoint ls``, ``latest`` and ``verify``.
 
-None of them imports torch, but ``verify`` where something is damaged or has no record; only that reads data.
+Only ``verify`` reads data. None imports torch, except ``verify`` for checkpoints without a record.
 """
 
 from __future__ import annotations
@@ -27,34 +27,32 @@ _FAULTS_SHOWN = 3
 _COLUMNS = ("name", "run", "epoch", "batch", "sample", "saved", "size", "kind", "ranks", "metrics", "where", "state")
 _SPARE = ("metrics", "sample", "ranks", "run", "where", "kind")
 _NUMBERS = ("epoch", "batch", "sample", "size", "ranks")
-
-
-_ORDERS: dict[str, Callable[[Found], Any]] = {
-    "age": lambda one: 0,  # as they are
-    "name": lambda one: one.name,
-    "saved": lambda one: "~" if one.manifest is None else one.manifest.saved_at,  # later than any date
-    "size": lambda one: one.size_bytes,
+_SORT_KEYS: dict[str, Callable[[Found], Any]] = {
+    "age": lambda found: 0,  # keep the order of training
+    "name": lambda found: found.name,
+    "saved": lambda found: "~" if found.manifest is None else found.manifest.saved_at,  # unknown times last
+    "size": lambda found: found.size_bytes,
 }
 
 
 @click.command()
 @options.places
 @options.run
-@click.option("--sort", type=click.Choice(list(_ORDERS)), default="age", help="Order of the list.")
+@click.option("--sort", type=click.Choice(list(_SORT_KEYS)), default="age", help="Order of the list.")
 @options.as_json
 def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None:
-    """List the checkpoints in PLACE: whether each is whole, of which moment, how large.
+    """List the checkpoints in PLACE with state, time and size.
 
-    A file is read at its end only, where its record is: 'verify' reads all. A file that was saved under another name is
-    listed as a copy: no run resumes from it, and 'prune' leaves it.
+    Only records are read; use 'verify' to read all bytes. A file under another name than the name in its record is
+    listed as a copy: no run resumes from a copy, and 'prune' keeps copies.
     """
-    listed = sorted(_listed(places, run), key=_ORDERS[sort])
+    listed = sorted(_listed(places, run), key=_SORT_KEYS[sort])
     if as_json:
-        print_json({"checkpoints": [described(one) for one in listed]})
+        print_json({"checkpoints": [described(found) for found in listed]})
     elif listed:
-        print_table(_COLUMNS, [_row(one) for one in listed], right=_NUMBERS, spare=_SPARE)
+        print_table(_COLUMNS, [_row(found) for found in listed], right=_NUMBERS, spare=_SPARE)
     else:
-        click.echo(f"no checkpoints in {', '.join(places)}{_of_run(run)}", err=True)
+        click.echo(f"no checkpoints{_of_run(run)} in {', '.join(places)}", err=True)
 
 
 @click.command()
@@ -62,15 +60,14 @@ def ls(places: Sequence[str], run: str | None, sort: str, as_json: bool) -> None
 @options.run
 @options.as_json
 def latest(places: Sequence[str], run: str | None, as_json: bool) -> None:
-    """Print the path or the URI of the newest committed checkpoint in PLACE. Exit status 1: there is none.
+    """Print the path or URI of the newest committed checkpoint in PLACE. Exit status 1 if there is none.
 
-    Of several runs it is that of the one that saved last; of several places with the same, that in the first of them.
+    Of several runs, the run that saved last is used; of equal checkpoints in several places, the first place.
     """
     found = newest(_listed(places, run))
     if found is None:
         raise CheckpointNotFoundError(
-            f"no committed checkpoint{_of_run(run)} in {', '.join(places)}: 'composerlite checkpoint ls' shows what is "
-            "there."
+            f"no committed checkpoint{_of_run(run)} in {', '.join(places)}. 'composerlite checkpoint ls' lists all."
         )
     if as_json:
         print_json(described(found))
@@ -82,7 +79,7 @@ def _listed(places: Sequence[str], run: str | None) -> list[Found]:
     listed: list[Found] = []
     for text in places:
         with place_at(text) as place:
-            listed += [one for one in survey(place) if run in (None, one.run_name)]
+            listed += [found for found in survey(place) if run in (None, found.run_name)]
     return listed
 
 
@@ -91,7 +88,7 @@ def _of_run(run: str | None) -> str:
 
 
 def described(found: Found) -> dict[str, Any]:
-    """A checkpoint as JSON has it. What is not known is ``null``."""
+    """Describe a checkpoint in JSON types. Unknown values are ``None``."""
     manifest = found.manifest
     counts = {} if manifest is None or not (manifest.run_name or found.kind == "step") else manifest.timestamp
     return {
@@ -105,10 +102,7 @@ def described(found: Found) -> dict[str, Any]:
         "faults": list(found.faults),
         "kind": found.kind or None,
         "run_name": found.run_name,
-        "epoch": counts.get("epoch"),
-        "batch": counts.get("batch"),
-        "sample": counts.get("sample"),
-        "token": counts.get("token"),
+        **{name: counts.get(name) for name in ("epoch", "batch", "sample", "token")},
         "saved_at": None if manifest is None else manifest.saved_at,
         "size_bytes": found.size_bytes,
         "file_count": len(found.files),
@@ -119,83 +113,92 @@ def described(found: Found) -> dict[str, Any]:
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
-    """Metrics and their values on one line."""
+    """Format metrics on one line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def _row(one: Found) -> list[str]:
-    facts = described(one)
-    metrics = metrics_text(facts["metrics"] or {})
-    is_marked = one.manifest is not None and bool(one.manifest.run.not_finite)
-    marks = ("ephemeral" if facts["ephemeral"] else "", "not finite" if is_marked else "")
-    kind = " ".join(part for part in (facts["kind"], *marks) if part)
-    counts = ["" if facts[name] is None else str(facts[name]) for name in ("epoch", "batch", "sample")]
-    saved = (facts["saved_at"] or "")[:19].replace("T", " ")
-    ranks = "" if facts["world_size"] is None else str(facts["world_size"])
-    size = bytes_text(facts["size_bytes"])
-    return [
-        *(facts["name"], facts["run_name"] or "", *counts, saved, size, kind, ranks, metrics),
-        *(facts["where"], "abandoned" if one.abandoned else _state(one)),
-    ]
-
-
-def _state(found: Found) -> str:
+def _row(found: Found) -> list[str]:
+    facts = described(found)
+    is_not_finite = found.manifest is not None and bool(found.manifest.run.not_finite)
+    kind = [facts["kind"], "ephemeral" if facts["ephemeral"] else "", "not finite" if is_not_finite else ""]
+    state = "abandoned" if found.abandoned else found.state
     if found.copy_of is not None:
-        return f"a copy of {found.copy_of!r}"
-    if not found.faults:
-        return found.state
-    more = len(found.faults) - _FAULTS_SHOWN
-    return f"{found.state}: {'; '.join(found.faults[:_FAULTS_SHOWN])}{f'; and {more} more' if more > 0 else ''}"
+        state = f"a copy of {found.copy_of!r}"
+    elif found.faults:
+        more = len(found.faults) - _FAULTS_SHOWN
+        state += f": {'; '.join(found.faults[:_FAULTS_SHOWN])}{f'; and {more} more' if more > 0 else ''}"
+    facts |= {
+        "run": found.run_name,
+        "saved": (facts["saved_at"] or "")[:19].replace("T", " "),
+        "size": bytes_text(found.size_bytes),
+        "kind": " ".join(filter(None, kind)),
+        "ranks": facts["world_size"],
+        "metrics": metrics_text(facts["metrics"] or {}),
+        "state": state,
+    }
+    return ["" if facts[name] is None else str(facts[name]) for name in _COLUMNS]
 
 
-# ── verify ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @click.command()
-@click.argument(
-    "targets", metavar="CHECKPOINT...", nargs=-1, required=True, help="Checkpoints, or folders or URIs of such."
-)
+@click.argument("targets", metavar="CHECKPOINT...", nargs=-1, required=True, help="Checkpoints, folders or URIs.")
 @options.run
 @options.as_json
 def verify(targets: Sequence[str], run: str | None, as_json: bool) -> None:
-    """Read CHECKPOINT, or all in a folder, and compare every byte with the record.
+    """Read CHECKPOINT, or all checkpoints in a folder, and compare every byte with the record.
 
-    A file contains its record, so a copy of it is verified wherever it is, under any name. Exit status 1: a checkpoint
-    is damaged, or holds what is not known to be safe. Checkpoints without a record, as other programs write them, are
-    read and compared with the checksums in their own files. They are listed as unverified, and so are directories that
-    another program has rewritten.
+    A copied file is verified under any name. A checkpoint without a record, written by another program, is read and
+    compared with the checksums in its files, and listed as unverified. Exit status 1: a checkpoint is damaged, or
+    contains types that are not known to be safe.
     """
     verdicts: list[dict[str, Any]] = []
     for text in targets:
         with pointed(text) as target:
-            chosen = [one for one in target.found() if run in (None, one.run_name)]
+            chosen = [found for found in target.found() if run in (None, found.run_name)]
             if not chosen:
-                raise CheckpointNotFoundError(
-                    f"{text!r} holds no checkpoint{_of_run(run)}: there is nothing to verify."
-                )
-            size = sum(sum(r.size_bytes for r in one.records) if one.manifest else one.size_bytes for one in chosen)
-            with progress_of(f"verifying {text}", size, wanted=True) as progress:
-                verdicts += [_verdict(one, progress, is_named=target.name is not None) for one in chosen]
+                raise CheckpointNotFoundError(f"no checkpoint{_of_run(run)} in {text!r}: there is nothing to verify.")
+            sizes = [
+                sum(r.size_bytes for r in found.records) if found.manifest else found.size_bytes for found in chosen
+            ]
+            with progress_of(f"verifying {text}", sum(sizes), wanted=True) as progress:
+                for found in chosen:
+                    state, faults = verdict(found, progress, is_named=target.name is not None)
+                    facts = {"name": found.name, "uri": found.uri, "state": state, "copy_of": found.copy_of}
+                    verdicts.append({**facts, "faults": faults, "size_bytes": found.size_bytes})
     if as_json:
         print_json({"checkpoints": verdicts})
     else:
-        rows = [[v["uri"], bytes_text(v["size_bytes"]), _told(v)] for v in verdicts]
+        rows: list[list[str]] = []
+        for facts in verdicts:
+            copy = "" if facts["copy_of"] is None else f"a copy of {facts['copy_of']!r}"
+            state = ": ".join(filter(None, (facts["state"], copy, "; ".join(facts["faults"]))))
+            rows.append([facts["uri"], bytes_text(facts["size_bytes"]), state])
         print_table(("checkpoint", "size", "state"), rows, right=("size",))
-    states = [verdict["state"] for verdict in verdicts if verdict["state"] in ("damaged", "refused")]
-    if states:
-        words = " or ".join(sorted(set(states)))
-        click.echo(f"{len(states)} of {len(verdicts)} checkpoints are {words}", err=True)
+    bad = [facts["state"] for facts in verdicts if facts["state"] in ("damaged", "refused")]
+    if bad:
+        click.echo(f"{len(bad)} of {len(verdicts)} checkpoints are {' or '.join(sorted(set(bad)))}", err=True)
         raise click.exceptions.Exit(1)
 
 
-def _told(verdict: dict[str, Any]) -> str:
-    copy = "" if verdict["copy_of"] is None else f"a copy of {verdict['copy_of']!r}"
-    return ": ".join(filter(None, (verdict["state"], copy, "; ".join(verdict["faults"]))))
+def verdict(found: Found, progress: Callable[[int], object], *, is_named: bool = True) -> tuple[str, list[str]]:
+    """Verify a checkpoint. Returns ``'verified'``, ``'damaged'``, ``'refused'`` or ``'unverified'``, and the reasons.
 
-
-def _verdict(found: Found, progress: Callable[[int], object], *, is_named: bool = True) -> dict[str, Any]:
-    """Return the verdict on a checkpoint, ``'verified'``, ``'damaged'``, ``'refused'`` or ``'unverified'``, with the
-    reason. An incomplete one without a record is unverified in a listing, since its save may continue; it is damaged if
-    it is named.
+    An incomplete checkpoint without a record is damaged if ``is_named``. In a list it is unverified, since a save may
+    be running.
     """
+    if found.state == "unverified":
+        from composerlite.checkpoint.tools.reading import read_without_record  # imports torch
+
+        try:
+            return "unverified", [read_without_record(found)]
+        except (CheckpointError, ConfigError) as e:
+            states: dict[type[Exception], str] = {
+                CorruptCheckpointError: "damaged",
+                UntrustedCheckpointError: "refused",
+            }
+            return states.get(type(e), "unverified"), [str(e).rstrip(".")]
+    if found.manifest is None:
+        is_damaged = bool(found.faults) and bool(found.decider or is_named)
+        return "damaged" if is_damaged else "unverified", list(found.faults)
     faults: list[str] = []
     for record in found.records:
         try:
@@ -204,28 +207,4 @@ def _verdict(found: Found, progress: Callable[[int], object], *, is_named: bool 
             faults.append(f"{record.path} is missing")
         except CorruptCheckpointError as e:
             faults.append(str(e).rstrip("."))
-    state = "damaged" if faults else "verified"
-    if found.state == "unverified":
-        state, faults = _by_itself(found)
-    elif found.manifest is None:  # the record is damaged, or the save did not end
-        faults = list(found.faults)
-        state = "damaged" if (found.decider or is_named) and faults else "unverified"
-    return {
-        "name": found.name,
-        "uri": found.uri,
-        "state": state,
-        "copy_of": found.copy_of,
-        "faults": faults,
-        "size_bytes": found.size_bytes,
-    }
-
-
-def _by_itself(found: Found) -> tuple[str, list[str]]:
-    """Return the verdict on a checkpoint without a record."""
-    from composerlite.checkpoint.tools.reading import read_without_record  # imports torch
-
-    try:
-        return "unverified", [read_without_record(found)]
-    except (CheckpointError, ConfigError) as e:
-        states: dict[type[Exception], str] = {CorruptCheckpointError: "damaged", UntrustedCheckpointError: "refused"}
-        return states.get(type(e), "unverified"), [str(e).rstrip(".")]
+    return "damaged" if faults else "verified", faults

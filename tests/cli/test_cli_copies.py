@@ -83,9 +83,9 @@ def test_push_and_pull_take_the_newest_the_named_or_all(demo: Path, bucket: str)
     assert states("push", "demo", there, cwd=demo.parent) == [f"copied: {there}/{THREE}"]
     assert states("push", "demo", there, ONE, cwd=demo.parent) == [f"copied: {there}/{ONE}"]
     assert states("push", "demo", there, "--all", "--link", "latest-rank0.pt", cwd=demo.parent) == [
-        f"was there: {there}/{ONE}",
+        f"exists: {there}/{ONE}",
         f"copied: {there}/{TWO}",
-        f"was there: {there}/{THREE}",
+        f"exists: {there}/{THREE}",
     ]
     with open_store(bucket) as store:
         assert store.read_range("demo/latest-rank0.pt.symlink", 0, 99) == f"demo/{THREE}".encode()
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_replaced(
         back = tmp_path / "back" / path.relative_to(theirs.parent)
         assert path.is_dir() or back.read_bytes() == path.read_bytes()
     copied(ours, target, overwrite=True)
-    assert states("cp", "ours/step1", target, cwd=tmp_path) == [f"was there: {target}/step1"]
+    assert states("cp", "ours/step1", target, cwd=tmp_path) == [f"exists: {target}/step1"]
 
 
 @pytest.mark.parametrize("target", ["x.pt", "x.pt.gz", "x.safetensors", "weights", "directory"])
@@ -309,7 +309,7 @@ def test_a_torn_copy_is_replaced_when_asked(kept: int, demo: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "give --overwrite to replace it" in done.stderr
     assert states("cp", f"demo/{ONE}", "there", "--overwrite", cwd=demo.parent) == [f"copied: there/{ONE}"]
-    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"was there: there/{ONE}"]
+    assert states("cp", f"demo/{ONE}", "there", cwd=demo.parent) == [f"exists: there/{ONE}"]
     assert composerlite("checkpoint", "verify", "there", cwd=demo.parent).returncode == 0
 
 
@@ -399,11 +399,11 @@ def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
         (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
         (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
         (["push", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'there'"),
-        (["push", bucket, bucket], 2, "expected a folder of this machine"),
+        (["push", bucket, bucket], 2, "expected a local folder"),
         (["pull", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'demo'"),
-        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. There are: "),
-        (["push", "demo", bucket, str(demo / ONE)], 1, "is no checkpoint. There are: "),
-        (["push", "demo", bucket, "latest-rank0.pt"], 1, "is no checkpoint. There are: "),
+        (["push", "demo", bucket, "ep9.pt"], 1, "is no checkpoint. Known: "),
+        (["push", "demo", bucket, str(demo / ONE)], 1, "is no checkpoint. Known: "),
+        (["push", "demo", bucket, "latest-rank0.pt"], 1, "is no checkpoint. Known: "),
         (["push", "demo", bucket, ONE, "--all"], 2, "expected names or --all"),
         (["pull", f"{bucket}/nothing", "there"], 1, "there is nothing to copy"),
     ):

@@ -298,10 +298,10 @@ def test_outputs_are_written_for_torch_load(ended: Path, tmp_path: Path) -> None
 def test_code_that_a_checkpoint_names_is_not_run_unasked(project: Path) -> None:
     """A checkpoint may come from anywhere: without --trust-config not even a module is imported."""
     (project / "imported").unlink()
-    way = "'composerlite eval CONFIG --checkpoint runs/fox', with the YAML file of the run"
+    way = "'composerlite eval CONFIG --checkpoint runs/fox' with the YAML file of the run"
     stderr = (
-        "'runs/fox/ep2-ba10-rank0.pt' keeps the configuration of its run, which names code that would be run, such as "
-        f"'task:model'. If you trust whoever made the checkpoint, add --trust-config; else run {way}."
+        "the configuration in 'runs/fox/ep2-ba10-rank0.pt' names code to run, such as 'task:model'. If you trust the "
+        f"author of the checkpoint, pass --trust-config; otherwise use {way}."
     )
     refused("eval", "runs/fox", cwd=project, status=2, stderr=stderr)
     assert not (project / "imported").exists()
@@ -309,10 +309,10 @@ def test_code_that_a_checkpoint_names_is_not_run_unasked(project: Path) -> None:
 
 def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, trained: Path) -> None:
     """One that a script has saved keeps none."""
-    way = f"'composerlite eval CONFIG --checkpoint {trained}', with the YAML file of the run"
+    way = f"'composerlite eval CONFIG --checkpoint {trained}' with the YAML file of the run"
     stderr = (
-        f"'{trained}/ep3-ba12-rank0.pt' keeps no configuration that could be read: it is of an earlier version, not of "
-        f"'composerlite train', or an archive of DeepSpeed. Run {way}."
+        f"'{trained}/ep3-ba12-rank0.pt' has no configuration, since it was not saved by 'composerlite train', or it is "
+        f"a DeepSpeed archive. Use {way}."
     )
     refused("eval", str(trained), "--trust-config", cwd=ended, status=2, stderr=stderr)
 
@@ -320,30 +320,30 @@ def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, train
 @pytest.mark.parametrize(
     ("arguments", "status", "stderr"),
     [
-        (["eval_loader=null"], 2, "fox.yaml: there is no eval_loader, and nothing to evaluate on."),
+        (["eval_loader=null"], 2, "fox.yaml: there is no eval_loader, so there is nothing to evaluate."),
         (["save_folder=null"], 2, "fox.yaml: there is no save_folder. Pass --checkpoint PLACE."),
         (
             ["load_path=a.pt"],
             2,
-            "load_path='a.pt' is what training begins with. To evaluate it pass --checkpoint a.pt.",
+            "load_path='a.pt' is for training. To evaluate it pass --checkpoint a.pt.",
         ),
         (
             ["run_name=null", "autoresume=false"],
             2,
-            "fox.yaml:16: save_folder='runs/{run_name}': nothing says which run is meant. Pass run_name=NAME, or "
+            "fox.yaml:16: save_folder='runs/{run_name}': the run has no name. Pass run_name=NAME, or "
             "--checkpoint PLACE.",
         ),
         (
             ["run_name=owl"],
             1,
             "there is no checkpoint and no folder of checkpoints 'runs/owl'.\n"
-            "It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.",
+            "This is the save_folder of the run. To evaluate another checkpoint pass --checkpoint PLACE.",
         ),
         (
             ["run_name=owl", "save_folder=runs/fox"],
             1,
-            "no good checkpoint of run 'owl' in runs/fox: 'composerlite checkpoint ls' shows what is there.\n"
-            "It is the save_folder of the run: --checkpoint PLACE evaluates another checkpoint.",
+            "no good checkpoint of run 'owl' in runs/fox. 'composerlite checkpoint ls' lists all.\n"
+            "This is the save_folder of the run. To evaluate another checkpoint pass --checkpoint PLACE.",
         ),
         (
             ["--checkpoint", "s5://b/x"],
@@ -369,7 +369,7 @@ def test_a_mistake_is_one_message(ended: Path, arguments: list[str], status: int
 def test_predict_wants_to_know_which_data(ended: Path, tmp_path: Path) -> None:
     """Where there are several, and where the label is none of them."""
     out = ("-o", f"{tmp_path}/x.pt")
-    several = "there are several eval_loader: near, far. Pass one of them as --data LABEL."
+    several = "there are several eval_loaders: near, far. Pass --data LABEL."
     refused("predict", "fox.yaml", *out, cwd=ended, status=2, stderr=several)
     unknown = "--data fra: there is no such eval_loader. Expected one of near, far."
     refused("predict", "fox.yaml", *out, "--data", "fra", cwd=ended, status=2, stderr=unknown)

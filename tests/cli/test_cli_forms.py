@@ -147,7 +147,7 @@ def test_convert_replaces_files_only(to: str, demo: Path) -> None:
     os.mkfifo(pipe)
     done = composerlite("checkpoint", "convert", f"demo/{ONE}", pipe, *form, "--overwrite", cwd=demo.parent)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "so it stays" in done.stderr
+    assert "Pass another name" in done.stderr
     assert pipe.is_fifo()
     if form:
         composerlite("checkpoint", "convert", f"demo/{ONE}", f"demo/{TWO}", *form, "--overwrite", cwd=demo.parent)
@@ -180,8 +180,8 @@ def test_a_conversion_for_others_replaces_no_checkpoint_that_is_a_folder(demo: P
         "checkpoint", "convert", f"demo/{THREE}", "w", "--to", "state_dict", "--overwrite", cwd=demo.parent
     )
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert "'w' exists already and is no file" in done.stderr
-    assert "Give another" in done.stderr
+    assert "'w' exists and is no file" in done.stderr
+    assert "Pass another" in done.stderr
     (found,) = answer("checkpoint", "verify", "w", cwd=demo.parent)["checkpoints"]
     assert found["state"] == "verified"
 
@@ -272,7 +272,7 @@ def test_nothing_is_converted_over_something(demo: Path) -> None:
 def test_a_wrong_form_is_one_line(demo: Path) -> None:
     """What was given, what is wanted, and what to do."""
     for arguments, status, words in (
-        (["convert", f"demo/{ONE}", "s3://bucket/ep1.pt"], 2, "expected a path of this machine"),
+        (["convert", f"demo/{ONE}", "s3://bucket/ep1.pt"], 2, "expected a local path"),
         (["convert", f"demo/{ONE}", "ep1.zip"], 2, "there is no format '.zip'"),
         (["convert", "demo", "ep1.pt"], 2, "is a folder of checkpoints"),
         (["diff", f"demo/{ONE}", "demo/ep9.pt"], 1, "there is no checkpoint"),

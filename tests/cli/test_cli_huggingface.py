@@ -64,7 +64,7 @@ def test_what_convert_cannot_do_is_said(run: tuple[Path, HuggingFaceModel]) -> N
     for arguments, message in (
         ([], "Missing argument 'TARGET'"),
         (["a", "--to", "gguf"], "'gguf' is not one of 'huggingface', 'safetensors', 'state_dict'"),
-        (["a.pt", "--dtype", "bfloat16"], "expected --to huggingface"),
+        (["a.pt", "--dtype", "bfloat16"], "only --to huggingface"),
         (["a", "--to", "huggingface", "--dtype", "bf17"], "bf17"),
     ):
         done = composerlite("checkpoint", "convert", "run/latest-rank0.pt", *arguments, cwd=folder)

@@ -19,7 +19,7 @@ from commands import answer, composerlite, published, train
 
 from composerlite.checkpoint import Checkpointer, load_keys, save_model_and_optim_state
 from composerlite.checkpoint.tools.surveying import Pointed, place_at
-from composerlite.cli.listing import _verdict  # pyright: ignore[reportPrivateUsage]
+from composerlite.cli.listing import verdict
 from composerlite.storage import open_store
 
 ONE, TWO, THREE = (f"ep{epoch}-ba{4 * epoch}-rank0.pt" for epoch in (1, 2, 3))
@@ -258,8 +258,8 @@ def test_verify_finds_a_flipped_byte_anywhere(demo: Path) -> None:
         copy.write_bytes(whole)
         flip(copy, at=at)
         with place_at(str(copy.parent)) as place:
-            verdict = _verdict(Pointed(place, "x.pt", "x.pt").the_one(), int)
-        assert verdict["state"] == "damaged", at
+            state, _ = verdict(Pointed(place, "x.pt", "x.pt").the_one(), int)
+        assert state == "damaged", at
 
 
 def test_a_copy_made_by_hand_is_never_the_newest_nor_pruned(demo: Path) -> None:

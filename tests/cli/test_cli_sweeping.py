@@ -122,7 +122,7 @@ def test_a_dry_run_changes_nothing(demo: Path) -> None:
     assert told.splitlines()[0].startswith(f"would remove demo/{ONE} (")
     told = composerlite("checkpoint", "gc", "demo", "--older-than", "0s", "--dry-run", cwd=demo.parent).stdout
     assert told.splitlines() == [
-        f"would remove demo/.x.{DEAD} (4 B): a file that was not written to its end",
+        f"would remove demo/.x.{DEAD} (4 B): an unfinished file",
         "would remove 1, 4 B",
     ]
     assert everything(demo) == before
@@ -191,13 +191,13 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
     """Nothing is removed for a command that could not be meant so."""
     before = everything(demo)
     for arguments, words in (
-        ([], "which checkpoints are kept? Give --keep-last, --keep-every, --best-k or --abandoned."),
+        ([], "no rule is given. Pass --keep-last, --keep-every, --best-k or --abandoned."),
         (["--best-k", "2"], "best_k=2, best_metric=None: give both"),
         (["--keep-every", "10"], "invalid time '10'"),
         (["--keep-every", "0.5dur"], "does not know how long training will be"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),
         (["--keep-last", "0"], "--keep-last"),
-        (["--keep-last", "1", "--run", ""], "--run : no checkpoint there is of this run"),
+        (["--keep-last", "1", "--run", ""], "--run : no checkpoint of this run was found"),
     ):
         done = composerlite("checkpoint", "prune", "demo", *arguments, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (2, "")
@@ -212,8 +212,11 @@ def test_a_metric_or_a_run_that_no_checkpoint_has_removes_nothing(demo: Path) ->
     before = everything(demo.parent)
     for arguments, words in (
         (["demo", "--best-k", "1", "--best-metric", "train/MulticlassAcuracy"], "Did you mean 'train/Mu"),
-        (["demo", "other", "--best-k", "1", "--best-metric", "train/MulticlassAccuracy"], "no checkpoint in other has"),
-        (["demo", "--keep-last", "1", "--run", "dmo"], "--run dmo: no checkpoint there is of this run. Did you mean"),
+        (
+            ["demo", "other", "--best-k", "1", "--best-metric", "train/MulticlassAccuracy"],
+            "has this metric, such as other/step",
+        ),
+        (["demo", "--keep-last", "1", "--run", "dmo"], "--run dmo: no checkpoint of this run was found. Did you mean"),
     ):
         done = composerlite("checkpoint", "prune", *arguments, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -246,17 +249,6 @@ def test_an_empty_place_is_refused(demo: Path) -> None:
     assert everything(demo.parent) == before
 
 
-def test_places_in_one_another_count_once(demo: Path) -> None:
-    """What is found twice is told once, by a dry run, too."""
-    (demo / f".x.{DEAD}").write_bytes(b"left")
-    for rest in (["--dry-run"], []):
-        told = answer("checkpoint", "prune", "demo", ".", "demo/", "--keep-last", 1, *rest, cwd=demo.parent)
-        assert [one["uri"] for one in told["removed"]] == [f"demo/{ONE}", f"demo/{TWO}"]
-        assert told["kept"] == [f"demo/{THREE}"]
-        told = answer("checkpoint", "gc", "demo", "demo", *rest, cwd=demo.parent)
-        assert [one["uri"] for one in told["removed"]] == [f"demo/.x.{DEAD}"]
-
-
 @pytest.mark.parametrize("order", [("run/sub", "run"), ("run", "run/sub")])
 def test_a_place_inside_a_run_folder_hides_nothing(tmp_path: Path, order: tuple[str, str]) -> None:
     """Seen from the inner folder, checkpoints that were saved with a folder in their names look like copies."""
@@ -275,7 +267,7 @@ def test_gc_removes_what_dead_processes_left(demo: Path) -> None:
         told = answer("checkpoint", "gc", "demo", cwd=demo.parent)
         assert alive.temporary.exists()
     assert [(one["uri"], one["size_bytes"], one["why"]) for one in told["removed"]] == [
-        (f"demo/.{ONE}.{DEAD}", 4, "a file that was not written to its end"),
+        (f"demo/.{ONE}.{DEAD}", 4, "an unfinished file"),
     ]
     assert told["freed_bytes"] == 4
     assert names(demo) == before
@@ -295,14 +287,6 @@ def test_gc_ends_old_uploads_of_a_bucket(demo: Path, bucket: str) -> None:
         assert [one["uri"] for one in told["removed"]] == [f"{bucket}/demo/ep9.pt"]
         assert [upload.name for upload in store.unfinished_parts("")] == ["other/ep9.pt"]
     assert len(answer("checkpoint", "ls", f"{bucket}/demo", cwd=demo.parent)["checkpoints"]) == 4
-
-
-def test_an_age_beyond_all_dates_is_refused(demo: Path) -> None:
-    """A time that no date is before."""
-    for age in ("20000000h", "99999999999999h"):
-        done = composerlite("checkpoint", "gc", "demo", "--older-than", age, cwd=demo.parent)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "no file is as old as that" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["prune", "demo", "--keep-every", "2ep"], ["gc", "demo"]], ids=" ".join)
