@@ -15,7 +15,7 @@ ONLY ?= step_overhead import_time checkpoint_saves safetensors_folders object_st
 export OMP_NUM_THREADS ?= 1
 # Modules are compiled once and not in each of the many processes of tests and benchmarks, as pip does it for peers.
 unexport PYTHONDONTWRITEBYTECODE
-# The site's theme says in every build that it has a successor; this is its own switch for that (docs/adr/0032).
+# The site's theme says in every build that it has a successor; this is its own switch for that (docs/adr/0020).
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help

@@ -1,6 +1,6 @@
 """The files of a run: their values as they are written, the line of every key, and ``defaults:``, which merges them.
 
-The list ``defaults:`` has Hydra's form: docs/adr/0031.
+The list ``defaults:`` has Hydra's form: docs/adr/0020.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writing safetensors from all ranks: each tensor is whole in a file, and a single rank writes each file.
 
 Ranks with parts of a tensor send the parts to the rank with the file. A rank has one received tensor in memory at a
-time: docs/adr/0078.
+time: docs/adr/0005.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 If several ranks have a piece, one of the ranks writes the piece. If all ranks split their tensors by the same rule
 (:class:`~composerlite.checkpoint.format.sharded_layout.ShardLayout`), each rank computes its pieces from the rule
-(docs/adr/0081). Otherwise the ranks send lists of their pieces to rank 0, and rank 0 divides the work. A plan is kept,
+(docs/adr/0006). Otherwise the ranks send lists of their pieces to rank 0, and rank 0 divides the work. A plan is kept,
 and used again for a later save of a state with the same keys, shapes, types and placements.
 """
 

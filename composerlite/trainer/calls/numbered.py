@@ -1,4 +1,4 @@
-"""The calls of ``fit`` of a run, by their numbers (``docs/adr/0003-fit-calls-are-numbered.md``)."""
+"""The calls of ``fit`` of a run, by their numbers (``docs/adr/0013-fit-calls-and-settings.md``)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The training data and the position in it.
 
 A resumed run must see exactly the batches that the interrupted one would have seen. What that takes depends on the
-loader; :func:`position_in` chooses (``docs/adr/0001-data-position.md`` says why):
+loader; :func:`position_in` chooses (``docs/adr/0010-data-position.md`` says why):
 
 * a plain ``DataLoader`` over a map-style data set: :class:`IndexedPosition` puts the generators where they were when
   the epoch began, draws the same indices, and skips those already seen without loading them;
 * the same on several ranks: :class:`DealtPosition` gives each rank its share of the samples, and resumes with another
-  number of ranks (``docs/adr/0016-data-over-ranks.md``);
+  number of ranks (``docs/adr/0010-data-position.md``);
 * a loader with ``state_dict`` and ``load_state_dict``, or over a streaming data set: :class:`StatefulPosition` lets it
   restore itself;
 * anything else: :class:`ReplayPosition` asks it for the batches already seen and throws them away.
