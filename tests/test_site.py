@@ -164,8 +164,8 @@ def test_markdown_is_shown_as_it_was_meant(pages: dict[Path, Page]) -> None:
 
 
 SEARCHES = {
-    "resume training": "resuming.html",
-    "keep last checkpoints": "checkpointing.html",
+    "resume training": "resume.html",
+    "keep last checkpoints": "save.html",
     "gradient accumulation": "microbatches.html",
     "GPU": "precision-and-gpus.html",
     "validation loss": "training.html",
@@ -197,7 +197,7 @@ def test_search_leaves_out_internals(site: Path) -> None:
     """Decisions and architecture are read by who works on composerlite, and never stand among the results."""
     places = [page["location"] for page in json.loads((site / "search/search_index.json").read_text())["docs"]]
     assert [place for place in places if place.startswith(("adr/", "architecture", "contributing"))] == []
-    assert "resuming.html" in places
+    assert "resume.html" in places
 
 
 def test_the_footer_has_the_version(site: Path) -> None:

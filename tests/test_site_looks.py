@@ -26,7 +26,7 @@ PAGES = (
     "how-to.html",
     "troubleshooting.html",
     "training.html",
-    "checkpointing.html",
+    "save.html",
     "credentials.html",
     "parallelism.html",
     "performance.html",

@@ -40,7 +40,7 @@ SHOWN = {
     if path.suffix in (".py", ".sbatch", ".yaml")
 }
 
-NOT_SEARCHED = ("adr/", "files/", "architecture.md", "contributing.md", "performance-history.md")
+NOT_SEARCHED = ("adr/", "files/", "architecture.md", "contributing.md")
 REFERENCE = ("api/", "changelog.md", "configuration-reference.md", "glossary.md", "migration/", "reliability.md")
 
 _LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
