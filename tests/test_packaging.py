@@ -129,7 +129,7 @@ def test_type_checkers_find_the_types() -> None:
 
 
 # ── weight ───────────────────────────────────────────────────────────────────────────────────────────────────────
-LATER = ["click", "omegaconf", "rich", "sklearn", "tensorboard", "torchmetrics"]
+LATER = ["click", "omegaconf", "pydantic", "rich", "sklearn", "tensorboard", "torchmetrics"]
 
 
 @pytest.mark.parametrize(

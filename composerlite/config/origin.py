@@ -1,134 +1,97 @@
-"""Origin of each value of a configuration: file and line, for messages and for its annotated text."""
+"""The place of each configuration value, as a file and line or an override, for errors and ``--print-origins``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-if TYPE_CHECKING:
-    import yaml
+import yaml
+
+from composerlite.errors import ConfigError
 
 YamlPath = tuple[str, ...]
-"""The keys and list positions that lead to a value."""
-T = TypeVar("T")
+"""The keys and list positions of a nested value, from the top of the file."""
 
 
 def dotted(path: Sequence[str]) -> str:
-    """``path`` as overrides write it: ``train_loader.dataset.split``."""
+    """Return ``path`` in the form of overrides: ``train_loader.dataset.split``."""
     return ".".join(path)
 
 
 def path_of(key: str | None) -> YamlPath:
-    """``'eval_loader[0].batch_size'`` in its parts."""
+    """Split ``'eval_loader[0].batch_size'`` into keys and list positions."""
     return tuple(part for part in re.split(r"[.\[\]]+", key or "") if part)
 
 
-def nearest(known: Mapping[YamlPath, T], path: YamlPath) -> T | None:
-    """Return the entry for ``path``, or else for its nearest ancestor; the top level has none."""
-    return next((known[path[:end]] for end in range(len(path), 0, -1) if path[:end] in known), None)
-
-
 def walk(value: Any, path: YamlPath = ()) -> Iterator[tuple[YamlPath, Any]]:
-    """Yield ``value``, which is at ``path``, and all that is in it, each with its path."""
+    """Yield ``value``, found at ``path``, and every nested value with its path."""
     yield path, value
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from walk(inner, (*path, str(key)))
 
 
-def replaced(value: Any, by: Callable[[YamlPath, Any], Any], path: YamlPath = ()) -> Any:
-    """A copy of ``value``, which is at ``path``, with ``by`` called for it and all that is in it.
-
-    What ``by`` returns stands for what it was given; if that is the same object, what is in it is looked at.
-    """
-    if (other := by(path, value)) is not value:
-        return other
-    if isinstance(value, dict):
-        return {key: replaced(inner, by, (*path, str(key))) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [replaced(inner, by, (*path, str(index))) for index, inner in enumerate(value)]
-    return value
-
-
-@dataclass(frozen=True)
-class SourceLine:
-    """A line of a file, counted from 1."""
-
-    file: Path
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+def yaml_nodes(node: yaml.Node | None, path: YamlPath = ()) -> Iterator[tuple[YamlPath, int, yaml.Node]]:
+    """Yield every value below ``node``: its path, the line of its key or list item counted from 1, its YAML node."""
+    children: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [(str(key.value), key, child) for key, child in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(str(index), child, child) for index, child in enumerate(node.value)]
+    for name, start, child in children:
+        yield (*path, name), start.start_mark.line + 1, child
+        yield from yaml_nodes(child, (*path, name))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origins of a configuration's values.
+    """The place of every value of a configuration.
 
     Attributes:
-        files: those that were merged, that of the run first.
-        places: of each key and list item, where the file stands that said it last.
-        overrides: given on the command line, by the values that they set.
-        written: the values that depend on environment variables, as the files write them. Their values are
-            never shown: they may be secret.
+        files: the merged files, starting with the file of the run.
+        places: for each key and list item the last file and line, or the override, with a value for it.
+        unresolved: text with ``${…}`` to show in place of a value. The value may be a secret from the environment.
     """
 
     files: Sequence[Path]
-    places: Mapping[YamlPath, SourceLine]
-    overrides: Mapping[YamlPath, str]
-    written: Mapping[YamlPath, str]
+    places: Mapping[YamlPath, str]
+    unresolved: Mapping[YamlPath, str]
 
     def where(self, path: YamlPath = ()) -> str:
-        """Return the origin of the value at ``path``: ``'digits.yaml:12'`` or ``"override 'lr=x'"``.
-
-        Falls back on what encloses the value, and on the file of the run.
-        """
-        said = {**self.places, **{given: f"override {text!r}" for given, text in self.overrides.items()}}
-        return str(nearest(said, path) or self.files[0])
-
-    def says(self, path: YamlPath, value: Any) -> str:
-        """The beginning of a message about the ``value`` at ``path``: ``'digits.yaml:12: seed=1.5'``."""
-        return f"{self.where(path)}: {dotted(path)}={self.shown(path, value)!r}"
+        """Return the place of the value at ``path`` or of its nearest parent: ``'digits.yaml:12'``."""
+        parents = (path[:end] for end in range(len(path), 0, -1))
+        return next((self.places[parent] for parent in parents if parent in self.places), str(self.files[0]))
 
     def shown(self, path: YamlPath, value: Any) -> Any:
-        """``value``, which is at ``path``, with all that depends on the environment as it is written."""
-        return replaced(value, lambda at, inner: nearest(self.written, at) or inner, path)
+        """Return a copy of ``value``, found at ``path``, with unresolved text in place of possible secrets."""
+        for end in range(1, len(path) + 1):
+            if path[:end] in self.unresolved:
+                return self.unresolved[path[:end]]
+        if isinstance(value, dict):
+            return {key: self.shown((*path, str(key)), inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.shown((*path, str(index)), inner) for index, inner in enumerate(value)]
+        return value
 
-    def as_yaml(self, values: Mapping[str, Any]) -> str:
-        """``values``, which are all, as YAML that gives the same run. What depends on the environment is as written."""
-        from omegaconf import OmegaConf
+    def error(self, path: YamlPath, message: str) -> ConfigError:
+        """Return an error about the key at ``path``, as ``'digits.yaml:12: train_loader.dataset: message'``."""
+        return ConfigError(f"{self.where(path)}: {dotted(path)}: {message}")
 
-        def escaped(path: YamlPath, value: Any) -> Any:
-            if path in self.written:
-                return self.written[path]
-            return value.replace("${", r"\${") if isinstance(value, str) and "${" in value else value
+    def value_error(self, path: YamlPath, value: Any, message: str) -> ConfigError:
+        """Return an error about the ``value`` at ``path``, as ``'digits.yaml:12: seed=1.5: message'``."""
+        return ConfigError(f"{self.where(path)}: {dotted(path)}={self.shown(path, value)!r}: {message}")
 
-        return OmegaConf.to_yaml(OmegaConf.create(replaced(dict(values), escaped)))
-
-    def annotated(self, values: Mapping[str, Any]) -> str:
-        """:meth:`as_yaml` with a comment behind each value: the file and line, or the override, that says it."""
-        import yaml
-
-        text = self.as_yaml(values)
+    def annotated(self, text: str) -> str:
+        """Return ``text``, the YAML of all values, with the place of each value in a comment behind the value."""
         lines = text.splitlines()
-        wanted = [(mark, self.where(path)) for path, mark in _ends(yaml.compose(text, Loader=yaml.SafeLoader), ())]
-        width = min(max(len(lines[line]) for line, _ in wanted), 60)
-        for line, where in wanted:
+        leaves = [
+            (node.end_mark.line, self.where(path))
+            for path, _, node in yaml_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
+            if isinstance(node, yaml.ScalarNode) or not node.value
+        ]
+        width = min(max(len(lines[line]) for line, _ in leaves), 60)
+        for line, where in leaves:
             lines[line] = f"{lines[line]:<{width}}  # {where}"
         return "\n".join(lines) + "\n"
-
-
-def _ends(node: yaml.Node, path: YamlPath) -> Iterator[tuple[YamlPath, int]]:
-    """Yield every leaf value and the line, counted from 0, on which it ends."""
-    import yaml
-
-    if isinstance(node, yaml.MappingNode) and node.value:
-        for key, value in node.value:
-            yield from _ends(value, (*path, str(key.value)))
-    elif isinstance(node, yaml.SequenceNode) and node.value:
-        for index, value in enumerate(node.value):
-            yield from _ends(value, (*path, str(index)))
-    else:
-        yield path, node.end_mark.line

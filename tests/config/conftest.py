@@ -1,4 +1,4 @@
-"""A folder with a run's YAML file and a module of the user's own beside it."""
+"""A folder with the YAML file of a run and a user's module beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from composerlite.config import build_trainer, load_config
+from composerlite.errors import ConfigError
 
 TASK = """
 import torch
@@ -18,7 +21,7 @@ from composerlite.models import ComposerClassifier
 NUMBER = 3
 
 
-def net(width=4):
+def net(width: int = 4):
     return ComposerClassifier(nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2)), num_classes=2)
 
 
@@ -35,7 +38,7 @@ def plain_module():
     return nn.Linear(2, 2)
 
 
-def together(samples):
+def collate(samples):
     return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 """
 
@@ -51,7 +54,7 @@ progress_bar: false
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Writes ``run.yaml`` and the module ``my_task`` beside it, and gives the path of the YAML file."""
+    """Writes ``run.yaml``, by default :data:`RUN`, and the module ``my_task``; returns the path of the YAML file."""
     path_before = sys.path.copy()
 
     def write(text: str = RUN, task: str = TASK) -> Path:
@@ -62,4 +65,28 @@ def write_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
     yield write
     sys.path[:] = path_before
-    sys.modules.pop("my_task", None)  # the next test has one of its own
+    sys.modules.pop("my_task", None)  # the next test has its own module
+
+
+@pytest.fixture
+def load_error() -> Callable[..., str]:
+    """Loads a file with overrides and returns the message of the ConfigError."""
+
+    def error(file: Path, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            load_config(file, overrides)
+        return str(raised.value)
+
+    return error
+
+
+@pytest.fixture
+def build_error() -> Callable[..., str]:
+    """Loads a file with overrides, builds the Trainer, and returns the message of the ConfigError."""
+
+    def error(file: Path, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            build_trainer(load_config(file, overrides))
+        return str(raised.value)
+
+    return error

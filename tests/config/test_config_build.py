@@ -1,4 +1,4 @@
-"""From YAML to a Trainer that trains."""
+"""From YAML to a Trainer: names, arguments, and training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from composerlite import Trainer
+from composerlite import Trainer, algorithms, callbacks, loggers, optim
 from composerlite.callbacks import CheckpointSaver
 from composerlite.config import build_trainer, load_config
+from composerlite.config.arguments import Component
+from composerlite.config.origin import Origin
+from composerlite.config.registry import find, known_classes
 from composerlite.errors import ConfigError
 from composerlite.loggers import InMemoryLogger
 
 WriteRun = Callable[..., Path]
+ErrorOf = Callable[..., str]
 
 MORE = """
 model: {name: my_task:net, width: 8}
@@ -22,7 +26,7 @@ train_loader:
   dataset: {name: my_task:data, size: 8}
   batch_size: 4
   shuffle: true
-  collate_fn: my_task:together
+  collate_fn: my_task:collate
 eval_loader:
   - label: small
     dataset: {name: my_task:data, size: 4}
@@ -46,8 +50,9 @@ progress_bar: false
 """
 
 
-def test_a_run_is_built_and_trained(write_run: WriteRun, tmp_path: Path) -> None:
-    """Every part of the YAML takes part in training, a repeated callback as often as it is listed."""
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_part_of_a_run_is_built_and_trained(write_run: WriteRun, tmp_path: Path) -> None:
+    """A callback with two list items is used twice."""
     config = load_config(write_run(MORE.replace("FOLDER", str(tmp_path))))
     with build_trainer(config) as trainer:
         trainer.fit()
@@ -64,46 +69,122 @@ def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in trainer.state.model.parameters()])
 
 
-def test_one_seed_gives_one_run(write_run: WriteRun) -> None:
-    """The first weights are drawn from the seed as everything after them is."""
+def test_the_seed_sets_the_initial_weights(write_run: WriteRun) -> None:
+    """Runs with the same seed have the same weights."""
     file = write_run()
 
-    def trained(seed: int) -> torch.Tensor:
+    def initial(seed: int) -> torch.Tensor:
         with build_trainer(load_config(file, [f"seed={seed}"])) as trainer:
-            trainer.fit()
-        return weights(trainer)
+            return weights(trainer)
 
-    assert torch.equal(trained(5), trained(5))
-    assert not torch.equal(trained(5), trained(6))
-
-
-def test_a_model_of_the_wrong_kind_is_refused(write_run: WriteRun) -> None:
-    """A bare torch module is not a ComposerModel; the message says how to make one of it."""
-    file = write_run()
-    file.write_text(file.read_text().replace("my_task:net, width: 8", "my_task:plain_module"))
-    with pytest.raises(
-        ConfigError, match=r"run.yaml:1: model: 'my_task:plain_module' made a Linear. .*ComposerClassifier"
-    ):
-        build_trainer(load_config(file))
+    assert torch.equal(initial(5), initial(5))
+    assert not torch.equal(initial(5), initial(6))
 
 
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("optimizer", {"decoupled_adamw": optim.DecoupledAdamW, "rmsprop": torch.optim.RMSprop}),
+        ("scheduler", {"cosine_with_warmup": optim.CosineAnnealingWithWarmupScheduler, "step": optim.StepScheduler}),
+        ("algorithms", {"ema": algorithms.EMA, "cutmix": algorithms.CutMix, "blur_pool": algorithms.BlurPool}),
+        ("callbacks", {"lr_monitor": callbacks.LRMonitor, "nan_monitor": callbacks.NaNMonitor}),
+        ("loggers", {"mlflow": loggers.MLFlowLogger, "wandb": loggers.WandBLogger, "jsonl": loggers.JSONLLogger}),
+    ],
+)
+def test_a_class_is_named_in_snake_case(family: str, names: dict[str, type]) -> None:
+    """Without 'Annealing', 'Scheduler' and 'Logger'; optimizers of torch in lower case. Base classes have no name."""
+    known = known_classes(family)
+    assert {name: known[name] for name in names} == names
+    assert known.keys().isdisjoint({"composer", "algorithm", "callback", "logger_destination", "destination"})
+
+
+@pytest.mark.parametrize("name", ["sgd", "AdamW", "RAdam"])
+def test_an_optimizer_of_torch_has_its_own_arguments(name: str) -> None:
+    """Upper and lower case of the name do not matter."""
+    origin = Origin((Path("run.yaml"),), {}, {})
+    make = find(Component(name, {"lr": 0.25}, ("optimizer",), "optimizer"), origin)
+    assert make([torch.nn.Parameter(torch.zeros(1))], lr=0.25).param_groups[0]["lr"] == 0.25
+    with pytest.raises(ConfigError, match=r"unknown key 'learning_rate' in 'optimizer'"):
+        find(Component(name, {"learning_rate": 0.1}, ("optimizer",), "optimizer"), origin)
+
+
+# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train_loader.prefetch_factor=2", r"run.yaml:2: train_loader: prefetch_factor"),
-        ("optimizer={name: torch.optim:SGD, lr: -1}", r"override '.*': optimizer: Invalid learning rate: -1"),
+        ("optimizer={name: decoupled_adam}", "there is no optimizer 'decoupled_adam'. Did you mean 'decoupled_adamw'?"),
+        ("callbacks.speed_monitr=null", "there is no callback 'speed_monitr'. Did you mean 'speed_monitor'?"),
+        ("model.name=net", "'net': expected 'module:attr'"),
+        ("model.name=:net", "':net': expected 'module:attr'"),
+        ("model.name=torch.no_such_module:net", "No module named 'torch.no_such_module'. Modules are searched for"),
+        ("model.name=my_task:nett", "has no attribute 'nett'. Did you mean 'net'?"),
+        ("model={name: my_task:NUMBER}", "'my_task:NUMBER' is a int. Name a class or a function."),
+        ("model={name: [a]}", "expected a mapping with a 'name:', such as 'module:attr'"),
+        ("model.widht=3", "unknown key 'widht' in 'model'. Did you mean 'width'?"),
+        ("train_loader.dataset.sizes=3", "unknown key 'sizes' in 'train_loader.dataset'. Did you mean 'size'?"),
+        ("callbacks.speed_monitor.windowsize=3", "unknown key 'windowsize' in 'callbacks.speed_monitor'. Did you mean"),
+        ("algorithms=[{gradient_clipping: {clipping_type: norm}}]", "clipping_threshold is missing. Known: "),
+        (
+            "algorithms={gradient_clipping: {clipping_type: norm, clipping_threshold: x}}",
+            "clipping_threshold='x': exp",
+        ),
+        ("algorithms={gradient_clipping: {clipping_type: x, clipping_threshold: 1}}", "algorithms.gradient_clipping: "),
+        ("optimizer={name: adamw, betas: 3}", "optimizer.betas=3: expected array."),
+        ("optimizer={name: torch.optim:SGD, lr: -1}", "optimizer: ValueError: Invalid learning rate: -1"),
+        ("train_loader.prefetch_factor=2", "train_loader: ValueError: prefetch_factor"),
+        (
+            "train_loader.collate_fn=torch:no_such_function",
+            "train_loader: 'torch:no_such_function': module",
+        ),
+        ("model.width=abc", "model.width='abc': expected integer."),
     ],
 )
-def test_what_torch_refuses_is_told_with_its_place(write_run: WriteRun, override: str, expected: str) -> None:
-    """torch's own rules for loaders and optimizers come out as errors of the configuration."""
-    with pytest.raises(ConfigError, match=expected):
-        build_trainer(load_config(write_run(), [override]))
+def test_a_wrong_name_or_argument_is_an_error_with_its_place(
+    write_run: WriteRun, build_error: ErrorOf, override: str, expected: str
+) -> None:
+    """The message has the override or the line, the name and the valid names."""
+    message = build_error(write_run(), override)
+    assert message.startswith((f"override {override!r}: ", str(write_run())))
+    assert expected in message
 
 
-def test_a_mistake_in_the_last_line_is_found_before_the_data_is_loaded(write_run: WriteRun) -> None:
-    """Names and arguments are checked first: nobody waits for a data set to be told of a typo."""
+def test_a_model_of_the_wrong_type_is_an_error(write_run: WriteRun, build_error: ErrorOf) -> None:
+    """The message names the class for wrapping a torch module."""
+    message = build_error(write_run(), "model={name: my_task:plain_module, width: null}")
+    assert "unknown key 'width'" in message
+    file = write_run()
+    file.write_text(file.read_text().replace("my_task:net, width: 8", "my_task:plain_module"))
+    message = build_error(file)
+    assert message.startswith(f"{file}:1: model: 'my_task:plain_module' made a Linear, not a ComposerModel. ")
+    assert "ComposerClassifier wraps a torch module" in message
+
+
+@pytest.mark.parametrize("task", ["import no_such_package\n", "def net(width):\n    raise TypeError('a bug')\n"])
+def test_errors_of_user_code_are_not_hidden(write_run: WriteRun, task: str) -> None:
+    """A missing package is named; a bug in a constructor is raised as it is."""
+    with pytest.raises((ConfigError, TypeError), match=r"No module named 'no_such_package'|^a bug$"):
+        build_trainer(
+            load_config(write_run(task=task), ["train_loader.dataset.name=torch:ones", "train_loader.dataset.size=[1]"])
+        )
+
+
+def test_a_mistake_is_found_before_anything_is_built(write_run: WriteRun, build_error: ErrorOf) -> None:
+    """Names and arguments are checked first."""
     task = "def net():\n    raise AssertionError('built')\n\n\ndef data(size):\n    raise AssertionError('loaded')\n"
     file = write_run(task=task)
     file.write_text(file.read_text().replace(", width: 8", "") + "callbacks: {lr_monitr: null}\n")
-    with pytest.raises(ConfigError, match="lr_monitr"):
-        build_trainer(load_config(file))
+    assert "lr_monitr" in build_error(file)
+
+
+def test_a_module_of_another_run_is_an_error(write_run: WriteRun, build_error: ErrorOf, tmp_path: Path) -> None:
+    """Two runs in one process, each with a module of the same name beside its YAML file."""
+    with build_trainer(load_config(write_run())):
+        pass
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("run.yaml", "my_task.py"):
+        (other / name).write_text((tmp_path / name).read_text())
+    assert "other/my_task.py' here, but this process has loaded" in build_error(other / "run.yaml")
+    with build_trainer(load_config(tmp_path / "run.yaml")):
+        pass
