@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help scale gpu gpu-wheels demo interop test compat soak chaos lint fmt types reference migration walks docs examples bench clean install
+.PHONY: help scale gpu gpu-wheels demo interop test compat soak chaos lint fmt types migration walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -62,10 +62,6 @@ types: $(VENV)/.installed ## pyright alone
 
 migration: $(VENV)/.installed ## write the names of Composer into docs/migration/composer.md
 	$(BIN)/python docs/_site/composer_names.py
-
-reference: $(VENV)/.installed ## write docs/configuration-reference.md, which lists what a run's YAML may say
-	$(BIN)/composerlite config schema > docs/configuration-reference.md.new
-	mv docs/configuration-reference.md.new docs/configuration-reference.md
 
 walks: $(VENV)/.installed ## write into docs/architecture.md which modules a save and a load go through
 	$(BIN)/python benchmarks/walks.py --write docs/architecture.md

@@ -77,15 +77,11 @@ def config() -> None:
 
 
 @config.command()
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON Schema, for editors.")
-def schema(as_json: bool) -> None:
-    """Print every key of a run's YAML file, and every optimizer, callback, … with its arguments, as Markdown."""
-    from composerlite.config import json_schema, reference_page
+def schema() -> None:
+    """Print every key and name of a run's YAML file, with types, defaults and meanings, as a JSON Schema."""
+    from composerlite.config import json_schema
 
-    if as_json:
-        click.echo(json.dumps(json_schema(), indent=1, ensure_ascii=False))
-    else:
-        click.echo(reference_page(), nl=False)
+    click.echo(json.dumps(json_schema(), indent=1, ensure_ascii=False, default=str))
 
 
 @app.command()

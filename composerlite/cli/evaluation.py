@@ -79,7 +79,7 @@ def predict(output: str, data: str | None, **selection: Any) -> None:
     if path.exists():
         raise ConfigError(f"--output {path}: the file exists already. Pass another name.")
     config, found = _select(**selection)
-    labels = [one.arguments.label for one in config.eval_loaders]
+    labels = [evaluator.arguments["label"] for evaluator in config.components["eval_loader"]]
     if data is None and len(labels) > 1:
         raise ConfigError(f"there are several eval_loaders: {', '.join(labels)}. Pass --data LABEL.")
     if data is not None and data not in labels:
@@ -105,11 +105,11 @@ def _select(
         config = _saved_config(found, source, overrides, trust_config)
     else:
         config = load_config(source, overrides)
-        if ("load_path",) in config.origin.overrides:
+        if any(override.startswith("load_path=") for override in overrides):
             path = config.trainer.load_path
             raise ConfigError(f"load_path={path!r} is for training. To evaluate it pass --checkpoint {path}.")
         found = _find_newest(config) if checkpoint is None else _find(checkpoint)
-    if not config.eval_loaders:
+    if not config.components["eval_loader"]:
         raise ConfigError(f"{config.origin.where()}: there is no eval_loader, so there is nothing to evaluate.")
     return config, found
 
@@ -124,10 +124,8 @@ def _find_newest(config: RunConfig) -> Found:
         raise ConfigError(f"{config.origin.where()}: there is no save_folder. Pass --checkpoint PLACE.")
     name, is_named = resolve_run_name(config.trainer.run_name, autoresume=config.trainer.autoresume)
     if "{run_name}" in folder and not is_named:
-        raise ConfigError(
-            f"{config.origin.says(('save_folder',), folder)}: the run has no name. Pass run_name=NAME, or "
-            "--checkpoint PLACE."
-        )
+        fix = "Pass run_name=NAME, or --checkpoint PLACE"
+        raise config.origin.value_error(("save_folder",), folder, f"the run has no name. {fix}.")
     try:
         return _find(format_name_with_dist(folder, name), name if is_named else None)
     except CheckpointNotFoundError as e:
@@ -152,8 +150,9 @@ def _saved_config(found: Found, source: str, overrides: Sequence[str], trust_con
             f"archive. Use {alternative}."
         )
     if not trust_config:
+        model = config.components["model"][0].name
         raise ConfigError(
-            f"the configuration in {found.uri!r} names code to run, such as {config.model.name!r}. If you trust the "
+            f"the configuration in {found.uri!r} names code to run, such as {model!r}. If you trust the "
             f"author of the checkpoint, pass --trust-config; otherwise use {alternative}."
         )
     return config
