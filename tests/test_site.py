@@ -166,8 +166,8 @@ def test_markdown_is_shown_as_it_was_meant(pages: dict[Path, Page]) -> None:
 SEARCHES = {
     "resume training": "resume.html",
     "keep last checkpoints": "save.html",
-    "gradient accumulation": "microbatches.html",
-    "GPU": "precision-and-gpus.html",
+    "gradient accumulation": "training.html",
+    "GPU": "training.html",
     "validation loss": "training.html",
     "S3 credentials": "credentials.html",
     "SIGTERM": "interruptions.html",

@@ -23,7 +23,6 @@ WIDTHS = (1360, 768, 390)
 PAGES = (
     "index.html",
     "quick-start.html",
-    "how-to.html",
     "troubleshooting.html",
     "training.html",
     "save.html",
