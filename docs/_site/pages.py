@@ -41,7 +41,7 @@ SHOWN = {
 }
 
 NOT_SEARCHED = ("adr/", "files/", "architecture.md", "contributing.md")
-REFERENCE = ("api/", "changelog.md", "glossary.md", "migration/", "reliability.md")
+REFERENCE = ("api/", "changelog.md", "glossary.md", "migration/", "performance.md", "reliability.md", "scaling.md")
 
 _LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 _COMMENTS = re.compile(r"\A(?:\s*<!--.*?-->)+\s*", re.DOTALL)
