@@ -1,4 +1,4 @@
-"""DataSpec: what the trainer needs to know about a data loader. Evaluator: one to evaluate on, and when."""
+"""DataSpec: a data loader with functions to count and split batches. Evaluator: data to evaluate on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,17 +31,15 @@ __all__ = [
     "split_batch",
 ]
 
-T = TypeVar("T")
+_FIX = "Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
 
 
 def batch_get(batch: Batch, key: Any) -> Any:
-    """Return one item of ``batch``: by index, key or attribute name, or by a function of the batch.
-
-    ``key`` may be a pair of functions, one that gets and one that sets, as algorithms take it.
+    """Return one item of ``batch``.
 
     Args:
         batch: tensor, sequence, mapping, dataclass or any object.
-        key: index, key, attribute name, function of the batch, or a pair of functions.
+        key: index, key, attribute name, function of the batch, or a pair of functions that get and set the item.
 
     Returns:
         The item.
@@ -54,13 +52,12 @@ def batch_get(batch: Batch, key: Any) -> Any:
 
 
 def batch_set(batch: Batch, key: Any, value: Any) -> Batch:
-    """Return ``batch`` with ``value`` in place of the item ``key``: changed in place where it can be, else a new one.
-
-    A function gets ``(batch, value)`` and returns the new batch; of a pair of functions it is the second.
+    """Return ``batch`` with a new item. Mutable batches are changed in place.
 
     Args:
         batch: tensor, sequence, mapping, dataclass or any object.
-        key: index, key, attribute name, function of (batch, value), or a pair of functions.
+        key: index, key, attribute name, function of (batch, value) that returns the new batch, or a pair of functions
+            that get and set the item.
         value: the new item.
 
     Returns:
@@ -97,29 +94,29 @@ def _is_tuple(batch: Batch) -> bool:
 
 
 def count_samples(batch: Batch) -> int:
-    """The length of the first dimension of the first tensor in ``batch``; of a list that has an item of each sample.
+    """Count samples: the first dimension of the first tensor in ``batch``, or the length of a list of samples.
 
     Raises:
-        ConfigError: there is no tensor in it; pass ``DataSpec(get_num_samples_in_batch=…)``.
+        ConfigError: the batch has no tensor; pass ``DataSpec(get_num_samples_in_batch=…)``.
     """
     if type(batch) in (list, tuple) and batch and type(batch[0]) is torch.Tensor and batch[0].dim():
-        return batch[0].size(0)  # what default collation of (inputs, targets) gives: once per step, so made quick
+        return batch[0].size(0)  # fast path for the default collation of (inputs, targets), once per step
     found = _first_tensor(batch)
     if found is None:
         raise ConfigError(
-            f"cannot count the samples of a batch of type {type(batch).__name__}: it holds no tensor. Pass "
+            f"cannot count the samples of a batch of type {type(batch).__name__} without a tensor. Pass "
             "DataSpec(loader, get_num_samples_in_batch=lambda batch: …)."
         )
     first = next(iter((_parts(batch) or {}).values()), None)
-    if first is not None and not isinstance(first, torch.Tensor):  # perhaps a list of samples
-        with contextlib.suppress(ConfigError):  # it can be counted and not be split
+    if first is not None and not isinstance(first, torch.Tensor):  # maybe a list of samples
+        with contextlib.suppress(ConfigError):  # a batch that cannot be split can still be counted
             if (sizes := _sizes(batch, "batch", is_whole=True)) and len(sizes) == 1:
                 return next(iter(sizes))
     return found.shape[0] if found.dim() else 1
 
 
 def count_tokens(batch: Batch) -> int:
-    """The number of elements of ``batch['input_ids']``; 0 where there is no such thing."""
+    """Count tokens: the number of elements of ``batch['input_ids']``; 0 without ``input_ids``."""
     if type(batch) in (list, tuple):
         return 0
     if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), torch.Tensor):
@@ -135,21 +132,21 @@ def _first_tensor(batch: Batch) -> torch.Tensor | None:
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Sequence[Batch]:
-    """``batch`` cut between samples into pieces of at most ``microbatch_size`` samples.
+    """Split ``batch`` into microbatches of at most ``microbatch_size`` samples.
 
-    Tensors are cut along the first dimension; lists, tuples, mappings and dataclasses in each of their parts. A list or
-    tuple inside a batch that has as many items as there are samples is cut between its items, as is a batch that is a
-    list without tensors. Text, numbers, ``None`` and tensors of no dimension are repeated in each piece.
+    Tensors are split along the first dimension; lists, tuples, mappings and dataclasses part by part. A list or tuple
+    inside a batch with an item per sample is split between items, and so is a batch without tensors. Text, numbers,
+    ``None`` and tensors without dimensions are repeated in each microbatch.
 
     Args:
         batch: tensors, in nested lists, tuples, mappings and dataclasses.
-        microbatch_size: samples of a microbatch.
+        microbatch_size: largest number of samples in a microbatch.
 
     Returns:
-        Microbatches, in order; the last one may be smaller.
+        Microbatches, in order; the last microbatch may be smaller.
 
     Raises:
-        ConfigError: the batch holds something else, or what may be read in two ways; pass ``DataSpec(split_batch=…)``.
+        ConfigError: the batch has other objects, or is ambiguous; pass ``DataSpec(split_batch=…)``.
     """
     if isinstance(batch, torch.Tensor) and batch.dim():
         return batch.split(microbatch_size)
@@ -158,7 +155,11 @@ def split_batch(batch: Batch, microbatch_size: int) -> Sequence[Batch]:
         return [batch[i : i + microbatch_size] for i in range(0, len(batch), microbatch_size)]
     sizes = _sizes(batch, "batch", is_whole=True)
     if sizes is None or len(sizes) != 1:
-        raise _unclear(batch, sizes)
+        problem = "no part tells the number of samples" if sizes is None else "its parts do not have the same length"
+        raise ConfigError(
+            f"cannot split a {type(batch).__name__} into microbatches: {problem}. All parts need the same first "
+            f"dimension. {_FIX}"
+        )
     return _cut(batch, next(iter(sizes)), microbatch_size, is_whole=True)
 
 
@@ -166,7 +167,7 @@ _REPEATED = (str, bytes, int, float, complex, type(None))
 
 
 def _parts(batch: Any) -> dict[str, Any] | None:
-    """The parts of a mapping, list, tuple or dataclass by name; ``None`` if it is no such thing."""
+    """Return the parts of a mapping, list, tuple or dataclass by name; ``None`` for other objects."""
     if isinstance(batch, Mapping):
         return {f"[{key!r}]": value for key, value in cast("Mapping[Any, Any]", batch).items()}
     if isinstance(batch, list | tuple):
@@ -181,17 +182,14 @@ def _is_repeated(part: Any) -> bool:
 
 
 def _sizes(part: Any, name: str, *, is_whole: bool = False) -> frozenset[int] | None:
-    """The numbers of samples that ``part`` may be read to hold; ``None`` if it says nothing of that."""
+    """Return the possible numbers of samples in ``part``; ``None`` if ``part`` does not tell a number."""
     if _is_repeated(part):
         return None
     if isinstance(part, torch.Tensor | np.ndarray):
         return frozenset((len(part),))
     parts = _parts(part)
     if parts is None:
-        raise ConfigError(
-            f"cannot split {name} into microbatches: it is a {type(part).__name__}. Pass "
-            "DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
-        )
+        raise ConfigError(f"cannot split {name} of type {type(part).__name__} into microbatches. {_FIX}")
     is_list = isinstance(part, list | tuple) and not hasattr(part, "_fields")
     if is_list and all(_is_repeated(item) for item in parts.values()):
         return frozenset((len(parts),))
@@ -204,24 +202,14 @@ def _sizes(part: Any, name: str, *, is_whole: bool = False) -> frozenset[int] | 
     except ConfigError:
         if not is_list or is_whole:
             raise
-        return frozenset((len(parts),))  # a list of samples, whatever a sample is
+        return frozenset((len(parts),))  # a list of samples of any kind
     if is_list and not is_whole:
         return frozenset((len(parts),)) if common is None else common | {len(parts)}
     return common
 
 
-def _unclear(batch: Any, sizes: frozenset[int] | None) -> ConfigError:
-    found = {name: _sizes(part, name) for name, part in (_parts(batch) or {}).items()}
-    said = ", ".join(f"{name}: {' or '.join(map(str, sorted(size)))}" for name, size in found.items() if size)
-    rule = "has no part that says" if sizes is None else "cannot tell" if sizes else "parts have different numbers"
-    return ConfigError(
-        f"cannot split a {type(batch).__name__} into microbatches: {rule} how many samples it has ({said}). All parts "
-        "need the same first dimension. Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
-    )
-
-
 def _cut(part: Any, samples: int, size: int, *, is_whole: bool = False) -> Sequence[Any]:
-    """Cut ``part``, which holds ``samples`` samples, into pieces of ``size``."""
+    """Split ``part`` with ``samples`` samples into pieces of ``size`` samples."""
     starts = range(0, samples, size)
     if _is_repeated(part):
         return [part] * len(starts)
@@ -232,8 +220,8 @@ def _cut(part: Any, samples: int, size: int, *, is_whole: bool = False) -> Seque
     if isinstance(part, list | tuple) and not hasattr(part, "_fields") and not is_whole and len(parts) == samples:
         if all(isinstance(item, torch.Tensor) and item.shape[:1] == (samples,) for item in parts.values()):
             raise ConfigError(
-                f"cannot split a list of {samples} tensors with a first dimension of {samples} into microbatches: they "
-                "may be samples or columns. Pass DataSpec(loader, split_batch=lambda batch, microbatch_size: […])."
+                f"cannot split a list of {samples} tensors with a first dimension of {samples} into microbatches: the "
+                f"tensors may be samples or columns. {_FIX}"
             )
         return [cast("Any", part)[start : start + size] for start in starts]
     columns = [_cut(item, samples, size) for item in parts.values()]
@@ -241,7 +229,7 @@ def _cut(part: Any, samples: int, size: int, *, is_whole: bool = False) -> Seque
 
 
 def _like(part: Any, values: Sequence[Any]) -> Any:
-    """Such a container as ``part`` with other values."""
+    """Return a container like ``part`` with other values."""
     if isinstance(part, Mapping):
         return dict(zip(cast("Mapping[Any, Any]", part), values, strict=True))
     if isinstance(part, list | tuple):
@@ -254,19 +242,19 @@ def _like(part: Any, values: Sequence[Any]) -> Any:
 
 
 class DataSpec:
-    """A data loader and how to read its batches.
+    """A data loader with functions to count and split its batches.
 
     Args:
-        dataloader: any iterable of batches that can be iterated once per epoch.
-        num_samples: samples per epoch; by default ``len(dataloader.dataset)`` where there is one.
+        dataloader: iterable of batches, iterated once per epoch.
+        num_samples: samples per epoch; by default ``len(dataloader.dataset)`` if the dataset has a length.
         num_tokens: tokens per epoch.
         batch_transforms: applied to each batch on the device.
         microbatch_transforms: applied to each microbatch.
         split_batch: ``(batch, microbatch_size) -> microbatches``; by default :func:`split_batch`.
         get_num_samples_in_batch: by default :func:`count_samples`.
         get_num_tokens_in_batch: by default :func:`count_tokens`.
-        replay_on_resume: the data set keeps state from item to item, so that a resume in the middle of an epoch must
-            load the items already seen again; by default a ``DataLoader`` over a map-style data set skips by index.
+        replay_on_resume: load all earlier items of the epoch again on resume, for a data set with state from item to
+            item; by default a ``DataLoader`` over a map-style data set skips by index.
     """
 
     @checked_arguments
@@ -284,8 +272,7 @@ class DataSpec:
     ) -> None:
         if isinstance(dataloader, type):
             raise ConfigError(
-                f"{dataloader.__name__} is a class, not a data loader. Did you pass the class instead of an object of "
-                "it?"
+                f"dataloader={dataloader.__name__} is a class, not a data loader. Pass an object of this class."
             )
         if not hasattr(dataloader, "__iter__"):
             raise ConfigError(
@@ -311,7 +298,7 @@ _split_batch = split_batch  # the constructor's argument of the same name hides 
 
 
 def length_of(data: object) -> int | None:
-    """``len(data)``; ``None`` where it has none: data sets and loaders may define ``__len__`` and not know it."""
+    """Return ``len(data)``; ``None`` if ``data`` has no length, or if ``__len__`` raises."""
     try:
         return len(data)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -319,7 +306,7 @@ def length_of(data: object) -> int | None:
 
 
 def ensure_data_spec(dataloader: DataSpec | Iterable[Batch] | Mapping[str, Any]) -> DataSpec:
-    """``dataloader`` as a :class:`DataSpec`: one already, its arguments as a dict, or an iterable of batches."""
+    """Return ``dataloader`` as a :class:`DataSpec`. Accepts a spec, a dict of arguments, or an iterable of batches."""
     if isinstance(dataloader, DataSpec):
         return dataloader
     if isinstance(dataloader, Mapping):
@@ -331,12 +318,12 @@ class Evaluator:
     """A data set to evaluate on.
 
     Args:
-        label: names its metrics, ``metrics/<label>/<metric>``.
-        dataloader: the batches, as a loader, a :class:`DataSpec` or its arguments as a dict.
-        metric_names: which of the model's metrics to compute; all by default. Globs are allowed.
+        label: prefix of the metrics, ``metrics/<label>/<metric>``.
+        dataloader: a loader, a :class:`DataSpec`, or a dict of arguments of a ``DataSpec``.
+        metric_names: names or globs of the model's metrics to compute; by default all.
         subset_num_batches: number of batches; -1 for all, ``None`` for the trainer's setting.
-        eval_interval: when during training; ``None`` for the trainer's setting. An int counts epochs; 0 is never.
-        device_eval_microbatch_size: samples per forward pass; a whole batch by default.
+        eval_interval: interval during training; ``None`` for the trainer's setting. An int counts epochs; 0 is never.
+        device_eval_microbatch_size: samples per forward pass; by default a whole batch.
     """
 
     @checked_arguments
@@ -364,14 +351,14 @@ class Evaluator:
             self.eval_interval = create_interval_scheduler(eval_interval, checkpoint_events=False)
 
     def with_defaults(self, *, subset_num_batches: int, eval_interval: TimeInput | SchedulePredicate) -> Evaluator:
-        """Return this evaluator with the arguments in place of settings that it has not.
+        """Set the settings that are ``None``, and return this evaluator.
 
         Args:
             subset_num_batches: batches to evaluate on; -1 for all.
             eval_interval: interval of evaluations.
 
         Returns:
-            An evaluator with all settings.
+            This evaluator.
         """
         if self.subset_num_batches is None:
             self.subset_num_batches = subset_num_batches
@@ -381,5 +368,5 @@ class Evaluator:
 
 
 def ensure_evaluator(evaluator: Evaluator | DataSpec | Iterable[Batch] | Mapping[str, Any]) -> Evaluator:
-    """``evaluator`` as an :class:`Evaluator`; a bare loader gets the label ``'eval'``."""
+    """Return ``evaluator`` as an :class:`Evaluator`. A loader gets the label ``'eval'``."""
     return evaluator if isinstance(evaluator, Evaluator) else Evaluator(label="eval", dataloader=evaluator)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias, cast
@@ -21,14 +20,14 @@ __all__ = ["AlgorithmPass", "Engine", "Trace", "Traces", "algorithms_of", "callb
 
 @dataclass(slots=True)
 class Trace:
-    """Record of one algorithm at one event.
+    """Record of an algorithm at an event.
 
     Attributes:
-        name: the algorithm's class name; ``:1``, ``:2``, … is added for further ones of the same class.
-        event: when.
-        exit_code: what ``apply`` returned; ``None`` if it returned nothing or did not run.
-        order: its place among the algorithms that ran at this event, from 0; ``None`` if it did not run.
-        run: whether it ran.
+        name: class name of the algorithm, with ``:1``, ``:2``, … for further algorithms of the class.
+        event: the event.
+        exit_code: result of ``apply``; ``None`` if the algorithm did not run.
+        order: position among the algorithms of the event, from 0; ``None`` if the algorithm did not run.
+        run: the algorithm ran.
     """
 
     name: str
@@ -39,70 +38,50 @@ class Trace:
 
 
 Handler: TypeAlias = Callable[[State, Logger], object]
-"""What is called at an event."""
+"""Function to call at an event."""
 
 Traces: TypeAlias = Mapping[str, Trace]
 """Traces by ``'<algorithm>/<event>'``."""
 
 AlgorithmPass: TypeAlias = Callable[[Sequence[Algorithm], Event], Sequence[Algorithm]]
-"""Reorders or drops the algorithms that matched an event."""
+"""Function that reorders or drops the matching algorithms of an event."""
 
 _NO_TRACES: Traces = MappingProxyType({})
-_RESOLVE_AT = frozenset(
-    {
-        Event.INIT,
-        Event.BEFORE_LOAD,
-        Event.AFTER_LOAD,
-        Event.FIT_START,
-        Event.EVAL_STANDALONE_START,
-        Event.PREDICT_START,
-    }
-)
+_LOADS = {Event.INIT, Event.BEFORE_LOAD, Event.AFTER_LOAD}
+_RESOLVE_AT = frozenset({*_LOADS, Event.FIT_START, Event.EVAL_STANDALONE_START, Event.PREDICT_START})
 
 
 def callbacks_of(state: State) -> Sequence[Callback]:
-    """The callbacks of ``state``, which for its own part knows only what it saves of them."""
+    """Return the callbacks of ``state``, typed as callbacks."""
     return cast("list[Callback]", state.callbacks)
 
 
 def algorithms_of(state: State) -> Sequence[Algorithm]:
-    """The algorithms of ``state``, which for its own part knows only what it saves of them."""
+    """Return the algorithms of ``state``, typed as algorithms."""
     return cast("list[Algorithm]", state.algorithms)
 
 
 def last_in_first_out(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Undo in the opposite order what a ``BEFORE_`` event did: reversed at ``AFTER_`` events of a pair."""
+    """Reverse the order at ``AFTER_`` events, to undo changes of the ``BEFORE_`` event in the opposite order."""
     return list(reversed(algorithms)) if event.value.startswith("after_") else algorithms
-
-
-@contextlib.contextmanager
-def _kept(errors: list[Exception], interrupts: list[BaseException]) -> Generator[None]:
-    """Collect the error or the interrupt of the block, to be raised when the others are closed."""
-    try:
-        yield
-    except Exception as e:  # noqa: BLE001 - raised later
-        errors.append(e)
-    except BaseException as e:  # noqa: BLE001 - raised later
-        interrupts.append(e)
 
 
 class Engine:
     """Runs events: algorithms first, then callbacks, then loggers; at ``INIT`` loggers, callbacks, algorithms.
 
-    Which callback overrides which hook is looked up when training starts, not at every event: a callback that joins
+    The overridden methods of callbacks are looked up when training starts, not at every event. A callback added to
     ``state.callbacks`` later is called from the next ``FIT_START`` (or ``AFTER_LOAD``, …) on. An exception in a handler
-    propagates at once; later handlers of that event do not run.
+    propagates at once, and the later handlers of the event do not run.
 
     Args:
-        state: the training state that handlers get.
-        logger: the logger that handlers get.
-        algorithm_passes: each may reorder the algorithms that matched; they run after the built-in pass, which reverses
-            the order at ``AFTER_`` events.
+        state: state of training, passed to handlers.
+        logger: logger, passed to handlers.
+        algorithm_passes: functions that reorder the matching algorithms, after the built-in pass, which reverses the
+            order at ``AFTER_`` events.
 
     Attributes:
-        handlers: for loops that run an event many times a second: calling each of ``handlers[event]`` with state and
-            logger is what :meth:`run_event` does, without the cost of the call where nobody listens. Not for events
-            that begin something, such as ``FIT_START``.
+        handlers: functions to call with state and logger at an event, by event. A faster form of :meth:`run_event` for
+            events of every batch; not for events such as ``FIT_START``, at which the handlers are looked up.
     """
 
     def __init__(
@@ -121,16 +100,16 @@ class Engine:
         self._resolve()
 
     def register_pass(self, algorithm_pass: AlgorithmPass, index: int = -1) -> None:
-        """Add a pass at ``index``, at the end by default.
+        """Add a pass.
 
         Args:
-            algorithm_pass: function that orders the algorithms of an event.
+            algorithm_pass: function that reorders the algorithms of an event.
             index: position among the passes; -1 appends.
         """
         self._passes.insert(len(self._passes) if index == -1 else index, algorithm_pass)
 
     def run_event(self, event: Event | str) -> Traces:
-        """Call every handler of ``event``; the traces of the algorithms that matched.
+        """Call every handler of ``event``, and return the traces of the algorithms.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -148,22 +127,25 @@ class Engine:
         """Close every callback, then call their ``post_close``. Safe to call twice.
 
         Raises:
-            Exception: what a callback raised, after all others were closed; an ``ExceptionGroup`` if several did.
-            KeyboardInterrupt, SystemExit: the first that came meanwhile, also after that.
+            Exception: error of a callback, raised after all others are closed; an ``ExceptionGroup`` for several.
+            KeyboardInterrupt, SystemExit: the first of several.
         """
         if self._closed:
             return
         self._closed = True
         errors: list[Exception] = []
         interrupts: list[BaseException] = []
-        closed: list[Callback] = []
-        for callback in callbacks_of(self.state):
-            with _kept(errors, interrupts):
-                callback.close(self.state, self.logger)
-                closed.append(callback)
-        for callback in closed:
-            with _kept(errors, interrupts):
-                callback.post_close()
+        failed: set[int] = set()
+        callbacks = callbacks_of(self.state)
+        calls = [(c, functools.partial(c.close, self.state, self.logger)) for c in callbacks]
+        for callback, call in [*calls, *((c, c.post_close) for c in callbacks)]:
+            if id(callback) in failed:
+                continue
+            try:
+                call()
+            except BaseException as e:  # noqa: BLE001 - raised below, after all callbacks are closed
+                failed.add(id(callback))
+                (errors if isinstance(e, Exception) else interrupts).append(e)  # pyright: ignore[reportArgumentType]
         self.handlers = {}
         self._handlers = {}
         self._algorithms = ()
@@ -174,9 +156,9 @@ class Engine:
                 raise interrupts[0]
 
     def _resolve(self) -> None:
-        """Look up who is called when. The order of callbacks is loggers last, except at INIT."""
+        """Look up the handlers of each event. Loggers come last, except at ``INIT``."""
         if self._closed:
-            raise RuntimeError("this trainer is closed: build a new Trainer to continue.")
+            raise RuntimeError("this trainer is closed. Build a new Trainer to continue.")
         self._algorithms = tuple(algorithms_of(self.state))
         self._names = {id(algorithm): name for name, algorithm in by_class(self._algorithms).items()}
         callbacks = callbacks_of(self.state)
@@ -209,7 +191,7 @@ class Engine:
 
 
 def _handler(callback: Callback, event: Event) -> Handler | None:
-    """Return the function to call for ``callback`` at ``event``; ``None`` if it does nothing then."""
+    """Return the function to call for ``callback`` at ``event``; ``None`` without an override."""
     if type(callback).run_event is not Callback.run_event:
         return functools.partial(callback.run_event, event)
     if getattr(type(callback), event.value) is getattr(Callback, event.value) and event.value not in vars(callback):

@@ -1,4 +1,4 @@
-"""Metric values by the names they are logged under, and of which moment they are."""
+"""Values of metrics and losses: computation over ranks, values of the current model, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -98,17 +98,17 @@ def _to_cpu(key: object, value: Any) -> Any:
 
 
 def gives_one_value(metric: Metric) -> bool:
-    """Return true if ``metric`` declares that it computes a tensor. Others may give a dict, whose keys come with it."""
+    """Return true if ``metric`` declares a tensor as result. Other metrics may return a dict with unknown keys."""
     returns = getattr(type(metric).compute, "__annotations__", {}).get("return")
     return returns in (torch.Tensor, "Tensor", "torch.Tensor")
 
 
 @final
 class MeasuredMetrics:
-    """The metric values of the model as it stands: those measured since the last optimizer step.
+    """Metric values of the current model: the values since the last optimizer step.
 
-    What was measured some batches ago is true of another model; a checkpoint that is judged by it is judged wrongly.
-    Names are ``<label>/<name>``: what the loggers show, without ``metrics/``.
+    Older values describe another model, and must not rank the checkpoint of the current model. Names are
+    ``<label>/<name>``, as in logs without ``metrics/``.
     """
 
     def __init__(self) -> None:
@@ -116,24 +116,24 @@ class MeasuredMetrics:
         self._moment = (-1, -1)
 
     def after_evaluation(self, state: State) -> None:
-        """Take up the values of an evaluator. Call it at ``EVAL_END``."""
+        """Add the values of an evaluator. Call at ``EVAL_END``."""
         label = str(state.dataloader_label)
         self._add(state, label, state.eval_metrics.get(label, {}))
 
     def after_epoch(self, state: State) -> None:
-        """Take up the values of training in this epoch. Call it at ``EPOCH_END``."""
+        """Add the values of training in this epoch. Call at ``EPOCH_END``."""
         self._add(state, _TRAIN, state.train_metrics)
 
     def now(self, state: State) -> dict[str, float]:
-        """The values measured at this batch count; none if the last evaluation was at another."""
+        """Return the values of this batch count; empty if the last evaluation was at another batch count."""
         return dict(self._values) if self._moment == _moment(state) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The last measurements, and when they were made; empty if there are none."""
+        """Return the last values with their batch count; empty without values."""
         return {"values": dict(self._values), "moment": list(self._moment)} if self._values else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave: an evaluation that was interrupted has values already."""
+        """Restore a result of :meth:`state_dict`, with the first values of an interrupted evaluation."""
         fit, batch = state_dict.get("moment", (-1, -1))
         self._values, self._moment = dict(state_dict.get("values", {})), (int(fit), int(batch))
 
@@ -144,33 +144,34 @@ class MeasuredMetrics:
 
 
 def check_metric_exists(name: str, state: State, *, argument: str) -> None:
-    """Check that evaluation or training will measure ``name``, as far as that is known before.
+    """Check that evaluation or training computes the metric ``name``. Accepts names that may be keys of a dict.
 
     Args:
-        name: ``<label>/<name>``, such as ``'eval/MulticlassAccuracy'``; ``'<label>/<name>/3'`` of a vector.
-        argument: what the user gave it as.
+        name: ``<label>/<name>``, such as ``'eval/MulticlassAccuracy'``; ``'<label>/<name>/3'`` for a vector.
+        state: state with the metrics.
+        argument: argument of the user, for the error.
 
     Raises:
-        ConfigError: there is no such metric. The message lists those that exist.
+        ConfigError: there is no such metric. The message lists the existing metrics.
     """
     groups = {evaluator.label: state.eval_metrics.get(evaluator.label, {}) for evaluator in state.evaluators}
     groups[_TRAIN] = state.train_metrics
     known = [f"{label}/{metric}" for label, metrics in groups.items() for metric in metrics]
-    if any(name == one or name.startswith(f"{one}/") for one in known):
+    if any(name == metric or name.startswith(f"{metric}/") for metric in known):
         return
-    for label, metrics in groups.items():  # keys of a dict are known once it was computed
+    for label, metrics in groups.items():  # keys of a dict are unknown before the first computation
         if name.startswith(f"{label}/") and not all(gives_one_value(metric) for metric in metrics.values()):
             return
-    hint = did_you_mean(name, known) if known else " There are none: give an eval_dataloader and Model.get_metrics()."
-    raise ConfigError(f"{argument}={name!r}: nothing measures that.{hint}")
+    hint = did_you_mean(name, known) if known else " There is none: give an eval_dataloader and Model.get_metrics()."
+    raise ConfigError(f"{argument}={name!r}: there is no such metric.{hint}")
 
 
 def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of ``values`` that are not finite; rank 0 warns of the first ones after a finite batch.
+    """Return the names of ``values`` that are NaN or infinite. Rank 0 logs a warning after a finite batch.
 
     Args:
-        state: whose ``timestamp`` is behind the batch that the values are of, and which knows what was found before.
-        values: losses and norms of that batch, the same on every rank.
+        state: state after the batch; ``not_finite`` has the names of the batch before.
+        values: losses and norms of the batch, the same on every rank.
 
     Returns:
         Names of the values that are not finite.
@@ -179,8 +180,8 @@ def note_not_finite(state: State, values: Mapping[str, float]) -> tuple[str, ...
     if found and not state.not_finite and state.rank == 0:
         first = found[0]
         log.warning(
-            "%s is %s at batch %d, which is not finite: checkpoints are marked from here on until it is finite again. "
-            "autoresume and save_best_k skip them.",
+            "%s is %s at batch %d, not finite. Checkpoints are marked until the value is finite again; autoresume and "
+            "save_best_k skip marked checkpoints.",
             first,
             values[first],
             int(state.timestamp.batch),
@@ -195,7 +196,7 @@ def read_losses(state: State) -> dict[str, Any]:
 
 
 def note_unread_losses(state: State) -> None:
-    """Note which losses of the last batch are not finite, where no logger has read them. Every rank calls it."""
+    """Update ``state.not_finite`` if no logger has read the losses of the last batch. Collective."""
     if any(isinstance(loss, torch.Tensor) for loss in state.total_loss_dict.values()):
         state.not_finite = note_not_finite(state, dist.get_group().broadcast(read_losses(state)))
 

@@ -1,7 +1,4 @@
-"""Settings that decide which numbers are computed: precision, seeds, deterministic kernels.
-
-Saving and restoring the state of generators is ``composerlite.devices.rng``.
-"""
+"""Precision, seeds and deterministic kernels. ``composerlite.devices.rng`` saves and restores random generators."""
 
 from __future__ import annotations
 
@@ -37,19 +34,19 @@ __all__ = [
 ]
 
 MAX_SEED = 2**32 - 1
-"""The largest seed that numpy takes."""
+"""Largest seed of numpy."""
 
 
 def get_random_seed() -> int:
-    """A seed drawn from the operating system, in [0, MAX_SEED]. No generator is moved."""
+    """Return a seed from the operating system, in [0, MAX_SEED]. Random generators are not changed."""
     return secrets.randbelow(MAX_SEED + 1)
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """Seed of a rank in a run of this ``seed``.
+    """Return the seed of a rank.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         rank: number of the rank.
 
     Returns:
@@ -72,10 +69,10 @@ def seed_all(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators, of all devices.
+    """Seed torch's generators of all devices.
 
-    Without an accelerator that is one. :func:`torch.manual_seed` would note the whole stack for each kind of device
-    that might be initialized later, which takes up to milliseconds.
+    Without an accelerator only the CPU has a generator, and seeding it directly is faster: :func:`torch.manual_seed`
+    records a stack trace for each kind of device, which takes up to milliseconds.
     """
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
@@ -85,7 +82,7 @@ def seed_torch(seed: int) -> None:
 
 @contextlib.contextmanager
 def seed_context(seed: int) -> Generator[None]:
-    """Seed everything within the context and put the generators back where they were after it."""
+    """Seed all generators inside the context, and restore their states afterwards."""
     before = rng.capture()
     try:
         seed_all(seed)
@@ -95,7 +92,7 @@ def seed_context(seed: int) -> Generator[None]:
 
 
 def configure_deterministic_mode() -> None:
-    """Make torch choose deterministic kernels, or fail where there is none. Slower on GPUs."""
+    """Make torch use deterministic kernels, or raise if an operation has none. Slower on GPUs."""
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
@@ -103,7 +100,7 @@ def configure_deterministic_mode() -> None:
 
 
 class Precision(StrEnum):
-    """The number formats of training.
+    """Number format of training.
 
     ``FP32`` computes in float32. ``AMP_BF16`` and ``AMP_FP16`` keep parameters in float32 and run matrix products
     in the shorter format (torch autocast); ``AMP_FP16`` needs a GPU and scales the loss.
@@ -124,11 +121,11 @@ class Precision(StrEnum):
 
 
 def ensure_precision(precision: str | Precision | None, device: Device | torch.device) -> Precision:
-    """``precision`` checked against ``device``; by default ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere.
+    """Return ``precision``, checked against ``device``.
 
     Args:
-        precision: a precision or its value; ``None`` for the default.
-        device: the device that computes.
+        precision: a precision or its value; ``None`` for ``amp_fp16`` on a CUDA GPU and ``fp32`` elsewhere.
+        device: device of the model.
 
     Returns:
         The precision.
@@ -144,14 +141,14 @@ def ensure_precision(precision: str | Precision | None, device: Device | torch.d
 def get_precision_context(
     precision: Precision, device: Device | torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """The context in which forward pass and loss run.
+    """Return the context for the forward pass and the loss.
 
     Args:
-        precision: of the run.
-        device: the device that computes.
+        precision: precision of the run.
+        device: device of the model.
 
     Returns:
-        A context of ``torch.autocast``, or one that does nothing for ``fp32``.
+        A ``torch.autocast`` context; for ``fp32`` a context without effect.
     """
     if precision is Precision.FP32:
         return contextlib.nullcontext()

@@ -1,51 +1,54 @@
-"""Configuration of how a model is distributed over ranks, checked."""
+"""Configuration of FSDP and tensor parallelism."""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast, final
+from dataclasses import InitVar, dataclass, field
+from typing import Any, TypeVar, cast, final
 
 from composerlite.errors import ConfigError, UnknownArgumentError, did_you_mean
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    D = TypeVar("D", bound=DataclassInstance)
+T = TypeVar("T")
 
 __all__ = ["FSDP2Config", "FSDPConfig", "ParallelismConfig", "TPConfig", "ensure_parallelism"]
 
-_STATE_DICT_TYPES = ("full", "sharded")
-_MIXED_PRECISIONS = ("DEFAULT", "PURE", "FULL")
+_CHOICES = {"state_dict_type": ("full", "sharded"), "mixed_precision": ("DEFAULT", "PURE", "FULL")}
+_FLAGS = (
+    "auto_wrap",
+    "reshard_after_forward",
+    "activation_checkpointing",
+    "cpu_offload",
+    "load_monolith_rank0_only",
+)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """Shards parameters, gradients and optimizer state over ranks with torch's ``fully_shard`` (FSDP2).
+    """Shard parameters, gradients and optimizer state over ranks with torch's ``fully_shard`` (FSDP2).
 
     Attributes:
-        data_parallel_shard_degree: ranks over which a copy of the model is sharded; -1 for all that are left.
-        data_parallel_replicate_degree: copies of the model, each sharded by itself (HSDP); ``None`` for one.
-        auto_wrap: gather the parameters block by block; ``False`` gathers those of the whole model at once. Blocks are
-            what ``model.fsdp_wrap_fn(module)`` says yes to, or modules with ``_fsdp_wrap = True``, or those of a class
-            in ``wrap_classes``, or else every item of a ``ModuleList``, and of a ``Sequential`` of such items.
+        data_parallel_shard_degree: number of ranks for a copy of the model; -1 for all remaining ranks.
+        data_parallel_replicate_degree: number of copies of the model, each sharded (HSDP); ``None`` for one copy.
+        auto_wrap: gather parameters block by block. If false, gather all parameters at once. Blocks are modules
+            with ``model.fsdp_wrap_fn(module)`` true, or with ``_fsdp_wrap = True``, or of a class in ``wrap_classes``.
+            Without any of these, the items of each ``ModuleList``, and of a ``Sequential`` of blocks.
         wrap_classes: names of the classes of blocks.
         reshard_after_forward: release gathered parameters after the forward pass and gather them again for the
-            backward one: less memory, more traffic.
-        mixed_precision: ``'DEFAULT'``: where the trainer's precision is bf16 or fp16, compute in it and reduce
-            gradients in fp32; ``'PURE'``: reduce in it as well; ``'FULL'``: compute in fp32.
-        activation_checkpointing: compute the activations of blocks again in the backward pass rather than keep them.
+            backward pass: less memory, more traffic.
+        mixed_precision: ``'DEFAULT'``: with precision bf16 or fp16, compute in this precision and reduce gradients in
+            fp32; ``'PURE'``: also reduce gradients in this precision; ``'FULL'``: compute in fp32.
+        activation_checkpointing: compute the activations of blocks again in the backward pass to save memory.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
-        ignored_modules: modules whose parameters are not sharded.
-        state_dict_type: how checkpoints are laid out: ``'sharded'``, a directory that every rank writes a part of; or
-            ``'full'``, one file, gathered on rank 0.
-        sharded_ckpt_prefix_dir: name of that directory in the save folder.
-        load_monolith_rank0_only: accepted, without effect: only rank 0 reads a checkpoint that is one file.
+        ignored_modules: modules to leave unsharded.
+        state_dict_type: layout of checkpoints: ``'sharded'``, a directory with files of every rank; or ``'full'``, a
+            single file, gathered on rank 0.
+        sharded_ckpt_prefix_dir: name of the directory in the save folder.
+        load_monolith_rank0_only: accepted for compatibility. Only rank 0 reads checkpoints in a single file anyway.
 
     Raises:
-        ConfigError: a value that does not exist, or two that contradict each other.
+        ConfigError: a value does not exist, or two values contradict each other.
     """
 
     data_parallel_shard_degree: int = -1
@@ -62,28 +65,32 @@ class FSDPConfig:
     load_monolith_rank0_only: bool = False
 
     def __post_init__(self) -> None:
-        _check_flags(self, "fsdp")
-        _check_choice("fsdp", "state_dict_type", self.state_dict_type, _STATE_DICT_TYPES)
-        _check_choice("fsdp", "mixed_precision", self.mixed_precision, _MIXED_PRECISIONS)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"fsdp: {name}={getattr(self, name)!r}: expected True or False.")
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"fsdp: {name}={value!r} does not exist.{did_you_mean(str(value), known)}")
         shard, replicate = self.data_parallel_shard_degree, self.data_parallel_replicate_degree
         if not _is_count(shard) and shard != -1:
             raise ConfigError(
-                f"fsdp: data_parallel_shard_degree={shard!r}: expected a number of ranks, or -1 for all that are left."
+                f"fsdp: data_parallel_shard_degree={shard!r}: expected a number of ranks, or -1 for all others."
             )
         if replicate is not None and not _is_count(replicate):
             raise ConfigError(
                 f"fsdp: data_parallel_replicate_degree={replicate!r}: expected a number of copies, or None."
             )
         if isinstance(self.wrap_classes, str):
-            raise ConfigError(f"fsdp: wrap_classes={self.wrap_classes!r}: expected a list of names of classes.")
+            raise ConfigError(f"fsdp: wrap_classes={self.wrap_classes!r}: expected a list of class names.")
         if self.wrap_classes and not self.auto_wrap:
-            raise ConfigError("fsdp: auto_wrap=False contradicts wrap_classes: give one of the two.")
+            raise ConfigError("fsdp: auto_wrap=False contradicts wrap_classes. Remove one of them.")
         if not self.sharded_ckpt_prefix_dir:
-            raise ConfigError("fsdp: sharded_ckpt_prefix_dir='' names no directory; e.g. 'ep{epoch}-ba{batch}'.")
+            raise ConfigError("fsdp: sharded_ckpt_prefix_dir='': expected a name, such as 'ep{epoch}-ba{batch}'.")
 
     @property
     def given_prefix_dir(self) -> str | None:
-        """``sharded_ckpt_prefix_dir`` where it is not the default: directories are named after files otherwise."""
+        """``sharded_ckpt_prefix_dir``; ``None`` for the default, with which directories get the names of files."""
         own = type(self).sharded_ckpt_prefix_dir
         return None if self.sharded_ckpt_prefix_dir == own else self.sharded_ckpt_prefix_dir
 
@@ -95,19 +102,19 @@ FSDP2Config = FSDPConfig
 @final
 @dataclass(frozen=True, kw_only=True)
 class TPConfig:
-    """Splits single layers over ranks: tensor parallelism.
+    """Split single layers over ranks: tensor parallelism.
 
     Attributes:
-        layer_plan: how each module is split, by name: a dict for torch's ``parallelize_module``, whose keys may hold
-            globs, such as ``{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}``. In place of a
-            style, its name: ``'colwise'``, ``'rowwise'`` or ``'sequence'``.
-        tensor_parallel_degree: ranks that share a layer, and the data.
+        layer_plan: split of each module, by name: a dict for torch's ``parallelize_module``. Keys may be globs, such as
+            ``{'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}``. The names ``'colwise'``,
+            ``'rowwise'`` and ``'sequence'`` stand for styles.
+        tensor_parallel_degree: number of ranks that share a layer and the data.
 
     Raises:
-        ConfigError: no plan, or a degree that is no number of ranks.
+        ConfigError: the plan is empty, or the degree is not a number of ranks.
     """
 
-    layer_plan: Mapping[str, Any]
+    layer_plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tensor_parallel_degree: int = 1
 
     def __post_init__(self) -> None:
@@ -117,7 +124,7 @@ class TPConfig:
             )
         if not isinstance(self.layer_plan, Mapping) or not self.layer_plan:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"tp: layer_plan={self.layer_plan!r}: expected a dict from names of modules to how they are split, "
+                f"tp: layer_plan={self.layer_plan!r}: expected a dict from names of modules to their split, "
                 "such as {'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}."
             )
 
@@ -125,16 +132,17 @@ class TPConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """Configuration of how a model is distributed over ranks.
+    """Configuration of FSDP and tensor parallelism. Each part may be a dict of arguments.
 
     Attributes:
-        fsdp: shard it. tp: split its layers.
+        fsdp: configuration of FSDP.
+        tp: configuration of tensor parallelism.
 
     Args:
-        fsdp2: another name for ``fsdp``, which Composer has for torch's ``fully_shard``.
+        fsdp2: Composer's name for ``fsdp``.
 
     Raises:
-        ConfigError: ``fsdp`` and ``fsdp2`` are both given.
+        ConfigError: an invalid part, or both ``fsdp`` and ``fsdp2``.
     """
 
     fsdp: FSDPConfig | None = None
@@ -143,22 +151,24 @@ class ParallelismConfig:
 
     def __post_init__(self, fsdp2: FSDPConfig | None) -> None:
         if fsdp2 is not None and self.fsdp is not None:
-            raise ConfigError(
-                "parallelism_config: 'fsdp' and 'fsdp2' are two names for one thing here. Give one of them."
-            )
-        if fsdp2 is not None:
-            object.__setattr__(self, "fsdp", fsdp2)
+            raise ConfigError("parallelism_config: 'fsdp' and 'fsdp2' are the same here. Remove one of them.")
+        fsdp: object = self.fsdp if fsdp2 is None else fsdp2
+        object.__setattr__(self, "fsdp", _built(FSDPConfig, "parallelism_config['fsdp']", fsdp))
+        object.__setattr__(self, "tp", _built(TPConfig, "parallelism_config['tp']", self.tp))
 
     @property
     def tensor_parallel_degree(self) -> int:
-        """Ranks that share a layer."""
+        """Number of ranks that share a layer."""
         return 1 if self.tp is None else self.tp.tensor_parallel_degree
 
     def degrees(self, world_size: int) -> tuple[int, int, int]:
-        """(copies of the model, ranks that each is sharded over, ranks that share a layer), for that number of ranks.
+        """Return (copies of the model, ranks of a copy, ranks of a layer).
+
+        Args:
+            world_size: number of ranks.
 
         Raises:
-            ConfigError: the number of ranks is not their product.
+            ConfigError: the product of the three numbers is not ``world_size``.
         """
         tensor = self.tensor_parallel_degree
         if world_size % tensor:
@@ -170,8 +180,8 @@ class ParallelismConfig:
         if self.fsdp is None:
             if left > 1:
                 raise ConfigError(
-                    f"tensor_parallel_degree={tensor} leaves {left} groups of ranks out of {world_size}, and nothing "
-                    f"says how they train together. Add 'fsdp': {{}}, or start {tensor} ranks."
+                    f"tensor_parallel_degree={tensor} leaves {left} groups of ranks out of {world_size}, without data "
+                    f"parallelism between them. Add 'fsdp': {{}}, or start {tensor} ranks."
                 )
             return 1, 1, tensor
         replicate, shard = self.fsdp.data_parallel_replicate_degree, self.fsdp.data_parallel_shard_degree
@@ -187,65 +197,36 @@ class ParallelismConfig:
             copies = left // shard
         if copies * shard != left:
             raise ConfigError(
-                f"data_parallel_replicate_degree={replicate} × data_parallel_shard_degree={shard} does not make the "
-                f"{left} ranks{_of_all(world_size, tensor)}. Start {copies * shard * tensor} ranks, or leave one of "
-                "the two out: it becomes what is left."
+                f"data_parallel_replicate_degree={replicate} × data_parallel_shard_degree={shard} is not the "
+                f"{left} ranks{_of_all(world_size, tensor)}. Start {copies * shard * tensor} ranks, or remove one of "
+                "the two degrees to have it computed."
             )
         return copies, shard, tensor
 
 
 def ensure_parallelism(value: Mapping[str, Any] | ParallelismConfig | None) -> ParallelismConfig | None:
-    """``value`` checked: a dict such as ``{'fsdp': {…}, 'tp': {…}}``, or the object; ``None`` if it says nothing.
+    """Return ``value`` as a :class:`ParallelismConfig`; ``None`` if no part is configured.
+
+    Args:
+        value: the object, or a dict such as ``{'fsdp': {…}, 'tp': {…}}``.
 
     Raises:
-        ConfigError: a key that does not exist, or a value that does not fit.
+        ConfigError: a key does not exist, or a value is invalid.
     """
-    if value is None:
-        return None
-    if not isinstance(value, ParallelismConfig):
-        given = _mapping("parallelism_config", value)
-        _check_keys("parallelism_config", given, ("fsdp", "fsdp2", "tp"))
-        fsdp, fsdp2 = _part(FSDPConfig, "fsdp", given), _part(FSDPConfig, "fsdp2", given)
-        value = ParallelismConfig(fsdp=fsdp, fsdp2=fsdp2, tp=_part(TPConfig, "tp", given))
-    return None if value.fsdp is None and value.tp is None else value
+    config = _built(ParallelismConfig, "parallelism_config", value)
+    return None if config is None or (config.fsdp is None and config.tp is None) else config
 
 
-def _part(kind: type[D], name: str, given: Mapping[str, Any]) -> D | None:
-    value = given.get(name)
+def _built(kind: type[T], where: str, value: object) -> T | None:
     if value is None or isinstance(value, kind):
         return value
-    where = f"parallelism_config[{name!r}]"
-    arguments = _mapping(where, value)
-    fields = dataclasses.fields(kind)
-    _check_keys(where, arguments, [field.name for field in fields])
-    for field in fields:
-        if field.default is dataclasses.MISSING and field.name not in arguments:
-            raise ConfigError(f"{where} has no {field.name!r}, which it needs.")
-    return kind(**arguments)
-
-
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r}: expected a dict.")
-    return cast("Mapping[str, Any]", value)
-
-
-def _check_keys(where: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in given:
+    known = list(inspect.signature(kind).parameters)
+    for key in cast("Mapping[Any, Any]", value):
         if key not in known:
             raise UnknownArgumentError(f"{where} has no {key!r}.{did_you_mean(str(key), known)}")
-
-
-def _check_flags(config: DataclassInstance, name: str) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(field.default, bool) and not isinstance(value, bool):
-            raise ConfigError(f"{name}: {field.name}={value!r}: expected True or False.")
-
-
-def _check_choice(name: str, field: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}: {field}={value!r} does not exist.{did_you_mean(str(value), known)}")
+    return kind(**value)
 
 
 def _is_count(value: object) -> bool:

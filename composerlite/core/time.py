@@ -1,4 +1,4 @@
-"""Time in training: counts with a unit (``'10ba'``, ``'2ep'``, ``'90m'``) and where a run stands in all of them."""
+"""Time: an amount of training (``'10ba'``, ``'2ep'``, ``'90m'``). Timestamp: progress of a run in all units."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _RULE = (
 class Time:
     """An amount of training: a value and a :class:`TimeUnit`. Immutable and hashable.
 
-    Arithmetic needs equal units; a number takes the unit of the other side. Comparison also takes time strings.
+    Both sides of an operation must have the same unit; a number takes the unit of the other side. Time strings can be
+    compared, too.
     ``time / time`` is a fraction (unit ``dur``) and ``'0.25dur' * time`` an amount in the unit of ``time``.
 
     Args:
@@ -56,7 +57,7 @@ class Time:
         unit: a :class:`TimeUnit` or its value, such as ``'ba'``.
 
     Raises:
-        ConfigError: an unknown unit, a fraction where only ``dur`` has fractions, or two units that do not match.
+        ConfigError: the unit is unknown, or the value is a fraction in another unit than ``dur``.
     """
 
     __slots__ = ("_unit", "_value")
@@ -76,37 +77,37 @@ class Time:
 
     @classmethod
     def from_iteration(cls, value: int) -> Time:
-        """``value`` iterations."""
+        """Return ``value`` iterations."""
         return cls(value, TimeUnit.ITERATION)
 
     @classmethod
     def from_epoch(cls, value: int) -> Time:
-        """``value`` epochs."""
+        """Return ``value`` epochs."""
         return cls(value, TimeUnit.EPOCH)
 
     @classmethod
     def from_batch(cls, value: int) -> Time:
-        """``value`` batches."""
+        """Return ``value`` batches."""
         return cls(value, TimeUnit.BATCH)
 
     @classmethod
     def from_sample(cls, value: int) -> Time:
-        """``value`` samples."""
+        """Return ``value`` samples."""
         return cls(value, TimeUnit.SAMPLE)
 
     @classmethod
     def from_token(cls, value: int) -> Time:
-        """``value`` tokens."""
+        """Return ``value`` tokens."""
         return cls(value, TimeUnit.TOKEN)
 
     @classmethod
     def from_duration(cls, value: float) -> Time:
-        """The fraction ``value`` of the whole training."""
+        """Return the fraction ``value`` of the whole training."""
         return cls(value, TimeUnit.DURATION)
 
     @classmethod
     def from_timedelta(cls, value: timedelta) -> Time:
-        """``value`` in whole seconds."""
+        """Return ``value`` in whole seconds."""
         return cls(int(value.total_seconds()), TimeUnit.SECOND)
 
     @classmethod
@@ -127,11 +128,11 @@ class Time:
 
     @classmethod
     def from_input(cls, value: TimeInput, int_unit: str | TimeUnit | None = None) -> Time:
-        """``value`` as a Time: a Time, a time string, a ``timedelta``, or a number counted in ``int_unit``.
+        """Return ``value`` as a Time.
 
         Args:
-            value: the time.
-            int_unit: unit of a bare number; ``None``: a bare number is an error.
+            value: a Time, a time string, a ``timedelta``, or a number.
+            int_unit: unit of a number; ``None``: a number is an error.
 
         Returns:
             The time.
@@ -157,11 +158,11 @@ class Time:
         return self._unit
 
     def to_timestring(self) -> str:
-        """The string that :meth:`from_timestring` reads back."""
+        """Return the string that :meth:`from_timestring` parses."""
         return f"{self._value}{self._unit.value}"
 
     def _same_unit(self, other: object) -> int | float | None:
-        """The value of ``other`` in this unit; ``None`` if it is no time at all."""
+        """Return the value of ``other`` in this unit; ``None`` if ``other`` is not a time."""
         if isinstance(other, int | float) and not isinstance(other, bool):
             return other
         if isinstance(other, str):
@@ -171,7 +172,7 @@ class Time:
         if not isinstance(other, Time):
             return None
         if other._unit is not self._unit:
-            raise ConfigError(f"{self} and {other} count different things and cannot be compared or added.")
+            raise ConfigError(f"{self} and {other} have different units and cannot be compared or added.")
         return other._value
 
     def __repr__(self) -> str:
@@ -216,9 +217,6 @@ class Time:
     def __neg__(self) -> Time:
         return Time(-self._value, self._unit)
 
-    def __pos__(self) -> Time:
-        return self
-
     def __mul__(self, other: TimeInput) -> Time:
         if isinstance(other, str):
             other = Time.from_timestring(other)
@@ -245,21 +243,21 @@ class Time:
 
 
 TimeInput: TypeAlias = "Time | str | int | float | timedelta"
-"""What may be given where a time is wanted: text such as ``'10ep'``, or a number, whose unit the one who asks says."""
+"""Time argument: text such as ``'10ep'``, or a number in the default unit of the argument."""
 
 
 def _scaled(value: int | float, factor: int | float | Fraction, unit: TimeUnit) -> Time:
-    """``value × factor``, exact in decimal: 0.29 of 100 batches is 29, which floats make 28.999…; then rounded down."""
+    """Return ``value × factor``, exact in decimal, rounded down: 0.29 of 100 batches is 29. Floats give 28.999…"""
     exact = Fraction(str(value)) * Fraction(str(factor))
     return Time(float(exact) if unit is TimeUnit.DURATION else math.trunc(exact), unit)
 
 
 def ensure_time(maybe_time: TimeInput, int_unit: str | TimeUnit) -> Time:
-    """``maybe_time`` as a :class:`Time`; a plain number counts ``int_unit``.
+    """Return ``maybe_time`` as a :class:`Time`.
 
     Args:
-        maybe_time: a time, or a number.
-        int_unit: unit of a bare number.
+        maybe_time: a time, a time string, or a number.
+        int_unit: unit of a number.
 
     Returns:
         The time.
@@ -272,7 +270,7 @@ MICROSECONDS = 1_000_000
 
 
 class _Fields(NamedTuple):
-    """The bare numbers of a :class:`Timestamp`: ten counts, and four clocks in microseconds."""
+    """Plain numbers of a :class:`Timestamp`: ten counts, and four clocks in microseconds."""
 
     iteration: int = 0
     epoch: int = 0
@@ -304,7 +302,7 @@ _UNITS = {name: unit for unit, name in _TOTALS.items()}
 
 
 def _field(name: str, convert: Callable[[int], object]) -> Any:
-    """A read-only attribute of :class:`Timestamp`: the number ``name`` of its ``fields``, converted."""
+    """Make a read-only attribute of :class:`Timestamp`: the converted number ``name`` in ``fields``."""
     index = _Fields._fields.index(name)
     return property(lambda stamp: convert(stamp.fields[index]))
 
@@ -319,10 +317,10 @@ def _microseconds(value: timedelta | int | float | Time) -> int:
 
 
 def _bare(name: str, value: int | float | Time | timedelta) -> int:
-    """The value given for the field ``name`` as the number that is kept.
+    """Return ``value`` as the plain number of the field ``name``.
 
     Raises:
-        ConfigError: a count that is no whole number, is negative or has another unit.
+        ConfigError: a count is not a whole number, is negative or has another unit.
     """
     if name in _CLOCKS:
         return _microseconds(value)
@@ -345,7 +343,7 @@ class Timestamp:
 
     __slots__ = ("fields",)
     fields: _Fields
-    """The bare numbers: ten counts, and four clocks in microseconds."""
+    """Plain numbers: ten counts, and four clocks in microseconds."""
 
     iteration: Time = _field("iteration", Time.from_iteration)
     """Iterations completed."""
@@ -382,47 +380,43 @@ class Timestamp:
             raise ConfigError(f"Timestamp has no field {', '.join(unknown)}. Fields: {', '.join(_Fields._fields)}.")
         self.fields = _Fields(**{name: _bare(name, value) for name, value in fields.items()})
 
-    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, unit: str | TimeUnit) -> Time:
-        """Total of ``unit`` so far. ``dur`` is not known here: ask ``State.get_elapsed_duration``."""
+        """Return the total of ``unit`` so far. For ``dur`` use ``State.get_elapsed_duration``."""
         unit = TimeUnit(unit)
         return Time(int(self.count(unit)), unit)
 
     def count(self, unit: TimeUnit) -> int | float:
-        """Total of ``unit`` so far, as a bare number (seconds with their fraction)."""
+        """Return the total of ``unit`` so far, as a plain number (seconds with a fraction)."""
         if unit is TimeUnit.DURATION:
-            raise ConfigError(
-                "a Timestamp cannot tell 'dur': it does not know the end. Use State.get_elapsed_duration()."
-            )
+            raise ConfigError("a Timestamp has no end, so 'dur' is unknown. Use State.get_elapsed_duration().")
         value = self.fields[_INDEX[unit]]
         return value / MICROSECONDS if unit is TimeUnit.SECOND else value
 
     @staticmethod
     def field_of(unit: TimeUnit) -> int:
-        """The place of the total count of ``unit`` in :attr:`fields`."""
+        """Return the index of the total of ``unit`` in :attr:`fields`."""
         return _INDEX[unit]
 
-    # ── moving on ────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def _of(cls, fields: _Fields) -> Timestamp:
-        """The timestamp of ``fields``, which are not checked."""
+        """Make a timestamp of ``fields`` without a check."""
         new = object.__new__(cls)
         new.fields = fields
         return new
 
     def copy(self, **changes: int | float | Time | timedelta) -> Timestamp:
-        """The same timestamp with some fields changed."""
+        """Return a copy with some fields changed."""
         return Timestamp(**{**self.state_dict(), **changes})
 
     def to_next_batch(
         self, samples: int | Time = 0, tokens: int | Time = 0, duration: timedelta | float = 0.0
     ) -> Timestamp:
-        """Return the timestamp after a batch of ``samples`` samples and ``tokens`` tokens that took ``duration``.
+        """Return the timestamp after a further batch.
 
         Args:
-            samples: in the batch.
-            tokens: in the batch.
-            duration: wall time of the batch, a ``timedelta`` or seconds.
+            samples: number of samples in the batch.
+            tokens: number of tokens in the batch.
+            duration: wall time of the batch, as ``timedelta`` or in seconds.
 
         Returns:
             The timestamp after the batch.
@@ -430,11 +424,11 @@ class Timestamp:
         return self.after_batch(int(samples), int(tokens), _microseconds(duration))
 
     def after_batch(self, samples: int, tokens: int, microseconds: int) -> Timestamp:
-        """:meth:`to_next_batch` on bare numbers: runs once per step, and does nothing that is not needed.
+        """Return the timestamp after a further batch. Takes plain numbers: called once per step, so must be fast.
 
         Args:
-            samples: in the batch.
-            tokens: in the batch.
+            samples: number of samples in the batch.
+            tokens: number of tokens in the batch.
             microseconds: wall time of the batch.
 
         Returns:
@@ -449,14 +443,9 @@ class Timestamp:
     def to_next_epoch(self, duration: timedelta | float = 0.0) -> Timestamp:
         """Return the timestamp at the start of the next epoch. ``duration``: training time since the last batch."""
         now, passed = self.at_start_of_epoch().fields, _microseconds(duration)
-        return self._of(
-            now._replace(
-                epoch=now.epoch + 1,
-                epoch_in_iteration=now.epoch_in_iteration + 1,
-                total_wct=now.total_wct + passed,
-                iteration_wct=now.iteration_wct + passed,
-            )
-        )
+        epochs = {"epoch": now.epoch + 1, "epoch_in_iteration": now.epoch_in_iteration + 1}
+        clocks = {"total_wct": now.total_wct + passed, "iteration_wct": now.iteration_wct + passed}
+        return self._of(now._replace(**epochs, **clocks))
 
     def at_start_of_epoch(self) -> Timestamp:
         """Return the timestamp at the start of the current epoch."""
@@ -467,34 +456,24 @@ class Timestamp:
     def to_next_iteration(self, duration: timedelta | float = 0.0) -> Timestamp:
         """Return the timestamp at the start of the next iteration."""
         now = self.fields
-        return self._of(
-            now._replace(
-                iteration=now.iteration + 1,
-                epoch_in_iteration=0,
-                token_in_iteration=0,
-                total_wct=now.total_wct + _microseconds(duration),
-                iteration_wct=0,
-                epoch_wct=0,
-                batch_wct=0,
-            )
-        )
+        zero = dict.fromkeys(["epoch_in_iteration", "token_in_iteration", "iteration_wct", "epoch_wct", "batch_wct"], 0)
+        total = now.total_wct + _microseconds(duration)
+        return self._of(now._replace(iteration=now.iteration + 1, total_wct=total, **zero))
 
-    # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
     def state_dict(self) -> dict[str, Any]:
-        """The fourteen fields: ints, and ``timedelta`` for the clocks."""
+        """Return the fourteen fields: ints, and ``timedelta`` for the clocks."""
         return {**self.fields._asdict(), **{name: getattr(self, name) for name in _CLOCKS}}
 
     def plain(self) -> dict[str, int | float]:
-        """The fourteen fields as numbers, clocks in seconds; :meth:`from_state_dict` reads them back exactly."""
+        """Return the fields as numbers, clocks in seconds. :meth:`from_state_dict` restores the exact values."""
         fields = self.fields._asdict()
         return {**fields, **{name: fields[name] / MICROSECONDS for name in _CLOCKS}}
 
     @classmethod
     def from_state_dict(cls, state_dict: dict[str, Any]) -> Timestamp:
-        """The timestamp that :meth:`state_dict` described. Fields that an older version did not have are zero."""
+        """Restore a result of :meth:`state_dict` or :meth:`plain`. Unknown fields are ignored, missing fields are 0."""
         return cls(**{name: value for name, value in state_dict.items() if name in _Fields._fields})
 
-    # ── comparing ────────────────────────────────────────────────────────────────────────────────────────────────
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Timestamp):
             return self.fields == other.fields

@@ -247,9 +247,9 @@ def test_what_is_no_sample_is_repeated_in_each_microbatch(value: Any) -> None:
 
 def test_what_cannot_be_split_is_named() -> None:
     """The key and the type of what is no sample and no value, and samples that could be columns."""
-    with pytest.raises(ConfigError, match=r"batch\['graph'\]\['inner'\] into microbatches: it is a object"):
+    with pytest.raises(ConfigError, match=r"batch\['graph'\]\['inner'\] of type object into microbatches"):
         split_batch({"x": rows(4), "graph": {"inner": object()}}, 2)
     with pytest.raises(ConfigError, match="may be samples or columns"):
         split_batch([[rows(2), rows(2)], torch.arange(2)], 1)
-    with pytest.raises(ConfigError, match="no part that says how many samples"):
+    with pytest.raises(ConfigError, match="no part tells the number of samples"):
         split_batch({"a": 1, "b": None}, 1)

@@ -111,14 +111,14 @@ def test_a_metric_that_will_be_measured(training: State, name: str) -> None:
     check_metric_exists(name, training, argument="save_best_metric")
     label, metric = name.split("/")[:2]
     del (training.train_metrics if label == "train" else training.eval_metrics[label])[metric]
-    with pytest.raises(ConfigError, match=f"save_best_metric='{name}': nothing measures that"):
+    with pytest.raises(ConfigError, match=f"save_best_metric='{name}': there is no such metric"):
         check_metric_exists(name, training, argument="save_best_metric")
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("eval/Acuracy", "save_best_metric='eval/Acuracy': nothing measures that. Did you mean 'eval/Accuracy'"),
+        ("eval/Acuracy", "save_best_metric='eval/Acuracy': there is no such metric. Did you mean 'eval/Accuracy'"),
         ("metrics/eval/Accuracy", "Did you mean 'eval/Accuracy'"),
         ("Accuracy", "Known: eval/Accuracy, hard/Accuracy, train/Accuracy"),
         ("test/Accuracy", "Known: eval/Accuracy, hard/Accuracy, train/Accuracy"),
@@ -133,7 +133,7 @@ def test_a_metric_that_nothing_measures(training: State, name: str, says: str) -
 def test_a_metric_of_a_run_without_metrics() -> None:
     """The message says what to give."""
     state = State(nn.Identity(), rank_zero_seed=0, run_name="run", device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"nothing measures that. There are none: give an eval_dataloader"):
+    with pytest.raises(ConfigError, match=r"there is no such metric. There is none: give an eval_dataloader"):
         check_metric_exists("eval/Accuracy", state, argument="save_best_metric")
 
 
@@ -141,5 +141,5 @@ def test_keys_of_a_dict_are_not_known_before(training: State) -> None:
     """Where a metric may compute a dict, any name under its label is accepted; under other labels none."""
     training.eval_metrics["eval"]["of"] = Several()
     check_metric_exists("eval/recall", training, argument="save_best_metric")
-    with pytest.raises(ConfigError, match="nothing measures that"):
+    with pytest.raises(ConfigError, match="there is no such metric"):
         check_metric_exists("hard/recall", training, argument="save_best_metric")

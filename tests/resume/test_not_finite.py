@@ -22,8 +22,8 @@ from composerlite.errors import CheckpointError
 from composerlite.loggers import InMemoryLogger
 
 SAID = (
-    "loss/train/total is nan at batch 5, which is not finite: checkpoints are marked from here on until it is finite "
-    "again. autoresume and save_best_k skip them."
+    "loss/train/total is nan at batch 5, not finite. Checkpoints are marked until the value is finite "
+    "again; autoresume and save_best_k skip marked checkpoints."
 )
 
 

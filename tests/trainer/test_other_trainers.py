@@ -310,7 +310,7 @@ def test_reduce_lr_on_plateau_follows_a_metric_by_its_name() -> None:
         assert "metric" not in scheduler.state_dict()
     with run("eval_1/accuracy") as trainer, pytest.raises(ConfigError) as error:
         trainer.fit()
-    said = "ReduceLROnPlateau: metric='eval_1/accuracy': nothing measures that. Known: eval/loss, eval_1/loss."
+    said = "ReduceLROnPlateau: metric='eval_1/accuracy': there is no such metric. Known: eval/loss, eval_1/loss."
     assert first_line(error) == said
 
 
@@ -399,8 +399,8 @@ def test_a_state_that_would_be_saved_and_not_restored_is_an_error(arguments: dic
         ({"save_interval": lambda state: True}, r"save_interval=.*expected a function \(state, event\)"),
         ({"eval_interval": lambda state: True}, r"eval_interval=.*expected a function \(state, event\)"),
         ({"console_log_interval": lambda: True}, "console_log_interval=.*expected a function"),
-        ({"train_dataloader": DataLoader}, "DataLoader is a class, not a data loader. Did you pass the class"),
-        ({"eval_dataloader": DataLoader}, "DataLoader is a class, not a data loader. Did you pass the class"),
+        ({"train_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
+        ({"eval_dataloader": DataLoader}, "dataloader=DataLoader is a class, not a data loader"),
         ({"run_name": "nul\0"}, r"run_name='nul\\x00' has a null character in it"),
         ({"save_latest_filename": "ep1-ba7-rank0.pt"}, "save_latest_filename='ep1-ba7-rank0.pt' is a name that"),
         ({"save_latest_filename": "ep7-ba7-rank{rank}.pt"}, "save_latest_filename='ep7-ba7-rank{rank}.pt' is a name"),

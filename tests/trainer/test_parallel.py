@@ -131,7 +131,7 @@ def test_an_exception_on_one_rank_is_raised_on_all(where: str) -> None:
         ({"fsdp": {"cpu_offload": "yes"}}, "cpu_offload='yes': expected True or False"),
         ({"fsdp": {"auto_wrap": False, "wrap_classes": ["Linear"]}}, "auto_wrap=False contradicts wrap_classes"),
         ({"fsdp": {"data_parallel_shard_degree": 0}}, "data_parallel_shard_degree=0: expected a number of ranks"),
-        ({"tp": {"tensor_parallel_degree": 2}}, "has no 'layer_plan', which it needs"),
+        ({"tp": {"tensor_parallel_degree": 2}}, "tp: layer_plan={}: expected a dict"),
         ({"fsdp": 3}, "expected a dict"),
     ],
 )

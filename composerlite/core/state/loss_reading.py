@@ -1,4 +1,4 @@
-"""Reading losses from a device without keeping it from its work."""
+"""Reading losses from a device without a stall of the device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["LossReading"]
 
 @final
 class LossReading:
-    """Losses of a batch on their way from a device, from before the backward pass on.
+    """Copies of the losses of a batch from a device, started before the backward pass.
 
-    A reader waits until the forward pass is done there. The device has the backward pass and the optimizer's
-    step to do meanwhile: it does not run out of work, as it does where the host waits for all that is queued.
+    Reading a value waits for the forward pass only. Meanwhile the device runs the backward pass and the optimizer step.
+    A plain ``loss.item()`` waits for all queued work, and leaves the device idle.
 
     Args:
-        losses: by name, as the forward pass has just given them.
-        devices: that they are on.
+        losses: losses by name, right after the forward pass.
+        devices: devices of the losses.
     """
 
     def __init__(self, losses: Mapping[str, Any] | None = None, devices: Devices = this_machine) -> None:
@@ -33,7 +33,7 @@ class LossReading:
                     self._reads.append((loss, copier, copier.read(loss.reshape(()))))
 
     def value(self, loss: Any) -> Any:
-        """Return ``loss`` as a number. One that is not on its way is read now."""
+        """Return ``loss`` as a number. A loss without a started copy is read now."""
         for known, copier, read in self._reads:
             if known is loss:
                 return copier.fetch(read)
