@@ -1,6 +1,4 @@
-"""Interruption: a request from outside to end the process soon, where training looks for it, and that it is the run's
-alone: the worker processes of loaders are kept from it.
-"""
+"""Interruption: a request from outside to end the process. Workers of data loaders ignore such signals."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ __all__ = ["Interruption"]
 class Interruption:
     """A request from outside to end the process soon, such as a scheduler's SIGTERM.
 
-    A signal handler calls :meth:`request`, which only sets a flag. Training checks :attr:`agreed` at every safe point:
-    after each batch, each epoch, each batch of an evaluation. There the run is after a whole number of steps, the same
-    on every rank.
+    A signal handler calls :meth:`request`, which only sets a flag. Training checks :attr:`agreed` at safe points: after
+    each batch, each epoch and each batch of an evaluation. At a safe point all ranks have completed the same number of
+    steps.
 
     Attributes:
-        requested: on this rank.
-        leave: what to do then, at the next safe point; it does not return. ``None``: nobody listens for signals.
-        evaluation: the event that an evaluation belongs to which was begun, and the labels of the evaluators that have
-            not finish; ``None`` if there is none. In checkpoints: a resumed run begins with it.
+        requested: an interruption was requested on this rank.
+        leave: function that ends the run at a safe point and does not return; ``None`` without a listener for signals.
+        evaluation: event of the current evaluation and labels of its unfinished evaluators; ``None`` outside of
+            evaluations. Saved in checkpoints, so that a resumed run continues the evaluation.
     """
 
     def __init__(self, piggyback: list[dist.PiggybackCounter]) -> None:
@@ -44,50 +42,50 @@ class Interruption:
 
     @property
     def agreed(self) -> bool:
-        """True if a rank is preempted and all know: the same on every rank."""
+        """True if an interruption was requested on a rank and all ranks know. The same on every rank."""
         return self._asking.total > 0
 
     @property
     def is_watched(self) -> bool:
-        """True if a listener is there, so that looking at it is of use. The same on every rank."""
+        """True if there is a listener. The same on every rank."""
         return self.leave is not None
 
     def watch(self, leave: Callable[[], None], signals: Sequence[int]) -> None:
-        """Call ``leave`` at the next safe point after a :meth:`request`, from now on. Earlier ones do not count.
+        """Call ``leave`` at the next safe point after a future :meth:`request`. Earlier requests are dropped.
 
         Args:
-            leave: ends the run; called on every rank, at the same point.
-            signals: by which the process may be asked; the workers of loaders are kept from them.
+            leave: function that ends the run, called on every rank at the same point.
+            signals: signals that request an interruption; workers of data loaders ignore them.
         """
         self.leave, self._signals = leave, signals
         self.requested = False
         self._asking.reduced = 0
 
     def unwatch(self) -> None:
-        """Nobody looks any more: training is over."""
+        """Remove the listener, since training is over."""
         self.leave, self._signals = None, ()
 
     def request(self) -> None:
-        """Ask for the end of the run. Signal handlers and other threads may call this."""
+        """Request the end of the run. Signal handlers and other threads may call this."""
         self.requested = True
 
     def look(self) -> None:
-        """A safe point: leave if all ranks have agreed to."""
+        """Call ``leave`` if the ranks have agreed. Call at safe points."""
         if self.leave is not None and self.agreed:
             self.leave()
 
     @contextlib.contextmanager
     def shielding_workers(self, loader: Any) -> Generator[None]:
-        """Workers of ``loader`` that are forked within it heed the signals only if they come from this process.
+        """Make workers of ``loader`` that are forked inside the block ignore signals from other processes.
 
-        Schedulers and terminals send them to all processes of a job. Without its workers a loader would fail before the
-        run could save what it has. Workers that are not forked stay as they are.
+        Schedulers and terminals send signals to all processes of a job. A loader without workers fails before the run
+        can save. Workers that are not forked still receive the signals.
         """
         global _shielded
         if not self._signals or not _forks(loader):
             yield
             return
-        # Blocked before the fork: there is no moment at which a signal could end the child.
+        # Block before the fork, so that no signal can end the child in between.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         _shielded = tuple(self._signals)
         try:
@@ -97,9 +95,8 @@ class Interruption:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ── the workers of loaders ──────────────────────────────────────────────────────────────────────────────────────────
 _shielded: tuple[int, ...] = ()
-"""The signals that a process which is forked now heeds from its parent only."""
+"""Signals that a process forked now accepts from its parent only."""
 
 
 def _forks(loader: Any) -> bool:
@@ -108,9 +105,9 @@ def _forks(loader: Any) -> bool:
 
 
 def _watch_parent() -> None:
-    """Exit, in a worker process, when the parent says so: it stops workers that hang in this way."""
+    """In a worker process: exit on a signal from the parent, which stops hanging workers with signals."""
     if _shielded and not start_threads(functools.partial(_exit_with_parent, _shielded), 1, name="signals"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _shielded)  # it ends with the others, rather than never
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _shielded)  # without a thread, accept signals of all processes
 
 
 def _exit_with_parent(signals: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The algorithms as functions, for a training loop of one's own.
+"""Algorithms as functions, for your own training loop.
 
 ::
 

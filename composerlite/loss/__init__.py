@@ -1,4 +1,4 @@
-"""Losses that models of Composer use: for class numbers as well as for probabilities."""
+"""Losses of Composer's models, for class numbers or probabilities."""
 
 from composerlite.loss.loss import (
     binary_cross_entropy_with_logits,

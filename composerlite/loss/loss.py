@@ -1,4 +1,4 @@
-"""Losses for class numbers as well as for probabilities, and what tells the two apart."""
+"""Losses for class numbers or probabilities, and checks of the kind of targets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from composerlite.models.classifier import soft_cross_entropy
 
 
 def check_for_index_targets(targets: Tensor) -> bool:
-    """Return true if ``targets`` are class numbers: they are whole numbers."""
+    """Return true if ``targets`` are class numbers: integers."""
     return not (targets.is_floating_point() or targets.is_complex())
 
 
 def infer_target_type(input: Tensor, targets: Tensor) -> str:  # noqa: A002 - the name that torch's losses have
-    """Return ``'indices'`` if ``targets`` are class numbers for logits ``input``, ``'one_hot'`` if they have its shape.
+    """Return ``'indices'`` for class numbers, and ``'one_hot'`` for targets with the shape of ``input``.
 
     Args:
         input: logits of shape (N, C, …).
@@ -27,7 +27,7 @@ def infer_target_type(input: Tensor, targets: Tensor) -> str:  # noqa: A002 - th
         ``'indices'`` or ``'one_hot'``.
 
     Raises:
-        ConfigError: their shape is neither.
+        ConfigError: the shapes match neither kind.
     """
     if input.shape == targets.shape:
         return "one_hot"
@@ -45,7 +45,7 @@ def ensure_targets_one_hot(input: Tensor, targets: Tensor, num_classes: float | 
     Args:
         input: logits of shape (N, C, …).
         targets: class numbers of shape (N, …), or probabilities of shape (N, C, …).
-        num_classes: C; by default that of ``input``.
+        num_classes: C; by default the number of classes in ``input``.
 
     Returns:
         Probabilities of shape (N, C, …).
@@ -66,12 +66,13 @@ def binary_cross_entropy_with_logits(
     pos_weight: Tensor | None = None,
     scale_by_batch_size: bool | None = True,
 ) -> Tensor:
-    """Binary cross entropy of each class, added up and divided by the number of samples.
+    """Return the binary cross entropy of each class, summed and divided by the number of samples.
 
     Args:
         input: logits of shape (N, C, …).
         target: class numbers of shape (N, …), or probabilities of shape (N, C, …).
-        weight: weight of each class. pos_weight: weight of what is true of each class.
+        weight: weight of each class.
+        pos_weight: weight of positive targets of each class.
         reduction: ``'sum'``, ``'mean'`` or ``'none'``, before the division.
         scale_by_batch_size: divide by N.
 

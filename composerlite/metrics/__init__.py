@@ -1,4 +1,4 @@
-"""Metrics that models of Composer use. They are imported, and torchmetrics with them, when they are first used."""
+"""Metrics of Composer's models. Metrics and torchmetrics are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of language models and of segmentation, as sums that add up over batches and ranks."""
+"""Metrics of language models and segmentation. States are sums over batches and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from composerlite.models.cross_entropy import CrossEntropy
 
 
 class _Sums(Metric):
-    """A metric that is computed from sums."""
+    """Base of metrics computed from sums."""
 
     is_differentiable = False
     full_state_update = False
@@ -28,7 +28,7 @@ class LossMetric(_Sums):
     """Mean of ``loss_function(preds, target)`` over batches.
 
     Args:
-        loss_function: function of (preds, target) that returns a scalar tensor.
+        loss_function: function from (preds, target) to a scalar tensor.
         dist_sync_on_step: as in ``torchmetrics.Metric``.
     """
 
@@ -57,11 +57,11 @@ class LossMetric(_Sums):
 
 
 class LanguageCrossEntropy(CrossEntropy):
-    """Mean cross entropy over all tokens seen, but for those that are ``ignore_index``.
+    """Mean cross entropy over all tokens except ``ignore_index``.
 
     Args:
         dist_sync_on_step: as in ``torchmetrics.Metric``.
-        ignore_index: target that is not counted.
+        ignore_index: target to ignore.
     """
 
     def __init__(self, dist_sync_on_step: bool = False, ignore_index: int = -100) -> None:
@@ -87,10 +87,10 @@ class LanguagePerplexity(LanguageCrossEntropy):
 
 
 class MaskedAccuracy(_Sums):
-    """Share of the targets that are predicted, but for those that are ``ignore_index``.
+    """Fraction of correct predictions over all targets except ``ignore_index``.
 
     Args:
-        ignore_index: target that is not counted.
+        ignore_index: target to ignore.
         dist_sync_on_step: as in ``torchmetrics.Metric``.
     """
 
@@ -116,7 +116,7 @@ class MaskedAccuracy(_Sums):
         self.total += counts.sum()
 
     def compute(self) -> Tensor:
-        """Return the share so far."""
+        """Return the fraction so far."""
         return self.correct / self.total
 
 
@@ -154,7 +154,8 @@ class MIoU(_Sums):
     """Intersection over union of predicted and true pixels, as the mean over classes, in percent.
 
     Args:
-        num_classes: C. ignore_index: class number of pixels that do not count.
+        num_classes: C.
+        ignore_index: class number of pixels to ignore.
     """
 
     higher_is_better = True
@@ -181,16 +182,16 @@ class MIoU(_Sums):
         self.total_union += each - both
 
     def compute(self) -> Tensor:
-        """Return the mean over the classes that occurred."""
+        """Return the mean over the classes in the data."""
         seen = self.total_union != 0
         return 100 * (self.total_intersect[seen] / self.total_union[seen]).mean()
 
 
 class Dice(_Sums):
-    """Dice coefficient of predicted and true pixels, as the mean over classes but the first, in percent.
+    """Dice coefficient of predicted and true pixels, as the mean over all classes except the first, in percent.
 
     Args:
-        num_classes: C, the background, which is the first, included.
+        num_classes: C, including the background, the first class.
     """
 
     higher_is_better = True

@@ -1,4 +1,4 @@
-"""Models that the trainer can train."""
+"""Models for the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of adapters in a model of PEFT, and their names in PEFT's own files."""
+"""Adapters of a PEFT model: their weights, their names in PEFT files, and the base model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from composerlite.models.hf_record import library
 from composerlite.types import StateDict
 
 _SAMPLES = 16
-"""So many numbers of each frozen weight tell one base model from another."""
+"""Number of samples of each frozen weight in the digest of a base model."""
 
 
 @final
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model, by what is saved of them.
+    """The adapters of a model.
 
     Attributes:
-        name: of the one that is trained.
-        kept: names of weights in the model's state dict that are not those of the frozen base.
-        files: of the adapter ``name``: its weights' names in PEFT's own files, by those in the state dict.
+        name: name of the trained adapter.
+        kept: names of weights in the state dict of the model, without the frozen base.
+        files: names of the weights of the trained adapter in PEFT files, by their names in the state dict.
         base_shapes: shapes of the frozen weights, by name.
-        base_digest: of samples of the frozen weights; ``None`` where they have no numbers yet.
-        config: of the adapter, as JSON has it.
-        class_name: of the model with adapters.
+        base_digest: digest of samples of the frozen weights; ``None`` for weights without values.
+        config: config of the adapter, as plain values.
+        class_name: class name of the model with adapters.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Adapters:
     class_name: str
 
     def record(self) -> StateDict:
-        """Record of the adapters in a checkpoint, beside their weights."""
+        """Return the record of the adapters for checkpoints."""
         return {
             "file_extension": ".json",
             "content": self.config,
@@ -54,46 +54,49 @@ class Adapters:
         }
 
     def wrong_shapes(self, saved: StateDict) -> list[str]:
-        """Differences in shape between the base model and the one that was ``saved`` with :meth:`record`."""
+        """List differences in shape between the base model and the base model of the record ``saved``."""
         shapes = saved.get("base_shapes") or {}
         own = {name: tuple(shape) for name, shape in self.base_shapes.items()}
         then = {str(name): tuple(shape) for name, shape in shapes.items()}
         if not then:
             return []
         other = [f"{n}: {then[n]} then, {own[n]} now" for n in then if n in own and then[n] != own[n]]
-        gone = [f"{name}: {then[name]} then, not there now" for name in then if name not in own]
-        return other + gone + [f"{name}: not there then, {own[name]} now" for name in own if name not in then]
+        gone = [f"{name}: {then[name]} then, missing now" for name in then if name not in own]
+        return other + gone + [f"{name}: missing then, {own[name]} now" for name in own if name not in then]
 
     def is_other_base(self, saved: StateDict) -> bool:
-        """Return true if the numbers of the base model are known to be others than those then."""
+        """Return true if the base model of ``saved`` had other weights."""
         then = saved.get("base_digest")
         return then is not None and self.base_digest is not None and then != self.base_digest
 
 
 def with_adapters(model: nn.Module, config: Any) -> nn.Module:
-    """``model`` with new adapters as ``config`` of PEFT says.
+    """Return ``model`` with new adapters of the PEFT config ``config``.
 
     Raises:
-        ConfigError: it has adapters already, or PEFT is not installed.
+        ConfigError: the model already has adapters, or PEFT is not installed.
     """
     peft = library("peft", wanted_by="HuggingFaceModel(peft_config=…)")
     if isinstance(model, peft.PeftModel):
         raise ConfigError(
-            f"HuggingFaceModel: model is a {type(model).__name__} and has adapters: leave peft_config out, or pass "
-            "the model without them."
+            f"HuggingFaceModel: model is a {type(model).__name__} and already has adapters. Remove peft_config, or "
+            "pass the model without adapters."
         )
     return peft.get_peft_model(model, config)
 
 
 def adapters_of(model: Any, *, with_embeddings: bool) -> Adapters:
-    """The adapters of a model of PEFT.
+    """Describe the adapters of a PEFT model.
 
     Args:
-        model: of PEFT.
-        with_embeddings: the embeddings have rows of their own, and belong to what is saved of the adapters.
+        model: a PEFT model.
+        with_embeddings: save the embeddings with the adapters, since they have new rows.
+
+    Returns:
+        The adapters.
 
     Raises:
-        ConfigError: what is learned are no weights of layers but the input.
+        ConfigError: the adapters learn inputs (prompts) instead of weights of layers.
     """
     peft = library("peft", wanted_by="HuggingFaceModel")
     active = model.active_adapter
@@ -101,8 +104,8 @@ def adapters_of(model: Any, *, with_embeddings: bool) -> Adapters:
     config = model.peft_config[name]
     if config.is_prompt_learning:
         raise ConfigError(
-            f"HuggingFaceModel: {config.peft_type.value} learns a part of the input and no weights of layers, which "
-            "cannot be saved and loaded here. Take adapters of layers, as LoraConfig."
+            f"HuggingFaceModel: {config.peft_type.value} learns a part of the input, which cannot be saved here. Use "
+            "adapters of layers, such as LoraConfig."
         )
     every = model.state_dict()
     named = {adapter: _names_in_files(peft, model, every, adapter, with_embeddings) for adapter in model.peft_config}
@@ -123,7 +126,7 @@ def adapters_of(model: Any, *, with_embeddings: bool) -> Adapters:
 def _names_in_files(
     peft: Any, model: nn.Module, every: StateDict, adapter: str, with_embeddings: bool
 ) -> dict[str, str]:
-    """PEFT picks from a state dict and renames what it picks: by the tensors themselves it is seen what became what."""
+    """Return the names in PEFT files by names in the state dict. PEFT renames weights; tensors identify them."""
     picked = peft.get_peft_model_state_dict(
         model, state_dict=every, adapter_name=adapter, save_embedding_layers=with_embeddings
     )
@@ -137,11 +140,11 @@ def _digest(tensors: Mapping[str, Tensor]) -> str | None:
     digest = xxhash.xxh3_128()
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES]
-        digest.update(f"{name} {tensor.dtype} {some.tolist()}".encode())
+        samples = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES]
+        digest.update(f"{name} {tensor.dtype} {samples.tolist()}".encode())
     return digest.hexdigest()
 
 
 def _as_json(content: StateDict) -> StateDict:
-    """Plain values; sets in an order that is the same in every process."""
+    """Return plain values. Sets are sorted, so that the order is the same in every process."""
     return json.loads(json.dumps(content, default=lambda value: sorted(value, key=str), sort_keys=True))

@@ -1,4 +1,4 @@
-"""ComposerModel: what the trainer asks of a model."""
+"""ComposerModel: the interface between the trainer and a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from composerlite.core import Logger
 
 Metrics: TypeAlias = "Metric | MetricCollection | Mapping[str, Metric] | Sequence[Metric]"
-"""What may be given as the metrics of a model."""
+"""Metrics argument: a metric, several metrics, or metrics by name."""
 
 
 class ComposerModel(nn.Module, ABC):
-    """A module that knows what to do with a batch: subclass it and write :meth:`forward` and :meth:`loss`.
+    """A module that can train on batches. Subclass and override :meth:`forward` and :meth:`loss`.
 
     Attributes:
-        logger: the trainer's logger; ``None`` without a trainer. Copies and pickles of the model leave it out.
+        logger: logger of the trainer; ``None`` without a trainer, and in copies and pickles of the model.
     """
 
     def __init__(self) -> None:
@@ -33,28 +33,29 @@ class ComposerModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, batch: Batch) -> Any:
-        """The outputs for ``batch``."""
+        """Return the outputs for ``batch``."""
 
     @abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> Any:
-        """The loss of ``outputs``: a scalar tensor, or several in a sequence or dict, which are added up.
+        """Return the loss of ``outputs``.
 
-        In a dict ``'total'``, if it is there, is what is trained on, and the others are only logged.
+        Losses in a sequence or dict are summed. With ``'total'`` in a dict, only this loss is trained on; the other
+        losses are logged.
 
         Args:
             outputs: result of :meth:`forward`.
             batch: the microbatch.
 
         Returns:
-            The loss.
+            A scalar tensor, or a sequence or dict of scalar tensors.
         """
 
     def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
-        """The outputs that metrics are computed from; ``outputs``, where there are some already, are used again.
+        """Return the outputs for metrics. By default ``outputs``, or a forward pass without ``outputs``.
 
         Args:
             batch: an evaluation batch.
-            outputs: outputs of the model for ``batch``, if they exist already.
+            outputs: outputs of the model for ``batch``, if already computed.
 
         Returns:
             Outputs for :meth:`update_metric`.
@@ -63,38 +64,38 @@ class ComposerModel(nn.Module, ABC):
 
     @property
     def has_eval_loss(self) -> bool:
-        """Tell if :meth:`loss` takes what :meth:`eval_forward` gives, so that evaluation has a loss unasked.
+        """True if evaluation may compute :meth:`loss` of the outputs of :meth:`eval_forward`.
 
-        By default if ``eval_forward`` is not overridden: nobody knows what else it gives.
+        By default true if ``eval_forward`` is not overridden.
         """
         return type(self).eval_forward is ComposerModel.eval_forward
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        """Metrics by name, for training or for evaluation. By default none; override :meth:`update_metric` as well."""
+        """Return metrics by name, for training or evaluation. By default empty; also override :meth:`update_metric`."""
         return {}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Add ``outputs``, as :meth:`eval_forward` gave them for ``batch``, to ``metric``.
+        """Update ``metric`` with a batch.
 
         Args:
             batch: an evaluation batch.
             outputs: result of :meth:`eval_forward`.
-            metric: to be updated.
+            metric: metric to update.
         """
         name = type(self).__name__
         raise TrainingError(
-            f"{name}.get_metrics gives {type(metric).__name__} and {name} does not say how to update it: override "
-            "update_metric, e.g. `metric.update(outputs, batch[1])`."
+            f"{name}.get_metrics returns {type(metric).__name__}, and {name} does not override update_metric. Override "
+            "update_metric, e.g. with `metric.update(outputs, batch[1])`."
         )
 
     def integrations(self) -> StateDict:
-        """Record of the model in checkpoints beside its weights, under the name of each library. By default empty."""
+        """Return a record for checkpoints: plain values by name of a library. By default empty."""
         return {}
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """List reasons why a checkpoint with ``saved`` integrations cannot be loaded into this model; by default none.
+        """List the reasons not to load a checkpoint with the record ``saved``. By default empty.
 
-        Harmless differences are logged.
+        Log harmless differences.
 
         Args:
             saved: :meth:`integrations` of the saved model.
@@ -106,19 +107,19 @@ class ComposerModel(nn.Module, ABC):
         return []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the logger, which refers to the whole state of training."""
+        """Drop the logger, since it refers to the whole state of training."""
         return {**self.__dict__, "logger": None}
 
 
 def by_name(metrics: Metrics | None) -> dict[str, Metric]:
-    """Metrics by the names that they were given under, else by class."""
+    """Return metrics by name; without names, by class name."""
     from torchmetrics import Metric
 
     if metrics is None:
         return {}
     if isinstance(metrics, Metric):
         return {type(metrics).__name__: metrics}
-    if isinstance(metrics, Mapping):  # a MetricCollection is none
+    if isinstance(metrics, Mapping):  # a MetricCollection is not a Mapping
         return dict(metrics)
     if isinstance(metrics, nn.Module):
         return {str(name): metric for name, metric in metrics.items()}  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""ComposerClassifier: a plain module that classifies, made ready for the trainer, and its loss."""
+"""ComposerClassifier: a classification module for the trainer. soft_cross_entropy: its loss."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def soft_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy against class numbers or against probabilities (smoothed or mixed labels).
+    """Return the cross entropy for class numbers or probabilities (smoothed or mixed labels).
 
     Args:
         logits: shape (N, C, …).
         target: class numbers of shape (N, …), or probabilities or one-hot labels of shape (N, C, …).
         weight: weight of each class, shape (C,).
-        ignore_index: class number that does not count.
+        ignore_index: class number to ignore.
         reduction: ``'mean'``, ``'sum'`` or ``'none'``. The mean is over N and the extra dimensions.
 
     Returns:
@@ -43,19 +43,17 @@ def soft_cross_entropy(
 
 
 class ComposerClassifier(ComposerModel):
-    """Trains ``module`` to classify. A batch is a pair: inputs, and targets of shape (N, …).
-
-    Meant to be subclassed where a model needs another constructor only.
+    """Train ``module`` as a classifier. A batch is a pair: inputs, and targets of shape (N, …).
 
     Args:
-        module: gets the inputs and returns logits of shape (N, C, …).
-        num_classes: C; by default ``module.num_classes``. Only the metrics that are computed by default need it.
+        module: module from inputs to logits of shape (N, C, …).
+        num_classes: C; by default ``module.num_classes``. Needed for the default metrics only.
         train_metrics: metrics of training; by default accuracy.
         val_metrics: metrics of evaluation; by default accuracy and cross entropy.
-        loss_fn: called with the logits and the targets.
+        loss_fn: function of logits and targets.
 
     Raises:
-        ConfigError: default metrics are wanted and the number of classes is not known.
+        ConfigError: the default metrics need the number of classes, and ``num_classes`` is missing.
     """
 
     @checked_arguments
@@ -72,20 +70,20 @@ class ComposerClassifier(ComposerModel):
         self.num_classes = getattr(module, "num_classes", None) if num_classes is None else num_classes
         if self.num_classes is None and (train_metrics is None or val_metrics is None):
             raise ConfigError(
-                f"ComposerClassifier: {type(module).__name__} has no num_classes, which the default metrics need. Pass "
+                f"ComposerClassifier: the default metrics need num_classes, and {type(module).__name__} has none. Pass "
                 "num_classes=…, or both train_metrics=… and val_metrics=…."
             )
-        # In a dict, so that nn.Module does not take metrics for parts of the model and saves them with the weights.
+        # In a dict, so that nn.Module does not register the metrics and save them with the weights.
         self._given_metrics: dict[bool, Metrics | None] = {True: train_metrics, False: val_metrics}
         self._loss_fn = loss_fn
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits of shape (N, C, …)."""
+        """Return logits of shape (N, C, …)."""
         inputs, _ = batch
         return self.module(inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """``loss_fn`` of the logits and the targets.
+        """Return ``loss_fn`` of the logits and the targets.
 
         Args:
             outputs: logits of shape (N, C, …).
@@ -98,19 +96,19 @@ class ComposerClassifier(ComposerModel):
         return self._loss_fn(outputs, targets)
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        """Fresh metrics by class name, or by the names they were given under."""
+        """Return copies of the metrics by name; without names, by class name."""
         given = self._given_metrics[is_train]
         if given is None:
             return self._default_metrics(is_train=is_train)
         return {name: metric.clone() for name, metric in by_name(given).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Add the logits and the targets to ``metric``.
+        """Update ``metric`` with the logits and the targets.
 
         Args:
             batch: pair of inputs and targets.
             outputs: logits of shape (N, C, …).
-            metric: to be updated.
+            metric: metric to update.
         """
         _, targets = batch
         metric.update(outputs, targets)

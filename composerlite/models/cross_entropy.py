@@ -1,4 +1,4 @@
-"""Cross entropy as a metric. Imports torchmetrics: imported when a model's metrics are asked for."""
+"""Cross entropy as a metric. Import on demand only: this module imports torchmetrics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torchmetrics import Metric
 
 
 class CrossEntropy(Metric):
-    """Mean cross entropy over all targets seen, whatever the sizes of the batches.
+    """Mean cross entropy over all targets, for batches of any size.
 
     Args:
-        ignore_index: class number that does not count.
+        ignore_index: class number to ignore.
     """
 
     is_differentiable = False
@@ -42,5 +42,5 @@ class CrossEntropy(Metric):
         self.count += target.numel() // target.shape[1] if is_soft else (target != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
-        """The mean so far."""
+        """Return the mean so far."""
         return self.sum_loss / self.count

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face from checkpoints, and checkpoints from them."""
+"""Conversion between checkpoints and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def write_huggingface_pretrained_from_composer_checkpoint(
 ) -> None:
     """Write the model of a checkpoint of a ``HuggingFaceModel`` in the format of ``save_pretrained``.
 
-    Of a model with adapters the folder has the adapters, as PEFT writes them. Needs no transformers.
+    For a model with adapters the folder has the adapters in the format of PEFT. Works without transformers.
 
     Args:
-        checkpoint_path: path or URI of a checkpoint of any form.
-        output_folder: a folder of this machine, empty or not there.
-        local_checkpoint_save_location: a path that a checkpoint which is one file is kept at.
-        dtype: of the weights, as ``'bfloat16'``; by default as they are.
-        largest_file_bytes: of weights in a file; a larger model has several, and an index.
-        overwrite: replace what is in the folder.
+        checkpoint_path: path or URI of a checkpoint.
+        output_folder: local folder, empty or new.
+        local_checkpoint_save_location: path for a local copy of a checkpoint in a single file.
+        dtype: type of the weights, such as ``'bfloat16'``; by default unchanged.
+        largest_file_bytes: largest size of a file; a larger model gets several files and an index.
+        overwrite: replace the files in the folder.
 
     Raises:
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
         IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``.
-        UntrustedCheckpointError: it holds what is not known to be safe, or names of files that leave the folder.
-        CheckpointError: it is not there, or damaged.
-        ConfigError: ``dtype`` is none.
+        UntrustedCheckpointError: the checkpoint has unknown types, or names of files outside of the folder.
+        CheckpointError: the checkpoint does not exist or is damaged.
+        ConfigError: ``dtype`` is not a type.
     """
     source = kept_at(str(checkpoint_path), local_checkpoint_save_location)
     write_huggingface(
@@ -59,18 +59,18 @@ def write_huggingface_pretrained_from_composer_checkpoint(
 
 
 def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> StateDict:
-    """Contents of a checkpoint of the model in a folder of Hugging Face: its weights, config and tokenizer.
+    """Return checkpoint contents for a Hugging Face folder: weights, config and tokenizer.
 
     Args:
-        folder: as ``save_pretrained`` writes it: of a model, or of adapters.
-        base_model: of adapters. By default what their config names.
+        folder: folder of ``save_pretrained``, with a model or adapters.
+        base_model: base model of the adapters. By default the base model in their config.
 
     Returns:
         Contents of a checkpoint.
 
     Raises:
-        ConfigError: transformers is not installed, or does not know the class of the model.
-        IncompatibleCheckpointError: the folder cannot be loaded.
+        ConfigError: transformers is not installed, or has no class for the model.
+        IncompatibleCheckpointError: transformers cannot load the folder.
     """
     path = Path(folder)
     transformers = library("transformers", wanted_by=f"{path} is a folder of Hugging Face")
@@ -84,17 +84,17 @@ def huggingface_contents(folder: str | Path, *, base_model: Any = None) -> State
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         if isinstance(e, ConfigError | FileNotFoundError):
             raise
-        raise IncompatibleCheckpointError(f"{str(path)!r}: transformers cannot load it: {e}") from e
+        raise IncompatibleCheckpointError(f"{str(path)!r}: transformers cannot load the folder: {e}") from e
     ours = HuggingFaceModel(model, tokenizer)
     weights = {clean_name(name): tensor for name, tensor in ours.state_dict().items()}
     return {"state": {"model": weights, "integrations": ours.integrations(), "metadata": {}}}
 
 
 def dtype_of(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The type that ``name`` names, as ``'bfloat16'``.
+    """Return the torch type with the name ``name``, such as ``'bfloat16'``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such type.
     """
     found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if found is None and name is None:
@@ -108,8 +108,8 @@ def _class_of(transformers: Any, path: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     if (found := model_class_of(transformers, map(str, config.architectures or ()))) is None:
         raise ConfigError(
-            f"{str(path)!r}: its config names no class of transformers in 'architectures', but "
-            f"{config.architectures!r}: load it with its own class, and save a checkpoint of HuggingFaceModel(model)."
+            f"{str(path)!r}: 'architectures' in the config is {config.architectures!r}, not a class of transformers. "
+            "Load the model with its own class, and save a checkpoint of HuggingFaceModel(model)."
         )
     return found
 
@@ -120,8 +120,8 @@ def _with_adapters(transformers: Any, path: Path, base_model: Any) -> Any:
         name = peft.PeftConfig.from_pretrained(path).base_model_name_or_path
         if not name or not Path(name).is_dir():
             raise ConfigError(
-                f"{str(path)!r} has adapters, and their base model {name!r} is no folder here: write its path into "
-                "base_model_name_or_path of adapter_config.json."
+                f"{str(path)!r} has adapters, and their base model {name!r} is not a local folder. Set the path as "
+                "base_model_name_or_path in adapter_config.json."
             )
         base_model = _class_of(transformers, Path(name)).from_pretrained(name, dtype="auto", trust_remote_code=False)
     return peft.PeftModel.from_pretrained(base_model, path, is_trainable=True)

@@ -1,6 +1,6 @@
 """Export of a checkpoint in the format of ``save_pretrained`` of transformers, without transformers.
 
-No code of a checkpoint is run: the config and the tokenizer's files are data, and their names cannot leave the folder.
+No code from a checkpoint is run. The config and the tokenizer files are data, and their names stay in the folder.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ log = logging.getLogger(__name__)
 
 _CONFIG, _ADAPTER_CONFIG, _GENERATION_CONFIG = "config.json", "adapter_config.json", "generation_config.json"
 _OURS = re.compile(r"(config|adapter_config|generation_config)\.json|(model|adapter_model)[-.].*", re.IGNORECASE)
-"""Names that a tokenizer's file must not have."""
+"""Forbidden names of tokenizer files."""
 _TOKENIZER_FILE = re.compile(
     r"(additional_chat_templates/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
     r"\.(json|txt|model|jinja|bpe|codes|vocab|spm|tiktoken)"
 )
 _PREFIX = "model."
-"""Start of the names of weights in a ``HuggingFaceModel``, before the name that transformers gives."""
+"""Prefix of the names of weights in a ``HuggingFaceModel``, before the name in transformers."""
 
 
 def is_huggingface_folder(path: Path) -> bool:
     """Return true for a folder of ``save_pretrained`` with a model or adapters."""
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
     is_model = (path / _ADAPTER_CONFIG).is_file() or ((path / _CONFIG).is_file() and has_weights)
-    return is_model and not (path / "trainer_state.json").is_file()  # a checkpoint of a Trainer, with an optimizer
+    return is_model and not (path / "trainer_state.json").is_file()  # a checkpoint of transformers' Trainer
 
 
 def kept_by_huggingface(contents: Any, source: str) -> StateDict:
@@ -67,8 +67,8 @@ def kept_by_huggingface(contents: Any, source: str) -> StateDict:
     configs = [_content(model, "config"), *([_content(model, "peft_config")] if has_adapters else [])]
     if not all(isinstance(config, dict) for config in configs):
         raise IncompatibleCheckpointError(
-            f"{source!r} holds no config of transformers: it was not saved by a HuggingFaceModel. Load it into the "
-            "model that it is of, and save_pretrained that."
+            f"{source!r} has no config of transformers: the checkpoint was not saved by a HuggingFaceModel. Load the "
+            "checkpoint into its model, and call save_pretrained of that model."
         )
     return cast("StateDict", found)
 
@@ -82,30 +82,30 @@ def write_huggingface(
     largest_file_bytes: int = LARGEST_FILE_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Write a folder that ``from_pretrained`` of transformers loads; of a model with adapters, one that PEFT loads.
+    """Write a folder for ``from_pretrained`` of transformers; for a model with adapters, a folder for PEFT.
 
-    The config is written last, and removed first where a folder is replaced: without a config no program loads it.
+    The config is written last, and removed first when a folder is replaced: no program loads a folder without a config.
 
     Args:
-        contents: of a checkpoint, with the model and the integrations.
-        folder: to write.
-        source: the checkpoint, for messages.
-        dtype: of floating-point weights; ``None``: unchanged.
-        largest_file_bytes: of weights in a file; a larger model has several files, and an index.
-        overwrite: replace the files of an earlier export; other files stay.
+        contents: contents of a checkpoint, with the model and the integrations.
+        folder: folder to write.
+        source: path or URI of the checkpoint, for messages.
+        dtype: type of the floating-point weights; ``None`` to keep the types.
+        largest_file_bytes: largest size of a file; a larger model gets several files and an index.
+        overwrite: replace the files of an earlier export and keep other files.
 
     Raises:
         CheckpointExistsError: the folder is not empty, and ``overwrite`` is false.
         IncompatibleCheckpointError: the checkpoint was not saved by a ``HuggingFaceModel``, or has no model.
-        UntrustedCheckpointError: a file of the tokenizer has a name of another kind of file.
-        ConfigError: ``largest_file_bytes`` or ``dtype`` is wrong, or huggingface_hub is not installed.
+        UntrustedCheckpointError: a tokenizer file has a forbidden name.
+        ConfigError: ``largest_file_bytes`` or ``dtype`` is invalid, or huggingface_hub is not installed.
     """
     with importing_sdk("huggingface_hub, which writes the weights,", extra="huggingface", packages=()):
         from huggingface_hub import save_torch_state_dict
     if largest_file_bytes < 1:
         raise ConfigError(f"largest file of {largest_file_bytes} bytes: expected a positive number of bytes.")
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype}: expected a type of floating-point numbers, such as bfloat16.")
+        raise ConfigError(f"dtype={dtype}: expected a floating-point type, such as bfloat16.")
     kept = kept_by_huggingface(contents, source)
     model = cast("StateDict", kept["model"])
     tokenizer = _tokenizer_files(kept.get("tokenizer"), source)
@@ -123,7 +123,7 @@ def write_huggingface(
         pattern = "model{suffix}.safetensors"
         configs[_CONFIG] = _model_config(model, weights, dtype)
     if dtype is not None:
-        weights = {name: one.to(dtype) if one.is_floating_point() else one for name, one in weights.items()}
+        weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
     texts = {name: _json(config, source) for name, config in configs.items()}
     _check_empty(folder, overwrite=overwrite)
     make_folder(folder)
@@ -138,10 +138,10 @@ def write_huggingface(
 
 
 def write_tokenizer(kept: StateDict, folder: Path, *, source: str) -> bool:
-    """Write the tokenizer's files into ``folder``. Returns false if there are none.
+    """Write the tokenizer files into ``folder``. Return false if the checkpoint has none.
 
     Raises:
-        UntrustedCheckpointError: a file has a name of another kind of file.
+        UntrustedCheckpointError: a tokenizer file has a forbidden name.
     """
     files = _tokenizer_files(kept.get("tokenizer"), source)
     for name, data in files.items():
@@ -155,7 +155,7 @@ def _content(record: Any, part: str) -> Any:
 
 
 def _model_config(model: StateDict, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> StateDict:
-    """Return the checkpoint's config, with the model's class and the number type of the files."""
+    """Return the config of the checkpoint, with the class of the model and the type of the weights."""
     config = {key: value for key, value in _content(model, "config").items() if key != "torch_dtype"}
     package, _, name = str(model["config"].get("class", "")).rpartition(".")
     if not config.get("architectures") and package.startswith("transformers."):
@@ -170,7 +170,7 @@ def _json(content: Any, source: str) -> bytes:
     try:
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
     except (TypeError, ValueError) as e:
-        raise CorruptCheckpointError(f"{source!r}: a config in it is no JSON: {e}") from e
+        raise CorruptCheckpointError(f"{source!r}: a config is not JSON: {e}") from e
 
 
 def _tokenizer_files(record: Any, source: str) -> dict[str, bytes]:
@@ -178,16 +178,16 @@ def _tokenizer_files(record: Any, source: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for key, entry in (cast("StateDict", record) if isinstance(record, Mapping) else {}).items():
         if not isinstance(entry, Mapping) or not {"file_extension", "content"} <= set(cast("StateDict", entry)):
-            raise CorruptCheckpointError(f"{source!r}: what it has of the tokenizer's file {key!r} is no file.")
+            raise CorruptCheckpointError(f"{source!r}: the entry of the tokenizer file {key!r} is not a file.")
         extension, content = str(entry["file_extension"]), cast("Any", entry["content"])
-        name = str(key) if str(key).endswith(extension) else f"{key}{extension}"  # older Composers leave it out
+        name = str(key) if str(key).endswith(extension) else f"{key}{extension}"  # older Composers omit the extension
         if name.endswith(".py"):
-            log.warning("%s: the tokenizer's program %s is not written: nothing from a checkpoint is run", source, name)
+            log.warning("%s: skipped the tokenizer program %s: no code from a checkpoint is run", source, name)
             continue
         if not _TOKENIZER_FILE.fullmatch(name) or _OURS.fullmatch(name):
             raise UntrustedCheckpointError(
-                f"{source!r}: a file of its tokenizer has the name {name!r}, which no tokenizer gives: nothing was "
-                "written. load_ignore_keys=['state/integrations'] loads its weights into a model of your own."
+                f"{source!r}: the tokenizer file {name!r} has a forbidden name. Nothing was written. Use "
+                "load_ignore_keys=['state/integrations'] to load the weights into a model of your own."
             )
         if extension == ".txt" and isinstance(content, list):
             content = "\n".join(map(str, cast("list[Any]", content)))
@@ -198,22 +198,20 @@ def _tokenizer_files(record: Any, source: str) -> dict[str, bytes]:
 
 
 def _adapter_weights(weights: Mapping[str, Tensor], adapter: StateDict, source: str) -> dict[str, Tensor]:
-    """Return the weights of the adapter, by the names in files of PEFT."""
+    """Return the weights of the adapter, by their names in PEFT files."""
     names: Any = adapter.get("files")
-    if not isinstance(names, Mapping):  # Composer's: the weights with the name of the adapter in theirs
+    if not isinstance(names, Mapping):  # Composer: names of weights contain the name of the adapter
         names = {name: name.replace(".default", "", 1) for name in weights if ".default" in name}
     wanted = cast("Mapping[str, str]", names)
     if missing := sorted(set(wanted) - set(weights)):
-        raise IncompatibleCheckpointError(
-            f"{source!r}: of its adapters there are no weights: {', '.join(missing[:8])}."
-        )
+        raise IncompatibleCheckpointError(f"{source!r}: weights of adapters are missing: {', '.join(missing[:8])}.")
     if len(weights) > len(wanted):
-        log.info("%s: the weights of the base model are not written: a folder of PEFT has adapters alone", source)
+        log.info("%s: skipped the weights of the base model: a PEFT folder has adapters only", source)
     return {str(wanted[name]): weights[name] for name in wanted}
 
 
 def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
-    """Leave out second names of tied weights: transformers ties the weights when loading."""
+    """Drop second names of tied weights; transformers ties the weights again when loading."""
     other_of = {
         str(name).removeprefix(_PREFIX): str(other).removeprefix(_PREFIX)
         for name, other in (cast("StateDict", tied).items() if isinstance(tied, Mapping) else ())
@@ -233,8 +231,8 @@ def _each_once(weights: Mapping[str, Tensor], tied: Any) -> dict[str, Tensor]:
 def _check_empty(folder: Path, *, overwrite: bool) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # the record would not describe the new files
-        raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint, which this would damage. Give another folder.")
+    if Catalog(folder.parent).manifest_of(folder.name) is not None:  # the record would not match the new files
+        raise CheckpointExistsError(f"{str(folder)!r} is a checkpoint. Give another folder.")
     if not overwrite:
         raise CheckpointExistsError(f"{str(folder)!r} is not empty. Give another folder, or overwrite it.")
 

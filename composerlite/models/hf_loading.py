@@ -1,4 +1,4 @@
-"""Loading of a model of transformers and its tokenizer from a checkpoint, without the script that saved it."""
+"""Loading of a transformers model and its tokenizer from a checkpoint, without the training script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def from_checkpoint(
     trust_remote_code: bool,
     base_model: nn.Module | None,
 ) -> tuple[Any, Any]:
-    """See ``HuggingFaceModel.hf_from_composer_checkpoint``."""
+    """Load the model and the tokenizer. Arguments as in ``HuggingFaceModel.hf_from_composer_checkpoint``."""
     transformers = library("transformers", wanted_by=_WANTED_BY)
     path = kept_at(path, keep_at)
     contents = model_and_integrations(path)
@@ -56,7 +56,7 @@ def from_checkpoint(
 
 
 def kept_at(source: str, location: str | Path | None) -> str:
-    """``source``, or the file ``location`` that it is downloaded to if one is given."""
+    """Return ``source``; with a ``location``, download the file and return ``location``."""
     if location is None:
         return source
     from composerlite.checkpoint.load.resolve import get_file
@@ -66,7 +66,7 @@ def kept_at(source: str, location: str | Path | None) -> str:
 
 
 def model_class_of(transformers: Any, names: Iterable[str]) -> type[Any] | None:
-    """The first of ``names`` that is a model of transformers: no other name is looked up."""
+    """Return the first of ``names`` that is a model class of transformers."""
     for name in names:
         found = getattr(transformers, name, None) if name.isidentifier() and not name.startswith("_") else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
@@ -85,11 +85,11 @@ class _ModelRecord:
     trust_remote_code: bool
 
     def model(self, weights: Mapping[str, Tensor], model_class: type[Any] | str | None, changes: StateDict) -> Any:
-        """A model with ``weights``, of the class that is given or that the checkpoint names."""
+        """Build a model with ``weights``, of ``model_class`` or else of the class in the checkpoint."""
         config = self._config(changes)
         chosen = self._class() if model_class is None else _imported(model_class)
         if not issubclass(chosen, self.transformers.PreTrainedModel):
-            with torch.device("meta"):  # an auto class: it knows the class of a config
+            with torch.device("meta"):  # an auto class maps a config to a class
                 chosen = type(chosen.from_config(config, trust_remote_code=self.trust_remote_code))
         dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), None)
         model, report = chosen.from_pretrained(
@@ -103,7 +103,7 @@ class _ModelRecord:
         return model
 
     def tokenizer(self) -> Any:
-        """The tokenizer; ``None`` if there is none."""
+        """Return the tokenizer; ``None`` if the checkpoint has none."""
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             if not write_tokenizer(self.kept, Path(folder), source=self.source):
                 return None
@@ -111,23 +111,23 @@ class _ModelRecord:
             return self.transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
 
     def named_base(self) -> Any:
-        """The base model of adapters that PEFT's config names, if it is there."""
+        """Load the base model in PEFT's config."""
         name = self.kept["model"]["peft_config"]["content"].get("base_model_name_or_path")
         if not name:
             raise ConfigError(
-                f"{self.source!r} has adapters alone, and does not name their base model: pass base_model=…, the model "
-                "of transformers that they were trained on."
+                f"{self.source!r} has only adapters, and no name of their base model. Pass base_model=…, the "
+                "transformers model of that run."
             )
         return self._class().from_pretrained(name, trust_remote_code=self.trust_remote_code)
 
     def _check_whole(self, report: Mapping[str, Any], *, may_lack: bool) -> None:
-        """A weight that the checkpoint does not have would be random; where the user wants another model it is."""
+        """Raise if weights are missing: they would be random. Allowed if the user asks for another model."""
         missing = [] if may_lack else sorted(map(str, report.get("missing_keys", ())))
         other = sorted(map(str, report.get("mismatched_keys", ())))
         if missing or other:
             what = [*(f"missing: {name}" for name in missing), *(f"of another shape: {name}" for name in other)]
             raise IncompatibleCheckpointError(
-                f"{self.source!r}: its weights do not fit its config: {'; '.join(what[:10])}."
+                f"{self.source!r}: the weights do not fit the config: {'; '.join(what[:10])}."
             )
 
     def _config(self, changes: StateDict) -> Any:
@@ -138,12 +138,11 @@ class _ModelRecord:
                 return self.transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code)
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 raise IncompatibleCheckpointError(
-                    f"{self.source!r}: transformers {self.transformers.__version__} makes no config of the one in it: "
-                    f"{e}"
+                    f"{self.source!r}: transformers {self.transformers.__version__} cannot read the config: {e}"
                 ) from e
 
     def _class(self) -> type[Any]:
-        """The class that the checkpoint names, if it is a model of transformers."""
+        """Return the class named in the checkpoint, if transformers has this class."""
         record = self.kept["model"]["config"]
         package, _, name = str(record.get("class", "")).rpartition(".")
         names = [name] if package.partition(".")[0] == "transformers" else []
@@ -151,14 +150,14 @@ class _ModelRecord:
         names += map(str, cast("list[Any]", listed) if isinstance(listed, list) else [])
         if (found := model_class_of(self.transformers, names)) is None:
             raise IncompatibleCheckpointError(
-                f"{self.source!r}: its model is a {record.get('class')!r}, which is none of transformers' own: pass "
-                "model_instantiation_class=…, the class."
+                f"{self.source!r}: the model class {record.get('class')!r} is not in transformers. Pass the class as "
+                "model_instantiation_class=…."
             )
         return found
 
 
 def _imported(model_class: type[Any] | str) -> type[Any]:
-    """The class that the user has named."""
+    """Import the class that the user has named."""
     if isinstance(model_class, type):
         return model_class
     module, _, name = model_class.rpartition(".")
@@ -171,9 +170,8 @@ def _imported(model_class: type[Any] | str) -> type[Any]:
     return cast("type[Any]", found)
 
 
-# ── adapters ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _of_base(weights: Mapping[str, Tensor], adapter: StateDict) -> dict[str, Tensor]:
-    """Return the weights of the base model, by its own names; none where adapters were saved alone."""
+    """Return the weights of the base model, by its own names; empty if only adapters were saved."""
     names = adapter.get("base_shapes")
     base = names if isinstance(names, Mapping) else {name for name in weights if ".default" not in name}
     return {
@@ -184,7 +182,7 @@ def _of_base(weights: Mapping[str, Tensor], adapter: StateDict) -> dict[str, Ten
 
 
 def _with_adapters(base: Any, contents: StateDict, source: str) -> Any:
-    """``base`` with the adapters, as PEFT loads a folder."""
+    """Add the adapters in ``contents`` to ``base``."""
     peft = library("peft", wanted_by=_WANTED_BY)
     with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
         write_huggingface(contents, Path(folder), source=source)

@@ -1,8 +1,8 @@
-"""Record of a model of Hugging Face in a checkpoint, beside its weights: its config and the files of its tokenizer.
+"""Record of a Hugging Face model in a checkpoint: the config and the tokenizer files.
 
-The shape is Composer's: ``{'model': {'config': {'file_extension', 'content', 'class'}}, 'tokenizer': {name:
-{'file_extension', 'content'}}}``. Added under ``'model'``: ``'generation_config'``, and ``'tied_weights'``, what a
-weight is a second name of.
+The format is Composer's: ``{'model': {'config': {'file_extension', 'content', 'class'}}, 'tokenizer': {name:
+{'file_extension', 'content'}}}``. Additions under ``'model'``: ``'generation_config'``, and ``'tied_weights'``: the
+first name of a weight by its second name.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from composerlite.errors import ConfigError
 from composerlite.types import StateDict
 
 LARGEST_PARSED_BYTES = 1 << 18
-"""A larger file of JSON is kept as text: a million small objects would hold up every save."""
+"""Larger JSON files are stored as text: a million small objects would slow down every save."""
 
 _OF_NO_WEIGHT = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 
 
 def library(name: str, *, wanted_by: str) -> Any:
-    """The package ``transformers`` or ``peft``, which are optional and imported when they are used.
+    """Import the optional package ``transformers`` or ``peft``.
+
+    Args:
+        name: name of the package.
+        wanted_by: feature that needs the package, for the error.
+
+    Returns:
+        The package.
 
     Raises:
-        ConfigError: it is not installed. ``wanted_by`` is named in the message.
+        ConfigError: the package is not installed.
     """
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise ConfigError(
-            f"{wanted_by}: {name} cannot be imported: {e}. pip install 'composerlite[huggingface]'"
-        ) from e
+        raise ConfigError(f"{wanted_by}: cannot import {name}: {e}. pip install 'composerlite[huggingface]'") from e
 
 
 def as_json(config: Any) -> StateDict:
-    """A config of transformers, as JSON has it."""
+    """Return a config of transformers as plain values."""
     return json.loads(config.to_json_string())
 
 
 def config_record(config: Any, model_class: str, generation: Any, tied: dict[str, str]) -> StateDict:
-    """Record of the model.
+    """Return the record of a model.
 
     Args:
-        config: of the model.
-        model_class: its full name.
-        generation: its settings of generation, or ``None``.
-        tied: names of weights that are another's, by their names.
+        config: config of the model.
+        model_class: full name of the class.
+        generation: generation config, or ``None``.
+        tied: first name of each tied weight by its second name.
     """
     record: StateDict = {"config": {"file_extension": ".json", "content": as_json(config), "class": model_class}}
     if generation is not None:
@@ -57,7 +62,7 @@ def config_record(config: Any, model_class: str, generation: Any, tied: dict[str
 
 
 def tokenizer_record(tokenizer: Any) -> StateDict:
-    """Record of the tokenizer: the files that it writes, by name."""
+    """Return the record of a tokenizer: its files by name."""
     with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
@@ -68,7 +73,7 @@ def tokenizer_record(tokenizer: Any) -> StateDict:
 
 
 def _content(path: Path) -> Any:
-    """Content as Composer has it: JSON parsed, lines of ``.txt``, else text; bytes of what is no text."""
+    """Read a file in the form of Composer: parsed JSON, lines of ``.txt``, other text, or bytes."""
     data = path.read_bytes()
     try:
         text = data.decode()
@@ -80,7 +85,7 @@ def _content(path: Path) -> Any:
 
 
 def differences(saved: Any, own: StateDict) -> list[str]:
-    """Differences between the ``saved`` config and one's ``own`` that matter to the weights."""
+    """List differences between the ``saved`` config and the current config that affect weights."""
     if not isinstance(saved, dict):
         return []
     then = cast("StateDict", saved)

@@ -1,4 +1,4 @@
-"""HuggingFaceModel: a model of transformers, made ready for the trainer."""
+"""HuggingFaceModel: a transformers model for the trainer."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _SHOWN = 10
 
 
 class HuggingFaceModel(ComposerModel):
-    """Trains a model of transformers. A batch is a mapping of arguments of the model, ``labels`` among them.
+    """Train a transformers model. A batch is a mapping of arguments of the model, including ``labels``.
 
-    Its checkpoints hold the model's config and the tokenizer's files, so that the model can be built from a checkpoint
-    alone: :meth:`hf_from_composer_checkpoint`, :func:`write_huggingface_pretrained_from_composer_checkpoint`.
+    Checkpoints hold the config and the tokenizer files, so that the model can be built from a checkpoint alone:
+    :meth:`hf_from_composer_checkpoint`, :func:`write_huggingface_pretrained_from_composer_checkpoint`.
 
     Args:
         model: a ``PreTrainedModel``, or a ``PeftModel``.
-        tokenizer: that the data were made with; goes into checkpoints.
-        use_logits: metrics get the logits; else all that the model returns.
-        metrics: metrics of training, and of evaluation where there are no ``eval_metrics``.
+        tokenizer: tokenizer of the data, saved in checkpoints.
+        use_logits: metrics get the logits; if false, all outputs of the model.
+        metrics: metrics of training, and of evaluation without ``eval_metrics``.
         eval_metrics: metrics of evaluation.
-        shift_labels: metrics get the label of the next token; by default where the model predicts it.
-        allow_embedding_resizing: a vocabulary that is larger than the embedding makes the embedding larger.
-        peft_config: a config of PEFT; the model gets adapters, and its own weights are not trained.
-        should_save_peft_only: of a model with adapters checkpoints hold those alone, and no weights of the base model,
-            which the script builds.
+        shift_labels: metrics get the label of the next token; by default for models that predict the next token.
+        allow_embedding_resizing: enlarge the embedding if the tokenizer has more tokens.
+        peft_config: a PEFT config; the model gets adapters, and its own weights are frozen.
+        should_save_peft_only: for a model with adapters, save only the adapters in checkpoints. The script must build
+            the base model again.
 
     Attributes:
-        config: of the model.
-        adapters: those of the model; ``None``: it has none.
+        config: config of the model.
+        adapters: adapters of the model; ``None`` for a model without adapters.
 
     Raises:
-        ConfigError: the tokenizer has more tokens than the embedding has rows, the model has adapters already, or what
-            is needed is not installed.
+        ConfigError: the tokenizer has more tokens than the embedding has rows, the model already has adapters, or a
+            package is not installed.
     """
 
     @checked_arguments
@@ -83,9 +83,10 @@ class HuggingFaceModel(ComposerModel):
         self.shift_labels = predicts_next if shift_labels is None else shift_labels
         if predicts_next and not self.shift_labels:
             log.warning(
-                "shift_labels=False: %s predicts the next token, and metrics get the same one", self._model_class
+                "shift_labels=False: %s predicts the next token, and metrics do not get the next label",
+                self._model_class,
             )
-        # In a dict, so that nn.Module does not take metrics for parts of the model and saves them with the weights.
+        # In a dict, so that nn.Module does not register the metrics and save them with the weights.
         self._given_metrics: dict[bool, Metrics | None] = {
             True: metrics,
             False: metrics if eval_metrics is None else eval_metrics,
@@ -98,23 +99,22 @@ class HuggingFaceModel(ComposerModel):
         self._tokenizer_files: tuple[Any, StateDict] | None = None
 
     def _base_model(self) -> Any:
-        """The model of transformers, also where it has adapters."""
+        """Return the transformers model, without adapters."""
         get_base = getattr(self.model, "get_base_model", None)
         return self.model if get_base is None else get_base()
 
-    # ── training and evaluation ──────────────────────────────────────────────────────────────────────────────────
     def forward(self, batch: Batch) -> Any:
-        """Outputs of the model for those parts of ``batch`` that it knows."""
+        """Return the outputs of the model. Items of ``batch`` that are not arguments of the model are dropped."""
         if not isinstance(batch, Mapping):
             raise TrainingError(
                 f"HuggingFaceModel: a batch is a {type(batch).__name__}: expected a mapping with the names of the "
-                "model's arguments, such as {'input_ids': …, 'labels': …}. A collator of transformers makes one."
+                "model's arguments, such as {'input_ids': …, 'labels': …}. Use a collator of transformers."
             )
         items = cast("Mapping[str, Any]", batch).items()
         return self.model(**{key: value for key, value in items if key in self._takes})
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """The loss that the model has computed from ``batch['labels']``.
+        """Return the loss of the model, computed from ``batch['labels']``.
 
         Args:
             outputs: result of :meth:`forward`.
@@ -125,23 +125,23 @@ class HuggingFaceModel(ComposerModel):
         """
         if isinstance(outputs, Tensor):
             raise TrainingError(
-                "use_logits=True: eval_forward gives logits, and no loss is computed from these. Pass "
+                "use_logits=True: eval_forward returns logits, which have no loss. Pass "
                 "use_logits=False, or override HuggingFaceModel.loss."
             )
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0] if "labels" in batch else None  # pyright: ignore
         if loss is None:
             raise TrainingError(
-                f"{self._model_class} returned no loss: the batch has {', '.join(map(str, batch))}. It takes 'labels', "
-                "which DataCollatorForLanguageModeling adds, for one; or override HuggingFaceModel.loss."
+                f"{self._model_class} returned no loss: the batch has {', '.join(map(str, batch))}. Add 'labels' to "
+                "the batch, e.g. with DataCollatorForLanguageModeling, or override HuggingFaceModel.loss."
             )
         return cast("Tensor", loss)
 
     def eval_forward(self, batch: Batch, outputs: Any = None) -> Any:
-        """The logits, if metrics get these, else all that the model returns.
+        """Return the logits if ``use_logits`` is true, else all outputs of the model.
 
         Args:
             batch: an evaluation batch.
-            outputs: outputs of the model for ``batch``, if they exist already.
+            outputs: outputs of the model for ``batch``, if already computed.
 
         Returns:
             Logits of shape (N, …, C), or the outputs.
@@ -149,27 +149,27 @@ class HuggingFaceModel(ComposerModel):
         if not self.use_logits:
             return super().eval_forward(batch, outputs)
         if outputs is None:
-            has_decoder = bool(getattr(self.config, "is_encoder_decoder", False))  # which is fed with the labels
+            has_decoder = bool(getattr(self.config, "is_encoder_decoder", False))  # the decoder reads the labels
             outputs = self({key: value for key, value in batch.items() if key != "labels" or has_decoder})
         logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if len(outputs) > 1 else 0]
         return logits.squeeze(1) if logits.dim() == 2 and logits.shape[1] == 1 else logits
 
     @property
     def has_eval_loss(self) -> bool:
-        """Tell if :meth:`eval_forward` gives all that the model returns, its loss among it."""
+        """True if the outputs of :meth:`eval_forward` include the loss of the model."""
         return type(self).eval_forward is HuggingFaceModel.eval_forward and not self.use_logits
 
     def get_metrics(self, is_train: bool) -> dict[str, Metric]:
-        """Fresh metrics by class name, or by the names they were given under."""
+        """Return copies of the metrics by name; without names, by class name."""
         return {name: metric.clone() for name, metric in by_name(self._given_metrics[is_train]).items()}
 
     def update_metric(self, batch: Batch, outputs: Any, metric: Metric) -> None:
-        """Update ``metric`` with the outputs of :meth:`eval_forward` and the labels; -100 stands for no label.
+        """Update ``metric`` with outputs and labels. The label -100 is ignored.
 
         Args:
             batch: a mapping with ``'labels'``.
             outputs: result of :meth:`eval_forward`.
-            metric: to be updated.
+            metric: metric to update.
         """
         labels: Tensor = batch["labels"]
         if self.shift_labels:
@@ -177,7 +177,7 @@ class HuggingFaceModel(ComposerModel):
         metric.update(outputs, labels)
 
     def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """Continuation of ``input_ids`` by the model's ``generate``, which takes the ``arguments``.
+        """Continue ``input_ids`` with the ``generate`` of the model.
 
         Args:
             input_ids: token numbers of shape (N, T).
@@ -198,9 +198,8 @@ class HuggingFaceModel(ComposerModel):
             arguments = {"pad_token_id": self.tokenizer.pad_token_id, **arguments}
         return self.model.generate(input_ids=input_ids, **arguments)
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────
     def get_metadata(self) -> StateDict:
-        """Config and tokenizer, in the form that Composer's checkpoints have under ``integrations/huggingface``."""
+        """Return config and tokenizer in the format of Composer's checkpoints under ``integrations/huggingface``."""
         base = self._base_model()
         tied = {f"model.{name}": f"model.{other}" for name, other in _tied_weights(self.model).items()}
         generation = base.generation_config if base.can_generate() else None
@@ -210,7 +209,7 @@ class HuggingFaceModel(ComposerModel):
         return {"model": model, "tokenizer": self._tokenizer_record()}
 
     def _tokenizer_record(self) -> StateDict:
-        """Made again only if the tokenizer has changed: it takes a second where the vocabulary is large."""
+        """Return the record of the tokenizer, cached: a large vocabulary takes a second."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return {}
@@ -220,11 +219,11 @@ class HuggingFaceModel(ComposerModel):
         return self._tokenizer_files[1]
 
     def integrations(self) -> StateDict:
-        """Under ``'huggingface'`` what :meth:`get_metadata` gives."""
+        """Return the record for checkpoints: the result of :meth:`get_metadata` under ``'huggingface'``."""
         return {"huggingface": self.get_metadata()}
 
     def integration_problems(self, saved: StateDict, *, source: str) -> list[str]:
-        """Adapters that were trained on a base model of another shape; another config or tokenizer is only logged.
+        """List base models of another shape as reasons. Another config or tokenizer is only logged.
 
         Args:
             saved: :meth:`integrations` of the saved model.
@@ -245,14 +244,14 @@ class HuggingFaceModel(ComposerModel):
             return []
         if self.adapters.is_other_base(then):
             log.warning(
-                "%s: its adapters were trained on a base model with other weights than this one: they are not in the "
-                "checkpoint, and have to be built as before",
+                "%s: the adapters were trained on a base model with other weights. The checkpoint has no weights of "
+                "the base model; build the same base model as before",
                 source,
             )
         if not (wrong := self.adapters.wrong_shapes(then)):
             return []
         return [
-            f"{source}: its adapters were trained on a base model of another shape ({len(wrong)}): {_first(wrong)}. "
+            f"{source}: the adapters were trained on a base model of another shape ({len(wrong)}): {_first(wrong)}. "
             "Build the base model of that run."
         ]
 
@@ -266,25 +265,24 @@ class HuggingFaceModel(ComposerModel):
         *,
         base_model: nn.Module | None = None,
     ) -> tuple[Any, Any]:
-        """The model of transformers and the tokenizer that a checkpoint holds, without the script that saved it.
+        """Load the transformers model and the tokenizer from a checkpoint, without the training script.
 
         Args:
-            checkpoint_path: path or URI of a checkpoint of any form.
-            model_instantiation_class: the model's class, an auto class, or the full name of one. By default the class
-                in the checkpoint, if it is one of transformers' own.
-            model_config_kwargs: put into the config.
-            local_checkpoint_save_location: a path that a checkpoint which is one file is kept at.
-            trust_remote_code: let transformers **run code** that the config refers to.
-            base_model: for a checkpoint of adapters alone, what they were trained on. By default what PEFT's config
-                names.
+            checkpoint_path: path or URI of a checkpoint.
+            model_instantiation_class: class of the model, an auto class, or a full class name. By default the class in
+                the checkpoint, if transformers has this class.
+            model_config_kwargs: changes of the config.
+            local_checkpoint_save_location: path for a local copy of a checkpoint in a single file.
+            trust_remote_code: let transformers **run code** referenced by the config.
+            base_model: base model for a checkpoint with adapters only. By default the base model in PEFT's config.
 
         Returns:
             The model with the weights of the checkpoint, in evaluation mode, and the tokenizer or ``None``.
 
         Raises:
-            ConfigError: the class is none, or the base model is needed and is not there.
-            IncompatibleCheckpointError: the checkpoint was not saved by a HuggingFaceModel, or its weights do not fit.
-            CheckpointError: it is not there, damaged, or holds what is not known to be safe.
+            ConfigError: the class cannot be imported, or a base model is missing.
+            IncompatibleCheckpointError: the checkpoint was not saved by a HuggingFaceModel, or the weights do not fit.
+            CheckpointError: the checkpoint does not exist, is damaged, or has unknown types.
         """
         from composerlite.models.hf_loading import from_checkpoint
 
@@ -299,7 +297,7 @@ class HuggingFaceModel(ComposerModel):
 
 
 def _fit_embedding(model: Any, tokenizer: Any, *, may_resize: bool) -> bool:
-    """See that the embedding has a row for each token; whether rows were added."""
+    """Make the embedding have a row for each token. Return true if rows were added."""
     embedding = model.get_input_embeddings()
     rows, tokens = int(embedding.weight.shape[0]), len(tokenizer)
     if tokens <= rows:
@@ -310,12 +308,12 @@ def _fit_embedding(model: Any, tokenizer: Any, *, may_resize: bool) -> bool:
             f"model with vocab_size={tokens}, or pass allow_embedding_resizing=True."
         )
     model.resize_token_embeddings(tokens)
-    log.warning("the embedding has %d rows now and had %d: the tokenizer has %d tokens", tokens, rows, tokens)
+    log.warning("enlarged the embedding to %d rows from %d: the tokenizer has %d tokens", tokens, rows, tokens)
     return True
 
 
 def _tied_weights(model: nn.Module) -> dict[str, str]:
-    """Weights that are another one under a second name: that other, by name."""
+    """Return the first name of each tied weight by its second name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -323,7 +321,7 @@ def _tied_weights(model: nn.Module) -> dict[str, str]:
 
 
 def _first(things: list[str]) -> str:
-    """The first of ``things``, and how many there are besides."""
+    """Join the first of ``things``, and the number of further items."""
     more = f"; and {len(things) - _SHOWN} more" if len(things) > _SHOWN else ""
     return f"{'; '.join(things[:_SHOWN])}{more}"
 
@@ -333,7 +331,7 @@ def _texts(files: Any) -> dict[str, str]:
 
 
 def _keep_adapters(module: nn.Module, state_dict: StateDict, prefix: str, local_metadata: object) -> None:
-    """Hook of ``state_dict``: what belongs to the frozen base goes out."""
+    """Remove the frozen base from the state dict (a hook of ``state_dict``)."""
     assert isinstance(module, HuggingFaceModel)
     assert module.adapters is not None
     start = f"{prefix}model."
@@ -343,7 +341,7 @@ def _keep_adapters(module: nn.Module, state_dict: StateDict, prefix: str, local_
 
 
 def _base_is_not_missing(module: nn.Module, incompatible: Any) -> None:
-    """Hook of ``load_state_dict``: the frozen base is not expected."""
+    """Remove the frozen base from the missing keys (a hook of ``load_state_dict``)."""
     assert isinstance(module, HuggingFaceModel)
     assert module.adapters is not None
     kept = module.adapters.kept

@@ -1,4 +1,4 @@
-"""The import paths that documentation and scripts use. The code lives in the packages below; names load when used."""
+"""Documented import paths of utilities. Names are imported from their packages on first use."""
 
 from __future__ import annotations
 

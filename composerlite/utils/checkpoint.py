@@ -1,4 +1,4 @@
-"""The documented path of functions that save and load checkpoints by hand. They live in ``composerlite.checkpoint``."""
+"""Documented import path of functions to save and load checkpoints, from ``composerlite.checkpoint``."""
 
 from typing import TYPE_CHECKING
 
@@ -23,4 +23,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__)  # they need torch.distributed.checkpoint, which takes its time
+__getattr__, __dir__ = lazy_names(__name__)  # on demand: torch.distributed.checkpoint is slow to import

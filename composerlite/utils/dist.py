@@ -1,4 +1,4 @@
-"""The documented path of what tells ranks and devices and connects ranks. The code lives in ``composerlite.dist``."""
+"""Documented import path of ranks, devices and collectives, from ``composerlite.dist``."""
 
 from composerlite.dist import (
     all_gather,

@@ -1,4 +1,4 @@
-"""Small helpers that scripts of Composer import from ``utils``."""
+"""Small helpers in Composer's ``utils``."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ __all__ = [
 ]
 
 STR_TO_DTYPE = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""Types of numbers by the names that configurations have for them."""
+"""Torch types by name in configurations."""
 
 
-# ── collections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def ensure_tuple(x: Any) -> tuple[Any, ...]:
     """Return ``x`` as a tuple: ``()`` of ``None``, the values of a dict, the items of an iterable; else ``(x,)``."""
     if x is None:
@@ -57,7 +56,7 @@ def ensure_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
-    """Return ``collection``, a list, tuple, dict, ``None`` or one single thing, with ``map_fn`` of each item.
+    """Apply ``map_fn`` to each item of ``collection``.
 
     Args:
         collection: a list, tuple, dict, ``None`` or a single item.
@@ -77,14 +76,14 @@ def map_collection(collection: Any, map_fn: Callable[[Any], Any]) -> Any:
 
 
 def convert_nested_dict_to_flat_dict(nested_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of dicts within dicts by their path, as in ``'optimizer/lr'``.
+    """Return the values of nested dicts by path, such as ``'optimizer/lr'``.
 
     Args:
         nested_dict: nested dicts.
-        prefix: put before every key.
+        prefix: prefix of every key.
 
     Returns:
-        Values by their path.
+        Values by path.
     """
     flat: dict[str, Any] = {}
     for key, value in nested_dict.items():
@@ -97,7 +96,7 @@ def convert_nested_dict_to_flat_dict(nested_dict: Mapping[str, Any], prefix: str
 
 
 def convert_flat_dict_to_nested_dict(flat_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by paths such as ``'optimizer/lr'`` as dicts within dicts."""
+    """Return nested dicts for values by path, such as ``'optimizer/lr'``."""
     nested: dict[str, Any] = {}
     for path, value in flat_dict.items():
         *folders, name = path.split("/")
@@ -109,34 +108,32 @@ def convert_flat_dict_to_nested_dict(flat_dict: Mapping[str, Any]) -> dict[str, 
 
 
 def extract_hparams(locals_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn ``locals()`` of a constructor into plain values that can be logged.
+    """Return ``locals()`` of a constructor as plain values for logs.
 
-    An object becomes the name of its class, or its ``local_hparams`` if it has any.
+    Objects become the name of their class, or their ``local_hparams``.
     """
 
-    def told(value: Any) -> Any:
+    def plain(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         return value.value if isinstance(value, Enum) else type(value).__name__
 
-    def one(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         if hasattr(value, "local_hparams"):
             return {type(value).__name__: value.local_hparams}
         if isinstance(value, tuple | list):
-            return [told(item) for item in cast("Iterable[Any]", value)]
-        return map_collection(value, told) if isinstance(value, dict) else told(value)
+            return [plain(item) for item in cast("Iterable[Any]", value)]
+        return map_collection(value, plain) if isinstance(value, dict) else plain(value)
 
-    left_out = {"self"}
     return {
-        name: one(value)
+        name: converted(value)
         for name, value in locals_dict.items()
-        if name not in left_out and not name.startswith("_") and type(value) is not type
+        if name != "self" and not name.startswith("_") and type(value) is not type
     }
 
 
-# ── names and text ───────────────────────────────────────────────────────────────────────────────────────────────────
 class StringEnum(Enum):
-    """Choices by name. ``Kind('value')`` takes the value or the name, in any case, and so does a comparison."""
+    """Enum with text values. ``Kind('value')`` and comparisons accept the value or the name, in any case."""
 
     __hash__ = Enum.__hash__
 
@@ -155,7 +152,7 @@ class StringEnum(Enum):
 
 
 def partial_format(s: str, *args: object, **kwargs: object) -> str:
-    """Return ``s`` with the given fields filled in; the others are left as they are.
+    """Return ``s`` with the given fields filled in. Other fields are kept.
 
     Args:
         s: a format string.
@@ -182,7 +179,7 @@ def partial_format(s: str, *args: object, **kwargs: object) -> str:
 
 
 def import_object(name: str) -> Any:
-    """Return the object that ``'path.to.module:name'`` names."""
+    """Import the object at ``'path.to.module:name'``."""
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ConfigError(f"import_object({name!r}): expected a module and a name, such as 'path.to.module:name'.")
@@ -190,22 +187,21 @@ def import_object(name: str) -> Any:
 
 
 class MissingConditionalImportError(ImportError):
-    """An optional library is not installed. The message says which extra has it.
+    """Raised if an optional library is not installed. The message names the extra to install.
 
     Args:
-        extra_deps_group: extra of composerlite that has the library.
+        extra_deps_group: extra of composerlite with the library.
         conda_package: name of the library.
-        conda_channel: ignored; Composer has it.
+        conda_channel: ignored.
     """
 
     def __init__(self, extra_deps_group: str, conda_package: str, conda_channel: str | None = "conda-forge") -> None:
         super().__init__(f"{conda_package} is not installed: pip install 'composerlite[{extra_deps_group}]'.")
 
 
-# ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextlib.contextmanager
 def model_eval_mode(model: nn.Module) -> Generator[None]:
-    """Switch ``model`` to evaluation mode within the block, and restore its modes after it."""
+    """Switch ``model`` to evaluation mode inside the block, and restore the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -219,31 +215,29 @@ def is_model_fsdp(model: nn.Module) -> bool:
     return any(map(dist.is_distributed_tensor, model.parameters()))
 
 
-# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────
 def ensure_folder_is_empty(folder_name: str | Path) -> None:
     """Raise ``FileExistsError`` if there are files in ``folder_name`` or below it."""
     found = next((path for path in Path(folder_name).rglob("*") if path.is_file()), None)
     if found is not None:
-        raise FileExistsError(f"{folder_name} is not empty: there is {found}. Name another folder, or empty it.")
+        raise FileExistsError(f"{folder_name} is not empty: found {found}. Give another folder, or delete the files.")
 
 
 def create_symlink_file(existing_path: str, destination_filename: str | Path) -> None:
-    """Write a text file that stands for a link to ``existing_path``: :func:`get_file` follows it, in buckets too.
+    """Write a text file as a link to ``existing_path``. :func:`get_file` follows such links, also in buckets.
 
     Args:
-        existing_path: name that the file refers to.
-        destination_filename: path of the file, which ends with ``.symlink``.
+        existing_path: target of the link.
+        destination_filename: path of the file, ending with ``.symlink``.
     """
     path = Path(destination_filename)
     if path.suffix != ".symlink":
-        raise ConfigError(f"destination_filename={str(path)!r}: expected a name that ends with .symlink.")
+        raise ConfigError(f"destination_filename={str(path)!r}: expected a name ending with .symlink.")
     with path.open("x") as file:
         file.write(existing_path)
 
 
-# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def get_free_tcp_port() -> int:
-    """Return a port of this machine that nobody listens on. Another process may take it before you do."""
+    """Return a free port of this machine. Another process may take the port at any time."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
@@ -257,7 +251,7 @@ def is_notebook() -> bool:
 
 
 def get_composer_env_dict() -> dict[str, Any]:
-    """Return the versions and the machine that a run depends on."""
+    """Return the versions of software and a description of the machine."""
     return {
         "composerlite_version": VERSION,
         "torch_version": str(torch.__version__),
@@ -271,6 +265,6 @@ def get_composer_env_dict() -> dict[str, Any]:
 
 
 def print_env(file: TextIO | None = None) -> None:
-    """Print the versions and the machine, as a report of a bug needs them."""
+    """Print the versions of software and a description of the machine, for bug reports."""
     for name, value in get_composer_env_dict().items():
         print(f"{name}: {value}", file=file)

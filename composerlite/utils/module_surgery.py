@@ -1,4 +1,4 @@
-"""The documented path of what replaces modules of a model, in its optimizer too."""
+"""Replacement of modules in a model, and of their parameters in the optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from composerlite.utils.helpers import ensure_tuple
 __all__ = ["ReplacementFunction", "count_module_instances", "replace_module_classes", "update_params_in_optimizer"]
 
 ReplacementFunction: TypeAlias = Callable[[nn.Module, int], nn.Module | None]
-"""Gets a module and its number among those of its class; returns what is to be in its place, or ``None``."""
+"""Function of a module and its number in its class. Returns the replacement, or ``None`` to keep the module."""
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def count_module_instances(module: nn.Module, module_class: type[nn.Module] | tuple[type[nn.Module], ...]) -> int:
-    """Count the modules in ``module`` that are of ``module_class``, itself included.
+    """Count the modules of ``module_class`` in ``module``, including ``module``.
 
     Args:
         module: the model.
@@ -40,17 +40,17 @@ def replace_module_classes(
     recurse_on_replacements: bool = False,
     indices: dict[type[nn.Module], int] | None = None,
 ) -> dict[nn.Module, nn.Module]:
-    """Replace modules within ``module``, by their class, and return what replaced what.
+    """Replace modules in ``module`` by class.
 
     Args:
-        module: changed in place; it is not replaced itself.
-        policies: functions by class, see :data:`ReplacementFunction`. A subclass counts as its class.
-        optimizers: takes the parameters of the new modules in place of those of the old.
-        recurse_on_replacements: look at new modules, and within them, as well.
-        indices: the numbers to begin with, by class.
+        module: the model, changed in place. The module itself is not replaced.
+        policies: replacement functions by class. A policy applies to subclasses, too.
+        optimizers: optimizer in which parameters of old modules are replaced by parameters of new modules.
+        recurse_on_replacements: also apply the policies to new modules and their submodules.
+        indices: first number of each class.
 
     Returns:
-        New modules by the modules that they replace.
+        New module by replaced module.
     """
     counts = dict.fromkeys(policies, 0) if indices is None else indices
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
@@ -78,7 +78,7 @@ def replace_module_classes(
 
 
 def _places_of_modules(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the modules within ``module``, and for each the modules that have it, and by which name."""
+    """Return pairs (parent, name) by module, for all modules in ``module``."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
         parent, _, name = path.rpartition(".")
@@ -90,7 +90,7 @@ def _places_of_modules(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Modul
 def update_params_in_optimizer(
     old_params: Iterable[nn.Parameter], new_params: Iterable[nn.Parameter], optimizers: Optimizers
 ) -> None:
-    """Replace ``old_params`` by ``new_params`` in the optimizer, in their group. Parameters in both stay.
+    """Replace ``old_params`` by ``new_params`` in the optimizer, in the same group. Parameters in both are kept.
 
     Args:
         old_params: parameters of the optimizer.
@@ -98,11 +98,11 @@ def update_params_in_optimizer(
         optimizers: the optimizer, or a sequence of one.
 
     Raises:
-        ConfigError: there are several optimizers; the old parameters are in several groups, or in none.
+        ConfigError: there are several optimizers, or the old parameters are in several groups or in none.
     """
     (optimizer, *more) = ensure_tuple(optimizers)
     if more:
-        raise ConfigError(f"optimizers: {1 + len(more)} were given and one is supported.")
+        raise ConfigError(f"optimizers: got {1 + len(more)}, and only one is supported.")
     old, new = list(old_params), list(new_params)
     kept = {id(parameter) for parameter in old} & {id(parameter) for parameter in new}
     removed = [parameter for parameter in old if id(parameter) not in kept]
@@ -112,8 +112,8 @@ def update_params_in_optimizer(
     holders = [group for group in groups if gone & {id(parameter) for parameter in group["params"]}]
     if added and len(groups) > 1 and len(holders) != 1:
         raise ConfigError(
-            f"the replaced parameters are in {len(holders)} of the optimizer's {len(groups)} groups, and the new ones "
-            "need one. Build the optimizer after the model was changed."
+            f"the replaced parameters are in {len(holders)} of the optimizer's {len(groups)} groups, so the group of "
+            "the new parameters is unclear. Build the optimizer after the change of the model."
         )
     for group in holders:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]

@@ -1,4 +1,4 @@
-"""The documented path of seeding and of generator states. They live in ``composerlite.core`` and ``.checkpoint``."""
+"""Documented import path of seeding and generator states, from ``composerlite.core`` and ``.devices``."""
 
 from composerlite.core import seed_all
 from composerlite.core.numerics import MAX_SEED, configure_deterministic_mode, get_random_seed, seed_context

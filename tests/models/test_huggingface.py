@@ -57,7 +57,7 @@ def test_what_is_no_batch_of_the_model_is_said() -> None:
     with pytest.raises(TrainingError, match="a batch is a list: expected a mapping"):
         model([torch.zeros(1), torch.zeros(1)])
     no_labels = {"input_ids": batch()["input_ids"]}
-    with pytest.raises(TrainingError, match=r"the batch has input_ids\. It takes 'labels'"):
+    with pytest.raises(TrainingError, match=r"the batch has input_ids\. Add 'labels'"):
         model.loss(model(no_labels), no_labels)
 
 
@@ -98,7 +98,7 @@ def test_evaluation_has_a_loss_without_a_metric() -> None:
     with trainer_of(logits, None, eval_dataloader=DataLoader(Tokens(7), batch_size=5)) as trainer:
         trainer.eval()
         assert "loss" not in trainer.state.eval_metric_values
-        with pytest.raises(TrainingError, match="use_logits=True: eval_forward gives logits"):
+        with pytest.raises(TrainingError, match="use_logits=True: eval_forward returns logits"):
             trainer.eval(asked)
 
 

@@ -115,7 +115,7 @@ def test_adapters_of_composer_are_exported(with_base: bool, tmp_path: Path) -> N
 def test_the_base_model_is_found_or_asked_for(tmp_path: Path) -> None:
     """Where PEFT's config names a folder, it is taken; else the error says what to pass."""
     train(adapted(), tmp_path / "unnamed", max_duration=1)
-    with pytest.raises(ConfigError, match="pass base_model="):
+    with pytest.raises(ConfigError, match="Pass base_model="):
         HuggingFaceModel.hf_from_composer_checkpoint(tmp_path / "unnamed" / LAST)
     import transformers
 
@@ -164,7 +164,7 @@ def test_new_rows_of_the_embedding_are_saved_with_the_adapters(tmp_path: Path) -
 
 def test_what_cannot_be_adapted_is_refused() -> None:
     """A config for a model that has adapters, and adapters of the input."""
-    with pytest.raises(ConfigError, match="leave peft_config out"):
+    with pytest.raises(ConfigError, match="Remove peft_config"):
         HuggingFaceModel(peft.get_peft_model(causal_model(), lora()), peft_config=lora())
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(ConfigError, match="PROMPT_TUNING learns a part of the input"):

@@ -526,7 +526,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"max_duration": 1.5}, "max_duration=1.5.*whole number"),
     ({"max_duration": 0}, "max_duration=0: expected more than zero"),
     ({"max_duration": "-3ba"}, "max_duration='-3ba': expected more than zero"),
-    ({"max_duration": "0.5dur"}, "max_duration='0.5dur'.*use another unit"),
+    ({"max_duration": "0.5dur"}, "max_duration='0.5dur'.*Use another unit"),
     ({"algorithms": 5}, "algorithms: 5 is not of type Algorithm"),
     ({"algorithms": [Events()]}, "algorithms: .*Events.* is not of type Algorithm"),
     ({"algorithm_passes": [5]}, "algorithm_passes: 5 is not a function"),

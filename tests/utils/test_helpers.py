@@ -111,7 +111,7 @@ def test_files_that_stand_for_links_and_folders_that_are_empty(tmp_path: Path) -
     assert (tmp_path / "latest.pt.symlink").read_text() == "run/ep1.pt"
     with pytest.raises(FileExistsError, match=r"latest\.pt\.symlink"):
         utils.ensure_folder_is_empty(tmp_path)
-    with pytest.raises(ConfigError, match=r"expected a name that ends with \.symlink"):
+    with pytest.raises(ConfigError, match=r"expected a name ending with \.symlink"):
         utils.create_symlink_file("run/ep1.pt", tmp_path / "latest.pt")
 
 

@@ -217,7 +217,7 @@ class RunState:
 
     @property
     def max_duration(self) -> Time | None:
-        """End of training; a plain number counts epochs."""
+        """End of training; a number counts epochs."""
         return self._max_duration
 
     @max_duration.setter
@@ -226,10 +226,10 @@ class RunState:
             time = None if value is None else Time.from_input(value, TimeUnit.EPOCH)
         if time is not None and time.unit is TimeUnit.DURATION:
             raise ConfigError(
-                f"max_duration={str(value)!r}: 'dur' is a fraction of max_duration itself; use another unit."
+                f"max_duration={str(value)!r}: 'dur' is a fraction of max_duration itself. Use another unit."
             )
         self._max_duration = time
-        # Looked at several times per step: kept ready as bare numbers.
+        # Plain numbers, since training_is_over is read several times per step.
         self._end = math.inf if time is None else time.value
         if time is not None and time.unit is TimeUnit.SECOND:
             self._end *= MICROSECONDS
@@ -237,7 +237,7 @@ class RunState:
 
     @property
     def iteration_length(self) -> Time:
-        """Length of an iteration, in epochs or tokens; a plain number counts epochs."""
+        """Length of an iteration, in epochs or tokens; a number counts epochs."""
         return self._iteration_length
 
     @iteration_length.setter
@@ -253,17 +253,17 @@ class RunState:
         return self.timestamp.fields[self._end_field] >= self._end
 
     def get_elapsed_duration(self) -> Time | None:
-        """The fraction of training that is done, in ``dur``; ``None`` without a ``max_duration``."""
+        """Return the completed fraction of training in ``dur``; ``None`` without a ``max_duration``."""
         end = self._max_duration
         if end is None:
             return None
         return Time(self.timestamp.count(end.unit) / end.value if end.value else 1.0, TimeUnit.DURATION)
 
     def stop_training(self) -> None:
-        """End training after the current batch: ``max_duration`` becomes now.
+        """End training after the current batch, by setting ``max_duration``.
 
-        With several ranks one of them is enough: all end after the same batch, the first at whose end they can agree.
-        Checkpoints say so: the run has ended when it is launched again, too, unless it is given a later end.
+        A call on a single rank is enough: all ranks end after the same batch. Checkpoints record the stop, so that a
+        relaunch trains no further unless the script has a later ``max_duration``.
         """
         if self.world_size > 1:
             self.stop_requested = True
@@ -271,7 +271,7 @@ class RunState:
             self.apply_stop()
 
     def apply_stop(self) -> None:
-        """Carry out a :meth:`stop_training`. Every rank calls it after the same batch."""
+        """Apply a :meth:`stop_training`. Every rank must call this method after the same batch."""
         if self.stopped is None:
             self.stopped = self._max_duration
         self.stop_requested = False
@@ -279,10 +279,7 @@ class RunState:
 
     @property
     def sharding(self) -> str | None:
-        """Layout of a checkpoint of a model that is distributed over ranks: 'sharded', 'full' or 'deepspeed'.
-
-        ``None`` where every rank has the whole model.
-        """
+        """Layout of checkpoints of a distributed model: 'sharded', 'full' or 'deepspeed'; ``None`` for replicas."""
         if self.deepspeed_enabled:
             return "deepspeed"
         if self.parallelism is None:
@@ -301,18 +298,18 @@ class RunState:
 
     @property
     def dataloader_len(self) -> Time | None:
-        """Batches of one iteration of :attr:`dataloader`; ``None`` where it has no length."""
+        """Number of batches in :attr:`dataloader`; ``None`` for a loader without a length."""
         return None if self._dataloader_len is None else Time.from_batch(self._dataloader_len)
 
     def set_dataloader(
         self, dataloader: Iterable[Batch] | None, label: str | None = None, num_batches: int | None = None
     ) -> None:
-        """Make ``dataloader`` the one in use. ``num_batches`` limits its length; ``None`` or -1 takes all.
+        """Set the current loader.
 
         Args:
             dataloader: the loader.
-            label: its name in logs.
-            num_batches: limit of its length; ``None`` or -1 for none.
+            label: name of the loader in logs.
+            num_batches: largest number of batches; ``None`` or -1 for no limit.
         """
         self.dataloader: Iterable[Batch] | None = dataloader
         self.dataloader_label: str | None = label
@@ -329,14 +326,14 @@ class RunState:
         """Replace one item of the batch; see :func:`~composerlite.core.data.batch_set`.
 
         Args:
-            key: index, key, attribute name or function, as :func:`~composerlite.core.data.batch_set` takes it.
+            key: index, key, attribute name or function, as in :func:`~composerlite.core.data.batch_set`.
             value: the new item.
         """
         self.batch = batch_set(self.batch, key, value)
 
 
 def _stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Name each item: the first of a name keeps it, the next ones get ``:1``, ``:2``, … in order."""
+    """Make names unique: the second item of a name gets ``:1``, the third ``:2``, …"""
     named: dict[str, T] = {}
     count: dict[str, int] = {}
     for name, item in items:
@@ -347,10 +344,10 @@ def _stable_names(items: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def by_class(items: Iterable[T]) -> dict[str, T]:
-    """Optimizers and schedulers by the names of their classes."""
+    """Return optimizers or schedulers by class name."""
     return _stable_names((type(item).__qualname__, item) for item in items)
 
 
 def by_key(items: Iterable[K]) -> dict[str, K]:
-    """Callbacks and algorithms by their state keys."""
+    """Return callbacks or algorithms by state key."""
     return _stable_names((item.state_key, item) for item in items)

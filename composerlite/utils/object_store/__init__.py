@@ -1,4 +1,4 @@
-"""The documented path of object stores. They live in ``composerlite.storage``; an SDK loads with its class."""
+"""Documented import path of object stores, from ``composerlite.storage``. SDKs are imported on demand."""
 
 from __future__ import annotations
 
