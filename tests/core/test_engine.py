@@ -282,5 +282,5 @@ def test_a_closed_engine_runs_nothing(state: State, event: Event) -> None:
     """Training on with a closed trainer is an error that says what to do."""
     engine = engine_of(state, Note("a", []))
     engine.close()
-    with pytest.raises(RuntimeError, match="closed. Build a new Trainer"):
+    with pytest.raises(RuntimeError, match=r"closed\. Build a new Trainer"):
         engine.run_event(event)
