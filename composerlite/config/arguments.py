@@ -64,7 +64,7 @@ def arguments_of(function: Callable[..., Any], skip: int = 0) -> dict[str, Param
 
 @functools.cache
 def arguments_in_source(module: str, class_name: str) -> dict[str, Parameter]:
-    """Return the keyword arguments of a class of composerlite from its source: importing it would import torch."""
+    """Return the keyword arguments of a class of composerlite from the source, without an import of torch."""
     tree = ast.parse(Path(composerlite.__path__[0], module).read_text(encoding="utf-8"))
     cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     init = next(node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
@@ -83,7 +83,7 @@ def _type_of(annotation: Any, names: Mapping[str, Any]) -> Any:
     options: list[Any] = []
     for option in re.split(r" \| (?![^\[]*\])", annotation):
         try:
-            options.append(eval(option, {**_TYPES, **names, **_ALIASES}))
+            options.append(_type_of(eval(option, {**_TYPES, **names, **_ALIASES}), names))
         except (AttributeError, NameError, TypeError):
             continue  # a class imported for type checkers: YAML has no value of it
     return Union[tuple(options)] if options else Any  # noqa: UP007
@@ -150,7 +150,7 @@ def check_types(known: Mapping[str, Parameter], given: Mapping[str, Any], path: 
     """Check the types of the arguments in ``given``. Text is valid for a path or an enum, a list for a tuple.
 
     Raises:
-        ConfigError: an argument has the wrong type. The message has its line and the expected type.
+        ConfigError: an argument has the wrong type. The message has the line and the expected type.
     """
     for name, value in given.items():
         options = options_of(known[name].annotation) if name in known else []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer:
-    """Build the Trainer of a configuration, ready to ``fit``. Its checkpoints contain ``config``.
+    """Build the Trainer of a configuration, ready to ``fit``. Checkpoints of the Trainer contain ``config``.
 
     Names and arguments are checked before the first object is built. ``seed`` is set before the model is built, so
     the initial weights are reproducible. The folders of the YAML files and the current directory are put first on
@@ -88,7 +88,7 @@ def build_trainer(config: RunConfig, *, evaluates: str | None = None) -> Trainer
 
 
 def _hyperparameters(config: RunConfig) -> dict[str, Any]:
-    """Return every setting by its dotted name, with values from the environment unresolved: loggers may publish it."""
+    """Return every setting by dotted name. Values from the environment are unresolved: loggers may publish settings."""
     values = {key: value for key, value in {**vars(config.trainer), **config.values}.items() if key != "variables"}
     settings = walk(config.origin.shown((), values))
     return {dotted(path): value for path, value in settings if path and not isinstance(value, dict | list)}
@@ -113,7 +113,7 @@ def _for_evaluation(config: RunConfig, checkpoint: str) -> RunConfig:
 
 
 def _build(component: Component, origin: Origin, *positional: Any) -> Any:
-    """Build ``component``, its nested components first.
+    """Build ``component``, nested components first.
 
     Raises:
         ConfigError: a class of composerlite or torch refuses a value, or another class an argument of a wrong type.

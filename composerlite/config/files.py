@@ -18,7 +18,7 @@ _EXPECTED = "expected a list such as [base, {model: gpt}, _self_]"
 
 
 class Override(NamedTuple):
-    """A ``KEY=VALUE`` argument: its text, its key, and its value parsed as YAML."""
+    """A ``KEY=VALUE`` argument: the text, the key, and the value parsed as YAML."""
 
     text: str
     key: str
@@ -26,7 +26,7 @@ class Override(NamedTuple):
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[YamlPath, str]]:
-    """Read one YAML file. Returns its unresolved values and the line of each value.
+    """Read a YAML file. Returns the unresolved values and the line of each value.
 
     Raises:
         ConfigError: the file cannot be read, is not valid YAML, or is not a mapping.
@@ -55,12 +55,12 @@ class Files:
     Attributes:
         values: the merged values, unresolved.
         places: the file and line of each value.
-        included: each file, with the place of its name in a ``defaults:`` list.
+        included: each file, with the place of the name in a ``defaults:`` list.
         overrides: the overrides without selections of files.
     """
 
     def __init__(self, file: Path, overrides: Sequence[Override]) -> None:
-        """Merge ``file`` with the files in its ``defaults:`` list, and in their lists.
+        """Merge ``file`` with the files in the ``defaults:`` list, recursively.
 
         Args:
             file: the file of the run.
@@ -79,7 +79,7 @@ class Files:
         self.overrides = [o for o in overrides if o.key not in self._groups or _file_names(o.value) is None]
 
     def _add(self, file: Path, package: YamlPath, where: str) -> None:
-        """Merge ``file`` and the files in its ``defaults:`` list.
+        """Merge ``file`` and the files in the ``defaults:`` list.
 
         Args:
             file: the file.
@@ -108,7 +108,7 @@ class Files:
             self.places |= {(*package, *path): place for path, place in places.items()}
 
     def _add_entry(self, entry: Any, folder: Path, package: YamlPath, where: str) -> None:
-        """Add the files of one ``entry``: ``group/name`` or ``{group: name}``, relative to ``folder``."""
+        """Add the files of an ``entry``: ``group/name`` or ``{group: name}``, relative to ``folder``."""
         selectable = isinstance(entry, dict) and len(entry) == 1
         group, value = next(iter(entry.items())) if selectable else os.path.split(str(entry))
         names, parts = _file_names(value), Path(str(group)).parts

@@ -27,14 +27,14 @@ def path_of(key: str | None) -> YamlPath:
 
 
 def walk(value: Any, path: YamlPath = ()) -> Iterator[tuple[YamlPath, Any]]:
-    """Yield ``value``, found at ``path``, and every nested value with its path."""
+    """Yield ``value``, found at ``path``, and every nested value with the path."""
     yield path, value
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from walk(inner, (*path, str(key)))
 
 
 def yaml_nodes(node: yaml.Node | None, path: YamlPath = ()) -> Iterator[tuple[YamlPath, int, yaml.Node]]:
-    """Yield every value below ``node``: its path, the line of its key or list item counted from 1, its YAML node."""
+    """Yield every value below ``node``: the path, the line of the key or list item counted from 1, the YAML node."""
     children: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(str(key.value), key, child) for key, child in node.value]
@@ -60,7 +60,7 @@ class Origin:
     unresolved: Mapping[YamlPath, str]
 
     def where(self, path: YamlPath = ()) -> str:
-        """Return the place of the value at ``path`` or of its nearest parent: ``'digits.yaml:12'``."""
+        """Return the place of the value at ``path`` or of the nearest parent: ``'digits.yaml:12'``."""
         parents = (path[:end] for end in range(len(path), 0, -1))
         return next((self.places[parent] for parent in parents if parent in self.places), str(self.files[0]))
 

@@ -88,7 +88,7 @@ def _properties(arguments: dict[str, inspect.Parameter], meanings: dict[str, str
     properties: dict[str, Any] = {}
     for name, argument in arguments.items():
         options = options_of(argument.annotation)
-        if not options or argument.kind is argument.VAR_KEYWORD:
+        if options in ([], [{"type": "null"}]) or argument.kind is argument.VAR_KEYWORD:
             continue
         properties[name] = {"anyOf": [*options, _INTERPOLATION], "description": meanings.get(name, "")}
         if argument.default is not argument.empty:

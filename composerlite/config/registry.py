@@ -53,7 +53,7 @@ def known_classes(family: str) -> Mapping[str, type]:
 
 
 def find(component: Component, origin: Origin) -> Callable[..., Any]:
-    """Return the class or function of ``component``, after a check of its arguments and its nested components.
+    """Return the class or function of ``component``, after a check of the arguments and nested components.
 
     Types are checked for classes of composerlite and torch only: annotations of other code may be inexact.
 

@@ -1,4 +1,4 @@
-"""The structure of a configuration: its keys, the objects to build, and the arguments of the Trainer."""
+"""The structure of a configuration: the keys, the objects to build, and the arguments of the Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunConfig:
         components: the objects to build, by the keys of :data:`COMPONENTS`; an absent key has none.
         trainer: the plain arguments of the Trainer, with defaults.
         origin: the place of each value.
-        values: all values, merged and resolved. They may contain secrets from the environment.
+        values: all values, merged and resolved, possibly with secrets from the environment.
     """
 
     components: dict[str, list[Component]]
@@ -134,7 +134,7 @@ def _component(value: Any, path: YamlPath, origin: Origin, family: str = "") -> 
 
 
 def _items(value: Any, key: str) -> list[tuple[Any, YamlPath]]:
-    """Return each item of a list, or a value on its own, with its path; nothing for null."""
+    """Return each item of a list, or a single value, with the path; an empty list for null."""
     if isinstance(value, list):
         return [(item, (key, str(index))) for index, item in enumerate(value)]
     return [] if value is None else [(value, (key,))]
@@ -170,7 +170,7 @@ def _loader(value: Any, path: YamlPath, origin: Origin, others: Iterable[str] = 
 
 
 def _evaluators(value: Any, origin: Origin) -> Iterator[Component]:
-    """Parse one loader, or a list of loaders, into evaluators."""
+    """Parse a loader, or a list of loaders, into evaluators."""
     known = evaluator_arguments()
     for entry, path in _items(value, "eval_loader"):
         loader = _loader(entry, path, origin, known)

@@ -73,9 +73,9 @@ def test_arguments_have_types_defaults_and_meanings(schema: dict[str, Any]) -> N
     assert trainer["seed"]["description"]
     assert trainer["save_overwrite"]["description"]
     assert trainer["save_interval"]["default"] == "1ep"
-    stopper = trainer["callbacks"]["anyOf"][0]["anyOf"][0]["properties"]["early_stopper"]["anyOf"][0]["properties"]
-    assert "patience" in stopper
-    assert "comp" not in stopper
+    classes = trainer["callbacks"]["anyOf"][0]["anyOf"][0]["properties"]
+    assert "patience" in classes["early_stopper"]["anyOf"][0]["properties"]
+    assert "clock" not in classes["goodput_monitor"]["anyOf"][0]["properties"]
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
