@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help scale gpu gpu-wheels demo interop test compat soak chaos lint fmt types migration walks docs examples bench clean install
+.PHONY: help scale gpu gpu-wheels demo interop test compat soak chaos lint fmt types walks docs examples bench clean install
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -59,9 +59,6 @@ fmt: $(VENV)/.installed ## format the code and fix what ruff can fix
 
 types: $(VENV)/.installed ## pyright alone
 	$(BIN)/pyright --pythonpath $(BIN)/python
-
-migration: $(VENV)/.installed ## write the names of Composer into docs/migration/composer.md
-	$(BIN)/python docs/_site/composer_names.py
 
 walks: $(VENV)/.installed ## write into docs/architecture.md which modules a save and a load go through
 	$(BIN)/python benchmarks/walks.py --write docs/architecture.md

@@ -171,44 +171,6 @@ def test_bash_examples_run(
         assert result.returncode == 0, f"{where}\n{result.stdout}{result.stderr}"
 
 
-def test_blocks_are_found_where_they_are() -> None:
-    """What this file runs is what a reader sees: languages, lines, indentation, reasons."""
-    text = "\n".join(
-        [
-            "Text",
-            "```python",
-            "x = 1",
-            "```",
-            "<!-- not run: needs a GPU -->",
-            "",
-            "   ```bash",
-            "   make demo",
-            "   ```",
-            "```text",
-            "no code",
-            "```",
-        ]
-    )
-    assert blocks_in(text) == [
-        Block("python", "x = 1", 3, None),
-        Block("bash", "make demo", 8, "needs a GPU"),
-        Block("text", "no code", 11, None),
-    ]
-
-
-def test_pages_do_not_share_a_bucket(request: pytest.FixtureRequest) -> None:
-    """What one page put there is no checkpoint of another one's run, in whichever order they are tested."""
-    pages = [document for document in DOCUMENTS if _BUCKET.search(document.read_text())]
-    block = Block("bash", "BUCKET=my-bucket push s3://my-bucket/digits s3://my-bucket-2", 1, None)
-    codes = [with_its_bucket(page, [block], request)[0][0].code for page in [*pages, *pages]]
-    assert len(pages) > 2
-    assert len(set(codes)) == len(codes)
-    for code in codes:
-        bucket = re.fullmatch(r"BUCKET=(\S+) push s3://(\S+)/digits s3://my-bucket-2", code)
-        assert bucket is not None, code
-        assert bucket[1] == bucket[2] != "my-bucket"
-
-
 def test_every_key_of_the_parallelism_config_is_in_its_table() -> None:
     """With the default that it has."""
     page = (ROOT / "docs/parallelism.md").read_text()

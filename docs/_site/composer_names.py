@@ -1,20 +1,14 @@
-"""The public names of Composer, beside those of composerlite: a part of docs/migration/composer.md.
+"""The public names of Composer and their status in composerlite, for the page on migration from Composer.
 
-``composer_names.toml`` has Composer's names by module, of one version. A name that can be imported here from the module
-that it has there works, or differs as the file says; of one that cannot, the file says why it is left out.
-``make migration`` writes the page.
+``composer_names.toml`` lists Composer's names by module, how supported names differ, and why others are left out.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-
-PAGE = Path(__file__).parents[1] / "migration" / "composer.md"
-BEGIN, END = "<!-- names: written by `make migration` -->\n", "<!-- end of names -->\n"
 
 _FILE: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 COMPOSERS = {module: names.split() for module, names in _FILE["modules"].items()}
@@ -23,7 +17,7 @@ REASONS = {name: reason for reason, names in _FILE["left_out"].items() for name 
 
 
 def here(module: str, name: str) -> object | None:
-    """What ``name`` of Composer's ``module`` is here, if it is anything."""
+    """Return the object that composerlite has for ``name`` of Composer's ``module``, or None."""
     try:
         found = importlib.import_module("composerlite" if module == "." else f"composerlite.{module}")
     except ModuleNotFoundError:
@@ -32,7 +26,7 @@ def here(module: str, name: str) -> object | None:
 
 
 def by_package() -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Each first package of Composer, and its modules by name that it says there, the package's own names first."""
+    """Yield each top-level package of Composer with the names of its modules."""
     packages: dict[str, dict[str, list[str]]] = {}
     for module, names in COMPOSERS.items():
         packages.setdefault(module.partition(".")[0] or ".", {})[module] = names
@@ -40,8 +34,8 @@ def by_package() -> Iterator[tuple[str, dict[str, list[str]]]]:
 
 
 def section() -> str:
-    """The part of the page."""
-    lines = [BEGIN.rstrip("\n"), ""]
+    """Return the section of the page as Markdown."""
+    lines: list[str] = []
     for package, modules in by_package():
         every = sorted({name for names in modules.values() for name in names}, key=str.lower)
         works = [name for name in every if any(here(m, name) is not None for m in modules if name in modules[m])]
@@ -57,15 +51,4 @@ def section() -> str:
         rows += [f"| {', '.join(names)} | left out: {reason} |" for reason, names in gone.items()]
         if rows:
             lines += ["| name | |", "|---|---|", *rows, ""]
-    return "\n".join(lines) + END
-
-
-def page(text: str) -> str:
-    """``text`` with the part of today in it."""
-    before, _, rest = text.partition(BEGIN)
-    return before + section() + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
-    sys.stdout.write(f"{PAGE}\n")
+    return "\n".join(lines)

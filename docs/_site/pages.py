@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from composerlite._version import VERSION
+
+sys.path.insert(0, str(Path(__file__).parent))
+import composer_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,6 +105,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     elif here.startswith(REFERENCE):
         page.meta["search"] = {"boost": 0.3}
+    if here == "migration/composer.md":
+        markdown = markdown.replace("<!-- names: the site lists them here -->", composer_names.section())
     return _LINK.sub(to_page, _COMMENTS.sub("", markdown))
 
 
