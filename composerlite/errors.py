@@ -14,7 +14,7 @@
     └── CheckpointError (RuntimeError)
         ├── CheckpointNotFoundError (FileNotFoundError)   there is no checkpoint under that name
         ├── CheckpointExistsError (FileExistsError)       saving would overwrite a checkpoint
-        ├── CorruptCheckpointError                        the bytes are not those that were saved
+        ├── CorruptCheckpointError                        the bytes differ from the saved bytes
         ├── IncompatibleCheckpointError                   a good checkpoint of something else
         ├── UntrustedCheckpointError                      it contains a type that may run code, or was refused
         └── SaveError                                     a checkpoint could not be written
@@ -128,7 +128,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """The bytes are not those that were saved: truncated, changed, or not a checkpoint at all."""
+    """The bytes differ from the saved bytes: truncated, changed, or not a checkpoint at all."""
 
 
 class IncompatibleCheckpointError(CheckpointError):

@@ -429,6 +429,6 @@ def check_kind(contents: Any, source: str) -> None:
         return
     found = ", ".join(map(repr, list(contents)[:8])) if isinstance(contents, dict) else type(contents).__name__  # pyright: ignore
     raise IncompatibleCheckpointError(
-        f"{source} is not a checkpoint of a run: it holds {found or 'nothing'}, and no dict 'state' of a run. If it is "
+        f"{source} is not a checkpoint of a run: it holds {found or 'nothing'}, and no 'state' of a run. If it is "
         "a bare state dict of a model, load it with model.load_state_dict(torch.load(path))."
     )

@@ -60,7 +60,7 @@ class LoopState:
     def __init__(self, run_name: str, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
             if name in _OWN:
-                raise ConfigError(f"the part {name!r}: checkpoints use this name themselves. Choose another.")
+                raise ConfigError(f"the part {name!r}: this name is reserved for checkpoints. Choose another.")
             if not isinstance(part, Stateful | dict):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ConfigError(
                     f"the part {name!r} is of the type {type(part).__name__}: expected an object with state_dict() and "
@@ -149,8 +149,8 @@ class LoopState:
                     problems.append(f"{name}.{key} has the shape {shapes}")
         if problems:
             raise IncompatibleCheckpointError(
-                f"{source} does not fit the parts of this loop: {'; '.join(problems)}. Build the same parts as the run "
-                "that saved it, or begin in another folder."
+                f"{source} does not fit the parts of this loop: {'; '.join(problems)}. Build the same parts as the "
+                "run that saved it, or start in another folder."
             )
         return live
 
@@ -164,7 +164,10 @@ class LoopState:
         """
         ranks, rank = cast("list[StateDict]", state_dict["ranks"]), dist.get_global_rank()
         if len(ranks) != dist.get_world_size() and rank == 0:
-            text = "%s was saved by %d ranks and is loaded by %d. Further ranks take loaders and other parts of rank 0."
+            text = (
+                "%s was saved by %d ranks and is loaded by %d. Additional ranks load the loaders and other "
+                "parts of rank 0."
+            )
             log.warning(text, source, len(ranks), dist.get_world_size())
         own = ranks[rank] if rank < len(ranks) else ranks[0]
         for name, part in {**self._shared, **self._of_rank}.items():

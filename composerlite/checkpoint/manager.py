@@ -144,7 +144,7 @@ class CheckpointManager:
             self.close()
         except Exception as e:  # noqa: BLE001 - added as a note to the error of the loop
             log.error("a checkpoint could not be saved: %s", e)
-            error.add_note(f"A checkpoint could not be saved, too: {type(e).__name__}: {e}")
+            error.add_note(f"A checkpoint could also not be saved: {type(e).__name__}: {e}")
 
     def restore(self) -> int:
         """Restore all parts and the random generators from the newest good checkpoint. Call before the first save.
@@ -216,8 +216,9 @@ class CheckpointManager:
         where.name(state, directory=directory)
         if options.on_exception and (dist.get_world_size() > 1 or where.form.is_spread):
             raise ConfigError(
-                "save_on_exception=True with several ranks, or a model that is sharded over ranks: where one fails "
-                "the others are in the middle of a step, and no state is that of all. Leave it out and save more often."
+                "save_on_exception=True with several ranks, or a model that is sharded over ranks: if one rank "
+                "fails, the others are in the middle of a step and have no common state. Leave the option out and "
+                "save more often."
             )
         # 2. The name of a folder in memory contains the key of the folder of another manager of the run.
         if options.in_memory:
@@ -230,7 +231,7 @@ class CheckpointManager:
         where.find_disks()
         # 4. Buckets: check access. Refuse names of another saver.
         self._publishing.open(state, where.form, () if options.in_memory else uploaders)
-        group.from_first("comparing the names of files", self._check_names_are_its_own)
+        group.from_first("comparing file names", self._check_names_are_its_own)
         # 5. Replication to another node.
         if options.replication is not None:
             self.replication = open_replication(where.catalog.folder, options.replication)
@@ -243,7 +244,7 @@ class CheckpointManager:
             for name in own.keys() & theirs.keys():
                 raise ConfigError(
                     f"two CheckpointSavers, of {self.where.folder!r} and of {other.where.folder!r}, both write "
-                    f"{name!r}, and each would replace what is the other's. Give one of them another filename, "
+                    f"{name!r}, and would replace each other's files. Give one of them another filename, "
                     "latest_filename, remote_file_name or latest_remote_file_name, or another folder."
                 )
 
@@ -291,7 +292,7 @@ class CheckpointManager:
         if self.replication is not None:
             self.replication.held = {*self.saved}
         again = [self._publishing.of(name, overwrite=True) for name in behind]
-        with group.all_or_none("taking up the checkpoints of this run"):
+        with group.all_or_none("listing the checkpoints of this run"):
             if self.where.is_leader:
                 self.where.catch_up(newest, state)
             for publish in again:
@@ -325,20 +326,20 @@ class CheckpointManager:
             name, remote = self.where.filename, self.options.names.remote_filename
             if several and varies(name) and not varies(remote) and not self.options.overwrite:
                 raise ConfigError(
-                    f"save_remote_file_name={remote!r} is the same each time, and save_filename={name!r} is not: the "
-                    "second checkpoint would replace the first in the bucket. Put {epoch} or {batch} into it, or pass "
-                    "save_overwrite=True to have the newest alone there."
+                    f"save_remote_file_name={remote!r} is the same each time, and save_filename={name!r} is not: "
+                    f"the second checkpoint would replace the first in the bucket. Put {{epoch}} or {{batch}} "
+                    "into it, or pass save_overwrite=True to keep only the newest there."
                 )
-        with group.all_or_none("looking at what checkpoints are to hold"):
+        with group.all_or_none("comparing the contents of checkpoints"):
             check_kinds(state.weights_state_dict(), self.options.ignore_keys)
         self.take_leases()
-        with group.all_or_none("looking for checkpoints that this run would overwrite"):
+        with group.all_or_none("finding checkpoints that this run would overwrite"):
             if self.where.is_leader and not self.options.overwrite:
                 self.where.refuse_conflicts(state, [(one.remote, one.template) for one in self.publishers])
         keeps_one = self.options.keep.policy.last == 1 or self.options.in_memory
         if several and group.is_first and not keeps_one and not varies(self.where.filename):
             log.warning(
-                "save_filename=%r is the same each time: each save replaces the last, and one checkpoint is kept. To "
+                "save_filename=%r is constant: each save replaces the last, so only one checkpoint is kept. To "
                 "keep several, put {epoch} or {batch} into it, as in 'ep{epoch}-ba{batch}-rank{rank}.pt'.",
                 self.where.filename,
             )
@@ -356,7 +357,7 @@ class CheckpointManager:
         Raises:
             RunInUseError: another process writes files of the same names.
         """
-        dist.get_group().from_first("taking the lease of the run", lambda: self._take_leases(timeout))
+        dist.get_group().from_first("acquiring the lease of the run", lambda: self._take_leases(timeout))
 
     def _take_leases(self, timeout: float) -> None:
         if self._leases:
@@ -392,8 +393,8 @@ class CheckpointManager:
                 lease.confirm()
             if lease.lost_to is not None:
                 raise RunInUseError(
-                    f"{lease.lost_to} has taken over this run, or the names of its files, because this process gave no "
-                    "sign of life for a long time. This process must not write there: start the run again."
+                    f"{lease.lost_to} has taken over this run, or the names of its files, because this process did "
+                    "not renew its lease in time. This process must not write there: start the run again."
                 )
 
     def _check_folder(self) -> None:
@@ -408,8 +409,8 @@ class CheckpointManager:
             if identity is not None and _identity(lease.uri) != identity:
                 raise SaveError(
                     f"save_folder={self.where.folder!r} was removed or replaced while this run saves to it: "
-                    f"{lease.uri!r} is gone. Checkpoints that were in it are gone, too, and another process may have "
-                    "the folder by now. Put it back, or start the run again."
+                    f"{lease.uri!r} is gone. Its checkpoints are gone as well, and another process may use the "
+                    "folder by now. Restore the folder, or start the run again."
                 )
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -446,7 +447,7 @@ class CheckpointManager:
         Raises:
             ConfigError: a value cannot be saved.
         """
-        with dist.get_group().all_or_none("looking at what checkpoints are to hold"):
+        with dist.get_group().all_or_none("comparing the contents of checkpoints"):
             request = self._request(self.where.filename)
             held = self.state.weights_state_dict() if self.options.weights_only else self.state.state_dict()
             contents = request.gathered(held)
@@ -580,7 +581,7 @@ class CheckpointManager:
         seconds = time.perf_counter() - started
         self.outcomes.waited_seconds += seconds
         level = logging.INFO if seconds >= _LONG_WAIT_SECONDS else logging.DEBUG
-        log.log(level, "waited %.2f s for the save of %s to end", seconds, pending.manifest.name)
+        log.log(level, "waited %.2f s for the save of %s", seconds, pending.manifest.name)
         self.pending = None  # after the wait: if the wait is interrupted, the next call waits again
         name, work = pending.manifest.name, "saved"
         group = dist.Group() if alone or not self._deletes else dist.get_group()
@@ -771,8 +772,8 @@ class Outcomes:
         """Warn about a checkpoint without the metric of ``save_best_k``, once, on rank 0."""
         if not self._warned_of_metric and dist.get_global_rank() == 0:
             log.warning(
-                "checkpoint %s has no %r: nothing was evaluated at that batch before the save. save_best_k ignores it. "
-                "Give save_interval and eval_interval the same value.",
+                "checkpoint %s has no %r: no evaluation ran at that batch before the save. save_best_k ignores "
+                "this checkpoint. Give save_interval and eval_interval the same value.",
                 name,
                 metric,
             )

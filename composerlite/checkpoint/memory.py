@@ -53,8 +53,9 @@ def make_private(folder: Path, *, levels: int) -> None:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise ConfigError(
                     f"save_memory_folder: {str(path)!r} is refused: expected a folder of user {os.geteuid()} that "
-                    f"others cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. A "
-                    "checkpoint in it may be that of somebody else. Remove it, or name another folder in memory."
+                    f"others cannot write to, and found {stat.filemode(status.st_mode)} of user {status.st_uid}. "
+                    "Its checkpoints may belong to somebody else. Remove the folder, or give another folder in "
+                    "memory."
                 )
             path.chmod(0o700)
 
@@ -79,7 +80,7 @@ def open_replication(folder: Path, gigabytes_per_second: float) -> Replication |
     make_private(replicas, levels=1)
     disks = None if group.size == 1 else disks_of(replicas)
     if disks is None:
-        log.warning("save_memory_replication: all ranks are on one node, so there is none to replicate to")
+        log.warning("save_memory_replication: all ranks are on one node, so no other node can hold replicas")
         return None
     return group.agree("preparing the folder of replicas", lambda: Replication(folder, disks, gigabytes_per_second))
 
@@ -222,7 +223,7 @@ class Replication:
         """
         group = dist.get_group()
         here: list[Manifest] = []
-        with group.all_or_none("listing the memory of all nodes"):
+        with group.all_or_none("listing the checkpoints in memory of all nodes"):
             for catalog in (self._own, self.replicas) if self.is_leader else ():
                 here += [one for one in catalog.manifests() if one.run_name == run_name and one.kind in RESUMABLE]
         first: dict[str, int] = {}
@@ -254,7 +255,7 @@ class Replication:
                         catalog.verify(there)
                         intact |= {file.node for file in there.here}
                 except (CorruptCheckpointError, OSError) as e:
-                    log.warning("a part of a checkpoint in memory cannot be used: %s", e)
+                    log.warning("ignoring a part of a checkpoint in memory: %s", e)
         every = group.gather((own, replica))
         copies: list[_Copy] = []
         for file in manifest.files:
@@ -263,8 +264,8 @@ class Replication:
             if not holders:
                 part = "the checkpoint" if file.node is None else f"the part of node {file.node}"
                 raise CorruptCheckpointError(
-                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. The log of a node "
-                    "with a damaged copy names the fault."
+                    f"checkpoint {manifest.name!r} in memory: no node has an intact copy of {part}. The log of "
+                    "each node with a damaged copy describes the damage."
                 )
             targets = self._leaders if manifest.is_directory else self._leaders[:1]
             if file.node is not None:

@@ -259,8 +259,8 @@ class Pinning:
                     self._undo(done)
                     self._pinned[memory.address] = []
                     log.warning(
-                        "%d bytes of memory for checkpoints could not be pinned (CUDA error %d): the GPU copies to it "
-                        "slowly, and training waits meanwhile. Is there a limit on locked memory (ulimit -l)?",
+                        "%d bytes of memory for checkpoints could not be pinned (CUDA error %d): the GPU copies to "
+                        "it slowly, and training waits meanwhile. Check the limit on locked memory (ulimit -l).",
                         memory.size_bytes,
                         code,
                     )
@@ -455,7 +455,7 @@ def _clear_cuda_error() -> None:
     try:
         torch.zeros(1, device="cuda").add_(1)
     except RuntimeError as e:
-        log.debug("cleared an error of CUDA: %s", e)
+        log.debug("cleared a CUDA error: %s", e)
 
 
 this_machine = MachineDevices()

@@ -107,6 +107,6 @@ def restore(states: Sequence[dict[str, Any] | torch.Tensor], rank: int = 0) -> N
     for name in _ACCELERATORS:
         if name in state and name != kind:
             log.warning(
-                "the checkpoint was saved on a GPU and this run has none of its kind: its %s generator is not restored",
+                "the checkpoint was saved on a GPU that this run does not have: its %s generator is not restored",
                 name.upper(),
             )

@@ -135,8 +135,8 @@ def initialize_dist(
         if host != first and not env.environment_counts():
             raise ConfigError(
                 f"the ranks of the process group are on several machines, such as {first} and {host}, and the "
-                "environment does not say which rank is on which machine. Set RANK, WORLD_SIZE, LOCAL_RANK and "
-                "LOCAL_WORLD_SIZE as torchrun does."
+                "environment does not define which rank is on which machine. Set RANK, WORLD_SIZE, LOCAL_RANK "
+                "and LOCAL_WORLD_SIZE as torchrun does."
             )
         chosen = env.get_device(device)
         env.claim_device(chosen)
@@ -174,7 +174,7 @@ def finalize_dist(timeout: timedelta = _GOODBYE) -> None:
     try:
         group.meet_once("end", "the end of the run", timeout)
     except RankError as e:
-        _log.debug("left without the others: %s", e)
+        _log.debug("leaving without the other ranks: %s", e)
     if _watch is not None:
         _watch.stop()
     if not is_initialized():
@@ -194,8 +194,9 @@ def _connect(rank: int, timeout: timedelta) -> Store:
         store = TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except torch.distributed.DistError as e:
         raise RankError(
-            f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent holds "
-            "it: is that one running, does it say what failed, is the port free there and open from here?",
+            f"rank {rank}: no store at MASTER_ADDR:MASTER_PORT = {host}:{port} ({e}). Rank 0 or torchrun's agent "
+            "hosts it: check that this process runs, what its log says, and that the port is free there and "
+            "reachable from here.",
             [rank],
         ) from e
     if agent_holds_it:

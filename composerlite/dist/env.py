@@ -95,14 +95,15 @@ def check_environment() -> None:
     if several and missing and not is_initialized():
         present = ", ".join(name for name in _NEEDED if name in os.environ)
         raise ConfigError(
-            f"the environment sets {present}, but not {', '.join(missing)}. Start the script with "
-            "torchrun, which sets all; or set all yourself; or, for one process, none."
+            f"the environment sets {present}, but not {', '.join(missing)}. Start the script with torchrun, or set "
+            "all of them, or, for one process, none of them."
         )
     rank, size, local_size = get_global_rank(), get_world_size(), get_local_world_size()
     if not (rank < size and get_local_rank() < local_size <= size):
         raise ConfigError(
-            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()}, LOCAL_WORLD_SIZE={local_size} contradict "
-            "each other: a rank is less than the number of ranks. Start the script with torchrun."
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={get_local_rank()}, LOCAL_WORLD_SIZE={local_size} "
+            "contradict each other: each rank must be less than the number of ranks. Start the script with "
+            "torchrun."
         )
 
 
@@ -149,8 +150,8 @@ def claim_device(device: torch.device) -> None:
     count = module.device_count()
     if device.index >= count:
         raise ConfigError(
-            f"device='{device}': this process sees {count} GPUs (its local rank is {get_local_rank()}). "
-            "Start at most as many processes per node, or name one from 0."
+            f"device='{device}': this process sees {count} GPUs (its local rank is {get_local_rank()}). Start at "
+            "most as many processes per node, or give an index from 0."
         )
     module.set_device(device)
 

@@ -442,7 +442,7 @@ class Group:
         except RankError:
             raise
         except RuntimeError as e:
-            text = f"{operation}: the connection between the ranks broke, or an operation did not end in time: {e}"
+            text = f"{operation}: the connection between the ranks broke, or an operation timed out: {e}"
             raise (self._find_lost_ranks(operation) or RankError(text)) from e
 
 

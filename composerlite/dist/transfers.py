@@ -201,7 +201,7 @@ def broadcast_memory(operation: str, pieces: Sequence[Piece], read: Callable[[Se
     text = repr([(offset, size) for offset, _, size in pieces]).encode()
     digests = group.gather(xxhash.xxh3_64_intdigest(text))
     if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise RankError(f"{operation}: rank 0 needs other parts of it than these ranks: {other}", other)
+        raise RankError(f"{operation}: rank 0 needs other parts than these ranks: {other}", other)
     parts = [
         (offset + start, address + start, min(_WINDOW_BYTES, size - start))
         for offset, address, size in pieces

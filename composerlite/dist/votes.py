@@ -104,7 +104,7 @@ def rank_error(operation: str, failures: Sequence[Failure], own: BaseException |
 
 def lost_error(rank: int) -> LateRankError:
     """Return the error to raise in a wait for ``rank`` after the process of ``rank`` has ended."""
-    return LateRankError(f"{format_ranks([rank])} is gone: its process was killed, or its node is lost.", [rank])
+    return LateRankError(f"{format_ranks([rank])} is lost: its process was killed, or its node failed.", [rank])
 
 
 @contextmanager
@@ -114,8 +114,8 @@ def reaching_the_store(operation: str) -> Generator[None]:
         yield
     except DistError as e:
         raise RankError(
-            f"{operation}: the store of the process group does not answer ({e}). The process that holds it, "
-            "rank 0 or its torchrun agent, is gone: its own output says why."
+            f"{operation}: the store of the process group does not answer ({e}). The process that hosts it, rank 0 "
+            "or its torchrun agent, has ended: see its log."
         ) from e
 
 
@@ -291,9 +291,9 @@ class Vote:
     def _late_error(self, late: Sequence[int]) -> LateRankError:
         """Return the error after a wait for the votes of ``late``; if ``late`` is empty, for the answer of rank 0."""
         seconds = f"{self.timeout.total_seconds():g} s"
-        text = f"rank 0 has come, but has not answered in {seconds}. Whether rank 0 has committed is not known here."
+        text = f"rank 0 voted, but has not answered within {seconds}. It is unknown whether rank 0 committed."
         if late:
-            text = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not come in {seconds}."
+            text = f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} not arrived within {seconds}."
         return LateRankError(f"{self.operation}: {text}", late or [0])
 
     def _late(self) -> list[int]:

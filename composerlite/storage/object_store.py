@@ -214,7 +214,7 @@ class ObjectStore(Closing):
                 if :attr:`creates_atomically`; otherwise the store checks first and then writes.
         """
         if create_only and self.has_object(name):
-            raise FileExistsError(f"{self.get_uri(name)}: create: there is an object of this name.")
+            raise FileExistsError(f"{self.get_uri(name)}: create: an object with this name exists.")
         with tempfile.TemporaryDirectory(prefix="composerlite-") as folder:
             file = Path(folder) / "object"
             file.write_bytes(data)
@@ -253,7 +253,9 @@ class ObjectStore(Closing):
         start, end = span_of(offset, size, size_bytes)
         data = self.read_range(name, start, end - start)
         if len(data) != end - start:
-            raise ObjectStoreTransientError(f"{self.get_uri(name)}: read: {len(data)} of {end - start} bytes came.")
+            raise ObjectStoreTransientError(
+                f"{self.get_uri(name)}: read: {len(data)} of {end - start} bytes were received."
+            )
         return ObjectRange("", size_bytes, (piece for piece in [data]))
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:

@@ -178,8 +178,8 @@ class _Source:
             count = os.preadv(self._file.fileno(), [view[got:]], offset + got)
             if not count:
                 raise ObjectStoreError(
-                    f"upload of {self._file.name!r}: it had {self.size_bytes} bytes and now ends at {offset + got}. "
-                    "A file must not be changed while it is uploaded."
+                    f"upload of {self._file.name!r}: it had {self.size_bytes} bytes and now ends at "
+                    f"{offset + got}. Do not change a file during its upload."
                 )
             got += count
         return view
@@ -303,7 +303,7 @@ class Transfer(Closing):
             self._send_in_parts(name, source, callback, create_only=create_only)
             return
         if create_only and not self.store.creates_atomically and self.exists(name):
-            raise FileExistsError(f"{self.store.get_uri(name)}: upload: there is an object of this name.")
+            raise FileExistsError(f"{self.store.get_uri(name)}: upload: an object with this name exists.")
         how = {"create_only": True} if create_only and self.store.creates_atomically else {}
         self._put_once(f"upload of {name!r}", partial(put, **how), name, source)
 
@@ -339,7 +339,7 @@ class Transfer(Closing):
         except ObjectStoreTransientError:
             raise
         except (PermissionError, ObjectStoreError) as e:
-            _log.info("upload of %r: cannot look for an unfinished upload: %s", name, e)
+            _log.info("upload of %r: cannot list unfinished uploads: %s", name, e)
         for upload in unfinished[:-1]:
             self._abort(upload)
         if unfinished:
@@ -384,11 +384,11 @@ class Transfer(Closing):
             self._put_once(f"{what}, completion", complete, upload.name, source)
         except BaseException as e:
             if isinstance(e, ObjectStoreTransientError | FileNotFoundError) or not isinstance(e, Exception):
-                _log.warning("%s: failed; its parts stay for the next upload: %s", what, e)
+                _log.warning("%s failed. Its parts stay for the next upload: %s", what, e)
                 raise
             # Wait for running jobs: a part that arrives after the abort would stay in the store forever.
             if not batch.drain():
-                _log.warning("%s: a part is still on its way during the abort", what)
+                _log.warning("%s: a part is still being uploaded during the abort", what)
             self._abort(upload)
             raise
 
@@ -397,7 +397,7 @@ class Transfer(Closing):
         try:
             self._retry.run(upload.abort, f"upload of {upload.name!r}, abort")
         except (ObjectStoreError, PermissionError, FileNotFoundError) as e:
-            _log.warning("upload of %r: upload %s was not aborted: %s", upload.name, upload.upload_id, e)
+            _log.warning("upload of %r: could not abort upload %s: %s", upload.name, upload.upload_id, e)
 
     def abort_stale(
         self, prefix: str, older_than: timedelta, is_wanted: Callable[[str], object] = bool, *, dry_run: bool = False
@@ -414,7 +414,7 @@ class Transfer(Closing):
         Returns:
             The uploads that were aborted, or with ``dry_run`` would be.
         """
-        found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"look for parts below {prefix!r}")
+        found = self._retry.run(lambda: self.store.unfinished_parts(prefix), f"list parts below {prefix!r}")
         latest = datetime.now(UTC) - older_than
         stale = [one for one in found if one.started_at and one.started_at <= latest and is_wanted(one.name)]
         for upload in () if dry_run else stale:
@@ -560,7 +560,7 @@ class Transfer(Closing):
         """
         data = self._retry.run(lambda: self.store.read_range(name, 0, most_bytes + 1), f"read of {name!r}")
         if len(data) > most_bytes:
-            raise CorruptCheckpointError(f"read of {name!r}: it has more than the {most_bytes} bytes that it may have.")
+            raise CorruptCheckpointError(f"read of {name!r}: it has more than the allowed {most_bytes} bytes.")
         return data
 
     def read_tail(self, name: str, most_bytes: int) -> tuple[int, bytes]:
@@ -605,13 +605,13 @@ class Transfer(Closing):
                     same.check(found)
                 if found.size_bytes < end:
                     raise CorruptCheckpointError(
-                        f"object {name!r} has {found.size_bytes} bytes; there are no bytes {start} to {end}."
+                        f"object {name!r} has {found.size_bytes} bytes; bytes {start} to {end} do not exist."
                     )
                 for piece in pieces:
                     batch.deliver(put, piece, at)
                     at += len(piece)
             if at != end:
-                raise ObjectStoreTransientError(f"read of {name!r}: the answer ended at {at}, and not at {end}.")
+                raise ObjectStoreTransientError(f"read of {name!r}: the answer ended at byte {at} instead of {end}.")
 
         self._retry.run(read, f"read of {name!r}, bytes {start} to {end}", batch.stopped)
 
@@ -722,7 +722,7 @@ class VerifiedObject:
             for begin, stop in cut(start, end, step):
                 if xxhash.xxh3_64_hexdigest(data[begin - start : stop - start]) != self._chunks[begin // step]:
                     raise CorruptCheckpointError(
-                        f"the bytes {begin} to {stop} of {self._name!r} are not those that were saved."
+                        f"the bytes {begin} to {stop} of {self._name!r} differ from the saved bytes."
                     )
             put(places, data, start)
 

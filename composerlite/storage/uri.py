@@ -49,7 +49,7 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
     """
     if not uri.strip():
         raise ConfigError(
-            f"{uri!r}: expected a path or a URI, and got an empty text, as a variable that is not set gives one. The "
+            f"{uri!r}: expected a path or a URI, and got an empty string, perhaps from an unset variable. The "
             "current directory is '.'."
         )
     shown = without_secrets(uri)
@@ -60,21 +60,21 @@ def parse_uri(uri: str) -> tuple[str, str, str]:
         rest = shown.partition(":")[2].lstrip("/")
         meant = f"{nearly['scheme']}://{'/' if nearly['scheme'].lower() == 'file' else ''}{rest}"
         raise ConfigError(
-            f"{shown!r} is no URI: did you mean {meant!r}? "
-            "Give it as text: a pathlib.Path takes one of the slashes away."
+            f"{shown!r} is no URI: did you mean {meant!r}? Give a string: pathlib.Path removes one of the slashes."
         )
     scheme, bucket, path = found["scheme"].lower(), found["bucket"], found["path"]
     if scheme == "file":
         if bucket not in ("", "localhost"):
-            raise ConfigError(f"{shown!r}: a file:// URI names a file of this machine, as in 'file:///data/run'.")
+            raise ConfigError(f"{shown!r}: a file:// URI names a local file, such as 'file:///data/run'.")
         return "", "", unquote(f"/{path}")
     if scheme not in _STORES and scheme not in _DOWNLOADS:
         raise ConfigError(f"{shown!r}: unknown scheme {scheme!r}.{did_you_mean(scheme, _SCHEMES)}")
     host = _HOST.fullmatch(bucket)
     if scheme in _DOWNLOADS and (host is None or int(host["port"] or 0) > 65535):
         raise ConfigError(
-            f"{shown!r}: expected '{scheme}://host/path' or '{scheme}://host:port/path', without a user or a password, "
-            "since addresses are logged. Otherwise download the file by another program and give the path of the file."
+            f"{shown!r}: expected '{scheme}://host/path' or '{scheme}://host:port/path', without user and "
+            "password, since addresses are logged. Otherwise download the file with another program and give its "
+            "path."
         )
     if not bucket or ":" in bucket.rpartition("@")[0]:
         raise ConfigError(
@@ -118,7 +118,9 @@ def open_store(uri: str, **backend_kwargs: Any) -> ObjectStore:
     """
     scheme, bucket, _ = parse_uri(uri)
     if scheme not in _STORES:
-        raise ConfigError(f"{without_secrets(uri)!r} is no address in an object store.{did_you_mean(scheme, _STORES)}")
+        raise ConfigError(
+            f"{without_secrets(uri)!r} is not an address of an object store.{did_you_mean(scheme, _STORES)}"
+        )
     module, name = _STORES[scheme]
     return getattr(importlib.import_module(module), name).at(bucket, **backend_kwargs)
 
@@ -160,9 +162,9 @@ def download_url(url: str, path: Path, progress: Progress | None = None) -> None
                 if progress is not None:
                     progress(done, announced)
             if done < announced:
-                raise ObjectStoreTransientError(f"{what}: {done} bytes came of {announced}.")
+                raise ObjectStoreTransientError(f"{what}: received {done} of {announced} bytes.")
     except urllib.error.HTTPError as e:
         e.close()
-        raise meaning_of_status(e.code)(f"{what}: the server answers {e.code} {e.reason}.") from e
+        raise meaning_of_status(e.code)(f"{what}: the server answered {e.code} {e.reason}.") from e
     except (http.client.HTTPException, urllib.error.URLError, ConnectionError, TimeoutError) as e:
         raise ObjectStoreTransientError(f"{what}: {e}") from e

@@ -191,7 +191,7 @@ class Background:
         """
         with self._changed:
             if self.closed:
-                raise ComposerliteError(f"{self._who}: {what} comes too late: it is closed.")
+                raise ComposerliteError(f"{self._who}: cannot start {what}: already closed.")
             obsolete = [job for job in self._waiting if replaces and job.lane == lane]
             self._waiting = [job for job in self._waiting if job not in obsolete]
             self._waiting.append(_Job(what, work, lane, dropped))
@@ -252,9 +252,9 @@ class Background:
             job.dropped()
         self._pool.close(0.0 if late else None)
         if late and not seconds_left():
-            log.error("%s: not done by the end of the grace period: %s", self._who, ", ".join(late))
+            log.error("%s: not finished at the end of the grace period: %s", self._who, ", ".join(late))
         elif late:
-            text = f"{self._who}: not done within {self.timeout:.0f} s: {', '.join(late)}."
+            text = f"{self._who}: not finished within {self.timeout:.0f} s: {', '.join(late)}."
             self._failures.insert(0, self.late_error(text))
         self.raise_failures()
 
@@ -372,13 +372,13 @@ def _finish() -> None:
         while any(time.monotonic() < min(began + seconds, _leave_by) for _, seconds in list(_unfinished.values())):
             if not is_told and time.monotonic() - began > _MESSAGE_SECONDS:
                 is_told = True
-                log.warning("the program ends when this is done; Ctrl-C ends the wait: %s", ", ".join(_missing()))
+                log.warning("waiting before exit (Ctrl-C stops the wait) for: %s", ", ".join(_missing()))
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         why = ", because of Ctrl-C"
     if missing := _missing():
         seconds = time.monotonic() - began
-        log.error("the program ends, after %.0f s%s, before this was done: %s", seconds, why, ", ".join(missing))
+        log.error("the program ends after %.0f s%s without finishing: %s", seconds, why, ", ".join(missing))
     _unfinished.clear()
 
 

@@ -38,7 +38,7 @@ from composerlite.testing.cluster import run_ranks_to_the_end
 
 __all__ = ["SECONDS", "Machine", "Project"]
 
-NONE_GOOD = "none of them is good, so it does not start over"
+NONE_GOOD = "none can be loaded. A run with checkpoints never starts over"
 MEMORY = Path("/dev/shm")
 SECONDS = 60.0
 RANK_SECONDS = 20.0

@@ -163,7 +163,7 @@ def test_what_cannot_be_pickled_is_an_error_of_the_save(tmp_path: Path) -> None:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             raise AssertionError("it was never saved")
 
-    with trainer(tmp_path, Odd()) as run, pytest.raises(SaveError, match="contents cannot be written"):
+    with trainer(tmp_path, Odd()) as run, pytest.raises(SaveError, match="state cannot be written"):
         run.fit()
 
 

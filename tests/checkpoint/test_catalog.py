@@ -94,11 +94,11 @@ def test_damage_is_told_apart(tmp_path: Path) -> None:
     Catalog(tmp_path).verify(manifest)
 
     flip(path, 0)
-    with pytest.raises(CorruptCheckpointError, match=r"bytes of .*ba1\.pt' are not those that were saved"):
+    with pytest.raises(CorruptCheckpointError, match=r"bytes of .*ba1\.pt' differ from the saved bytes"):
         Catalog(tmp_path).verify(manifest)
     path.write_bytes(data)
     flip(path, -1)
-    with pytest.raises(CorruptCheckpointError, match=r"record of .*ba1\.pt' is not the one that was saved"):
+    with pytest.raises(CorruptCheckpointError, match=r"record of .*ba1\.pt' is not the saved record"):
         Catalog(tmp_path).verify(manifest)
     path.write_bytes(data[:-1])
     with pytest.raises(CorruptCheckpointError, match=rf"has {len(data) - 1} bytes and was saved with {len(data)}"):

@@ -184,8 +184,8 @@ BOMBS = {
     "tuples in a set": call("builtins.set", P.EMPTY_LIST + bomb(P.EMPTY_TUPLE, GET + GET + P.TUPLE2, 60) + P.APPEND),
     "a deep key": P.EMPTY_DICT + P.EMPTY_TUPLE + P.TUPLE1 * 300_000 + P.NONE + P.SETITEM,
     "a deep list": P.EMPTY_LIST * 300_000 + P.APPEND * 299_999,
-    "a list that holds itself": P.EMPTY_LIST + P.BINPUT + b"\1" + GET + P.APPEND,
-    "a dict that holds itself": P.EMPTY_DICT + P.BINPUT + b"\1" + text("a") + GET + P.SETITEM,
+    "a list that contains itself": P.EMPTY_LIST + P.BINPUT + b"\1" + GET + P.APPEND,
+    "a dict that contains itself": P.EMPTY_DICT + P.BINPUT + b"\1" + text("a") + GET + P.SETITEM,
     "copies of a list": bomb(P.EMPTY_LIST + P.MARK + P.NONE * 100_000 + P.APPENDS, b"", 0)
     + P.POP
     + (P.EMPTY_LIST + P.MARK + call("collections.deque", GET) * 1000 + P.APPENDS),

@@ -115,6 +115,6 @@ def test_the_state_of_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:
 def test_keys_that_are_the_same_as_text_are_refused_when_they_are_saved(tmp_path: Path, keys: tuple[Any, Any]) -> None:
     """Nothing is left behind, and the message names the key and the dict."""
     one, other = keys
-    with pytest.raises(SaveError, match=rf"two keys at 'part' that are both written as '{one}'"):
+    with pytest.raises(SaveError, match=rf"two keys at 'part' that both become '{one}'"):
         save_state_dict(tmp_path / "state", {"part": {one: {"a": torch.ones(1)}, other: {"b": torch.ones(1)}}})
     assert not (tmp_path / "state").exists()

@@ -50,7 +50,7 @@ def test_all_ranks_load_the_same_or_raise_the_same_error(tmp_path: Path) -> None
     assert "weight: (2, 2) in the checkpoint, (2, 3) in the model" in first["other model"]
     assert "rank 1" in first["other model"]
     assert first["file gone"].startswith("CorruptCheckpointError")
-    assert re.search(r"its file '__0_0_\w+\.distcp' is gone", first["file gone"])
+    assert re.search(r"its file '__0_0_\w+\.distcp' is missing", first["file gone"])
 
 
 def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_all_ranks_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
     assert first["directories"] == good[1]
     assert first["none"] is None
     assert [m.name for m in Catalog(tmp_path / "directories").manifests()] == ["ba3", "ba4"]
-    assert "is visible to rank 0 and not to the ranks [1]" in first["unseen"]
+    assert "is visible to rank 0 but not to the ranks [1]" in first["unseen"]
     assert [m.name for m in Catalog(tmp_path / "unseen").manifests()] == ["ba6"], "what is not seen is not damaged"
 
 

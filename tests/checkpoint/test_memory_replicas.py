@@ -107,7 +107,7 @@ def test_a_part_that_is_lost_comes_from_its_replica(tmp_path: Path, saved: Path,
         (_damage_replica, "the part of node 1"),
         (_cut_replica, "the part of node 0"),
         (_lose_neighbours, ""),
-        (_lose_neighbours_but_first, "visible to rank 0 and not to the ranks [1, 2]"),
+        (_lose_neighbours_but_first, "visible to rank 0 but not to the ranks [1, 2]"),
     ],
 )
 def test_what_is_lost_with_its_replica_is_not_resumed_from(
@@ -140,7 +140,7 @@ def test_a_run_whose_only_checkpoint_was_lost_with_a_node_starts_over(tmp_path: 
     shutil.rmtree(nodes / "disk")
     told = run_ranks(replica_ranks.resumes, 3, nodes, [0, 1, 2])
     assert [rank["place"] for rank in told] == ["None"] * 3
-    assert "visible to rank 0 and not to the ranks [1, 2]" in " ".join(told[0]["skipped"])
+    assert "visible to rank 0 but not to the ranks [1, 2]" in " ".join(told[0]["skipped"])
 
 
 def test_another_number_of_nodes_has_all_parts(tmp_path: Path, saved: Path) -> None:

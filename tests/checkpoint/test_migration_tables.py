@@ -220,8 +220,8 @@ def test_what_is_not_restored_is_logged(row: str, tmp_path: Path, caplog: pytest
     arguments.pop("load_key_map", None)
     with caplog.at_level("INFO", logger="composerlite"), trainer(path, **arguments) as run:
         assert run.state.dataset_state is None or not any(run.state.dataset_state.values())
-    (line,) = (line for line in caplog.text.splitlines() if "taken over: " in line)
-    left = line.partition("; not: ")[2].split(", ")
+    (line,) = (line for line in caplog.text.splitlines() if "Loaded: " in line)
+    left = line.partition(". Not loaded: ")[2].split(", ")
     assert set(words) <= set(left), line
 
 

@@ -84,7 +84,7 @@ MODELS_AND_OPTIMIZERS = [
     (with_a_function_in_a_group, "its state cannot be saved: .*builtin_function_or_method"),
     (in_a_list, "list"),
     (a_scheduler, "ConstantLR"),
-    (on_meta, r"no numbers in 2 of its tensors, '1\.weight' for example.*to_empty"),
+    (on_meta, r"no values in 2 of its tensors, '1\.weight', for example.*to_empty"),
     (the_wrong_way_round, "Adam.*(model|Module)"),
     (lambda: ([nn.Linear(3, 2)], None), r"list.*(model|Module)"),
     (lambda: (nn.Linear(3, 2).state_dict(), None), r"OrderedDict.*(model|Module)"),

@@ -178,7 +178,7 @@ SAFETENSORS = [
 @pytest.mark.parametrize("system", WHOLE)
 @pytest.mark.parametrize("model", [Classifier, Wrapped], ids=["same names", "other prefix"])
 def test_a_run_continues_as_the_system_itself(system: str, model: type[nn.Module]) -> None:
-    """Weights, optimizer, scheduler and step are taken over: the next losses are those that the system itself had."""
+    """Weights, optimizer, scheduler and step are restored: the next losses are those that the system itself had."""
     name, more = WHOLE[system]
     expected = json.loads((DATA / name.partition("/")[0] / "expected.json").read_text())["losses"]
     losses = Losses()
@@ -259,8 +259,8 @@ def test_what_is_not_taken_over_is_logged(caplog: pytest.LogCaptureFixture) -> N
     """The keys that are left, and that nothing tells the time."""
     with caplog.at_level("INFO", logger="composerlite"), trainer(DATA / "torch/checkpoint.pt"):
         pass
-    assert "taken over: model, optimizers, schedulers; not: epoch, step" in caplog.text
-    assert "does not say how far training was" in caplog.text
+    assert "Loaded: model, optimizers, schedulers. Not loaded: epoch, step" in caplog.text
+    assert "does not record the training time" in caplog.text
 
 
 def test_what_is_not_recognised_says_what_would_be(tmp_path: Path) -> None:
@@ -274,10 +274,10 @@ def test_what_is_not_recognised_says_what_would_be(tmp_path: Path) -> None:
     ("key_map", "message"),
     [
         ({"model": "run.nets.nett"}, r"has nothing at 'run.nets.nett'.*run\.nets"),
-        ({"modell": "x"}, "'modell' is no part of a run. Did you mean 'model'"),
-        ({"batch.of": "x"}, "'batch.of' is no part of a run"),
+        ({"modell": "x"}, "'modell' is not a part of a run. Did you mean 'model'"),
+        ({"batch.of": "x"}, "'batch.of' is not a part of a run"),
         ({"model": "run.at.epoch"}, "'run.at.epoch' holds no weight"),
-        ({"model.body.*": "run"}, r"'model.body.\*' is no part of a run"),
+        ({"model.body.*": "run"}, r"'model.body.\*' is not a part of a run"),
         ({}, "expected a dict such as"),
         ({"model": 3}, "expected a dict such as"),
     ],
@@ -296,10 +296,10 @@ def test_a_key_map_that_cannot_be_followed_is_refused(key_map: Any, message: str
         (lambda saved: saved["state"].update({9: {}}), "KeyError\\(9\\)"),
         (lambda saved: saved.update(param_groups=3), "no 'param_groups'"),
         (lambda saved: saved["param_groups"].insert(0, "x"), "TypeError"),
-        (lambda saved: saved["param_groups"][0].update({7: 1}), "7 is no name of a setting"),
+        (lambda saved: saved["param_groups"][0].update({7: 1}), "7 is not the name of a setting"),
         (
             lambda saved: saved["param_groups"][0]["params"].insert(0, []),
-            r"\[\] is no name and no number of a parameter",
+            r"\[\] is neither a name nor a number of a parameter",
         ),
     ],
     ids=["members", "kind", "state", "no groups", "no group", "no name", "no parameter"],
@@ -356,7 +356,7 @@ def test_names_that_fit_no_parameter_are_said_and_their_order_counts(
         first = next(iter(model.parameters()))
         assert torch.equal(own["body.weight"]["exp_avg"], optimizer.state[first]["exp_avg"])
     assert "'w1'" in caplog.text
-    assert "taken in their order" in caplog.text
+    assert "matching them by order" in caplog.text
     saved["param_groups"][0]["param_names"] = ["body.weight", "body.bias", "w2", "b2"]
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "other.pt")
     with pytest.raises(IncompatibleCheckpointError, match=r"no saved state for: head\.bias, head\.weight.*load_ignore"):
@@ -377,7 +377,7 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, count: Any) -> None:
     """No run begins at a moment that never was."""
     contents = torch.load(DATA / "torch/checkpoint.pt")
     torch.save({**contents, "step": count}, tmp_path / "other.pt")
-    with pytest.raises(IncompatibleCheckpointError, match="counts of training are none"):
+    with pytest.raises(IncompatibleCheckpointError, match="training counts are invalid"):
         trainer(tmp_path / "other.pt", load_key_map={"model": "model", "optimizer": "optimizer", "batch": "step"})
 
 
@@ -480,7 +480,7 @@ def test_the_optimizer_of_transformers_is_restored_without_its_step(
     with trainer(path, optimizer=grouped, scheduler=linear) as run:
         assert run.state.optimizers[0].state
         assert int(run.state.timestamp.batch) == 0
-    assert "does not say how far training was" in caplog.text
+    assert "does not record the training time" in caplog.text
 
 
 # ── DeepSpeed ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -617,7 +617,7 @@ HOSTILE_FOLDERS: dict[str, tuple[Any, type[Exception], str]] = {
     "ranks of millions": (
         _changed(MODEL_STATES, lambda saved: saved.update(dp_world_size=1 << 40)),
         CorruptCheckpointError,
-        "does not say the number of ranks",
+        "does not record how many ranks",
     ),
     "shape of petabytes": (
         _changed(MODEL_STATES, lambda saved: saved["param_shapes"][0].update({"body.weight": (1 << 50,)})),
@@ -645,7 +645,7 @@ HOSTILE_FOLDERS: dict[str, tuple[Any, type[Exception], str]] = {
     "steps of text": (
         _changed(MODEL_STATES, lambda saved: saved.update(global_steps="six")),
         IncompatibleCheckpointError,
-        "counts of training are none",
+        "training counts are invalid",
     ),
 }
 """What is done to a folder, and how loading it fails."""
@@ -728,10 +728,14 @@ def test_an_accelerate_folder_without_safetensors_is_read(tmp_path: Path) -> Non
 
 HOSTILE_BINS: dict[str, tuple[Any, type[Exception], str]] = {
     "code": ({"body.bias": os.getcwd}, UntrustedCheckpointError, "getcwd"),
-    "not by rows": ({"body.weight": torch.ones(4, 3).T}, CorruptCheckpointError, "'body.weight' is not numbers row by"),
-    "a number": ({"body.weight": 3}, CorruptCheckpointError, "'body.weight' is not numbers"),
-    "a list": ([torch.ones(2)], CorruptCheckpointError, "holds list and no state dict"),
-    "no name": ({(1, 2): torch.ones(2)}, CorruptCheckpointError, "a key that is tuple, and no name of a tensor"),
+    "not by rows": (
+        {"body.weight": torch.ones(4, 3).T},
+        CorruptCheckpointError,
+        "'body.weight' is not a contiguous tensor",
+    ),
+    "a number": ({"body.weight": 3}, CorruptCheckpointError, "'body.weight' is not a contiguous tensor"),
+    "a list": ([torch.ones(2)], CorruptCheckpointError, "holds list and not a state dict"),
+    "no name": ({(1, 2): torch.ones(2)}, CorruptCheckpointError, "a key that is tuple, not the name of a tensor"),
     "twice": ({"head.bias": torch.ones(2)}, CorruptCheckpointError, "'head.bias' is in two files"),
 }
 
@@ -750,7 +754,7 @@ def test_a_hostile_bin_file_is_refused(tmp_path: Path, kind: str) -> None:
 def test_an_index_of_bin_files_that_leads_elsewhere_is_refused(tmp_path: Path, named: Any) -> None:
     """Whatever it names must be a .bin file beside it."""
     torch.save(weights(), tmp_path / "other.bin")
-    with pytest.raises(CorruptCheckpointError, match="no file of its folder"):
+    with pytest.raises(CorruptCheckpointError, match="not a file in its folder"):
         trainer(bin_folder(tmp_path / "run", halves(), {"weight_map": {"a": named}}))
 
 
@@ -823,14 +827,17 @@ def test_a_hostile_file_of_safetensors_is_refused(tmp_path: Path, kind: str) -> 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"w": "../model.safetensors"}}, "names '../model.safetensors', which is no file of its folder"),
-        ({"weight_map": {"w": "/etc/passwd"}}, "no file of its folder"),
-        ({"weight_map": {"w": "gone.safetensors"}}, "no file of its folder"),
-        ({"weight_map": {"w": "model.safetensors.index.json"}}, "no file of its folder"),
-        ({"weight_map": {"w": 3}}, "no file of its folder|is no index"),
-        ({"weight_map": {"w": ["a"]}}, "is no index"),
-        ({"weight_map": 3}, "is no index"),
-        ([], "is no index"),
+        (
+            {"weight_map": {"w": "../model.safetensors"}},
+            "names '../model.safetensors', which is not a file in its folder",
+        ),
+        ({"weight_map": {"w": "/etc/passwd"}}, "not a file in its folder"),
+        ({"weight_map": {"w": "gone.safetensors"}}, "not a file in its folder"),
+        ({"weight_map": {"w": "model.safetensors.index.json"}}, "not a file in its folder"),
+        ({"weight_map": {"w": 3}}, "not a file in its folder|is not an index"),
+        ({"weight_map": {"w": ["a"]}}, "is not an index"),
+        ({"weight_map": 3}, "is not an index"),
+        ([], "is not an index"),
     ],
 )
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, index: Any, message: str) -> None:
@@ -850,7 +857,7 @@ def test_a_path_of_keys_that_is_none_is_refused(tmp_path: Path, path: Any) -> No
     index = pickle.loads((tmp_path / "run/.metadata").read_bytes())
     index.planner_data["model.body.bias"] = path
     (tmp_path / "run/.metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(CorruptCheckpointError, match=r"damaged or no index"):
+    with pytest.raises(CorruptCheckpointError, match=r"damaged or not an index"):
         trainer(tmp_path / "run")
 
 

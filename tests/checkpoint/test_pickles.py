@@ -46,5 +46,5 @@ def test_the_pickle_is_that_of_torch(what: str) -> None:
 def test_tensors_of_two_types_cannot_share_memory() -> None:
     """The format has one type for each storage: an error, and not a file with one of them wrong."""
     both = {"a": WEIGHT, "b": WEIGHT.view(torch.int32)}
-    with pytest.raises(ValueError, match=r"share memory and have the types torch\.float32 and torch\.int32"):
+    with pytest.raises(ValueError, match=r"share memory with the dtypes torch\.float32 and torch\.int32"):
         Pickled(both)

@@ -183,11 +183,11 @@ def test_a_manifest_stays_small_whatever_is_in_a_file(size_bytes: int, tensors: 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """Sparse tensors, types that the format does not have, an empty state and a size of no bytes, before anything is
     there."""
-    with pytest.raises(SaveError, match=r"'s': safetensors has no tensors such as Tensor of torch\.sparse_coo"):
+    with pytest.raises(SaveError, match=r"'s': safetensors cannot store Tensor of torch\.sparse_coo"):
         save_safetensors(tmp_path / "weights", {"s": torch.eye(3).to_sparse()})
     with pytest.raises(SaveError, match=r"'c': safetensors has no tensors of torch\.complex128"):
         save_safetensors(tmp_path / "weights", {"c": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(ConfigError, match="there are no tensors to write"):
+    with pytest.raises(ConfigError, match="no tensors to write"):
         save_safetensors(tmp_path / "weights", {"step": 3})
     with pytest.raises(ConfigError, match="largest_file_bytes"):
         save_safetensors(tmp_path / "weights", {"a": torch.zeros(2)}, largest_file_bytes=0)

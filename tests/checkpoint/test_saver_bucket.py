@@ -171,7 +171,7 @@ def test_what_is_nearly_a_uri_is_no_folder(folder: str | Path, tmp_path: Path) -
 @pytest.mark.parametrize("folder", ["s3://bucket/x", ""])
 def test_a_staging_folder_is_on_this_machine(bucket: str, folder: str) -> None:
     """A bucket is no folder to stage in, and an empty text no folder at all."""
-    with pytest.raises(ConfigError, match=f"save_staging_folder='{folder}' .*: expected a folder on this machine"):
+    with pytest.raises(ConfigError, match=f"save_staging_folder='{folder}' .*: expected a local folder"):
         trainer(save_folder=f"{bucket}/run", save_staging_folder=folder)
 
 
@@ -339,7 +339,7 @@ def test_a_program_that_is_preempted_does_not_outstay_its_grace_period(
     done = run_forked(a_run_that_is_preempted, f"{bucket}/run", closes, cwd=tmp_path)
     assert time.monotonic() - started < 50
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    told = "not done by the end of the grace period" if closes else "before this was done"
+    told = "not finished at the end of the grace period" if closes else "without finishing"
     assert re.search(rf"{told}: .*/run/ep2-ba8-rank0\.pt", done.stderr)
 
 
@@ -439,7 +439,7 @@ def test_who_may_not_delete_hears_of_it_before_training(bucket: str, monkeypatch
     store = without_deletions(bucket, monkeypatch)
     with pytest.raises(PermissionError, match="AccessDenied") as error:
         trainer(save_folder=f"{bucket}/run", save_num_remote_checkpoints_to_keep=1)
-    assert error.value.__notes__[0].startswith("save_num_remote_checkpoints_to_keep=1: older checkpoints are to be")
+    assert error.value.__notes__[0].startswith("save_num_remote_checkpoints_to_keep=1: older checkpoints must be")
     assert f"{bucket}/run" in error.value.__notes__[0]
     assert names(store) == []
 
@@ -455,7 +455,7 @@ def test_a_deletion_that_fails_in_a_bucket_is_no_failure_of_the_upload(
         run.fit()
     assert ("uploaded", "ep2-ba8-rank0.pt") in told.news
     assert "upload failed" not in [what for what, _ in told.news]
-    assert "could not be published" not in caplog.text
+    assert "could not be uploaded" not in caplog.text
     assert "could not be deleted" in caplog.text
 
     how["save_folder"] = f"{bucket}/other"

@@ -154,7 +154,7 @@ def test_a_file_that_takes_the_place_of_the_link_stops_the_training(tmp_path: Pa
     """It stays. The error says so, and nothing is saved that no link leads to."""
     link = tmp_path / "latest-rank0.pt"
     run = trainer(callbacks=[PutFile(link)], save_folder=tmp_path, save_interval="1ba", save_async=False)
-    with run, pytest.raises(ConfigError, match=r"latest-rank0\.pt' is no link"):
+    with run, pytest.raises(ConfigError, match=r"latest-rank0\.pt' is not a link"):
         run.fit()
     assert link.read_text() == "mine"
     assert saved_batches(tmp_path) == [1]
@@ -343,7 +343,7 @@ def test_the_next_start_clears_up_after_a_kill(tmp_path: Path, caplog: pytest.Lo
     assert record.batches == list(range(5, 13))
     assert saved_batches(tmp_path) == [4, 8, 12]
     assert temporaries(tmp_path) == []
-    assert f"removed {tmp_path / left}, left by a process that died" in caplog.text
+    assert f"removed {tmp_path / left}, left by a killed process" in caplog.text
 
 
 def test_a_run_in_the_same_folder_does_not_touch_a_save_in_progress(tmp_path: Path) -> None:

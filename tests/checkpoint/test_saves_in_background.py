@@ -117,7 +117,7 @@ def test_memory_that_has_two_types_is_refused(saves: Saves, tmp_path: Path) -> N
     """The format cannot say it; nothing is left behind."""
     base = torch.zeros(4)
     state = new_state(1, callbacks=[Remember([base, base.view(torch.int32)])])
-    with pytest.raises(SaveError, match=r"two tensors share memory and have the types torch.float32 and torch.int32"):
+    with pytest.raises(SaveError, match=r"two tensors share memory with the dtypes torch.float32 and torch.int32"):
         save(saves, state, tmp_path)
     assert temporaries(tmp_path) == []
 

@@ -121,7 +121,7 @@ def test_contents_that_cannot_be_written_are_an_error_and_leave_nothing(tmp_path
     """The message names the checkpoint and the culprit; the older one, its link, and the folder are as they were."""
     save_batch(tmp_path, 1)
     before = tree(tmp_path)
-    rule = r"ba2\.pt': its contents cannot be written: .*([Pp]ickle|serialize|get local object)"
+    rule = r"ba2\.pt': its state cannot be written: .*([Pp]ickle|serialize|get local object)"
     with pytest.raises(SaveError, match=rule):
         save(
             SaveRequest(

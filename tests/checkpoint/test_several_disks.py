@@ -93,7 +93,7 @@ def test_what_one_node_has_lost_is_not_resumed_from(tmp_path: Path) -> None:
         assert [told[name] for name in ("whole", "damaged", "gone")] == ["run/ba3", "run/ba2", "run/ba1"]
         assert "ba3.damaged" in told["damaged here"]
         assert rank == 1 or "ba2" in told["gone here"], "a part of a checkpoint is not damaged"
-        assert "'ba2' is visible to rank 0 and not to the ranks [1]" in told["all gone"]
+        assert "'ba2' is visible to rank 0 but not to the ranks [1]" in told["all gone"]
     with pytest.raises(
         IncompatibleCheckpointError, match=r"'__1_0_\w+\.distcp' was saved to the disk of node 1.*all nodes"
     ):

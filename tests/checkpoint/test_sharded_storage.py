@@ -295,7 +295,7 @@ def test_missing_swapped_and_edited_files_are_found(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=re.escape(data.name)):
         list(load_keys(tmp_path / "c", ["a"]))
     data.unlink()
-    with pytest.raises(CorruptCheckpointError, match=f"'{data.name}' is gone"):
+    with pytest.raises(CorruptCheckpointError, match=f"'{data.name}' is missing"):
         list(load_keys(tmp_path / "c", ["a"]))
     data.write_bytes(good)
     index = tmp_path / "c" / ".metadata"
@@ -303,7 +303,7 @@ def test_missing_swapped_and_edited_files_are_found(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"c/\.metadata"):
         list(load_keys(tmp_path / "c", ["a"]))
     shutil.copy(tmp_path / "d" / ".metadata", index)
-    with pytest.raises(CorruptCheckpointError, match=f"'{other.name}' is gone"):
+    with pytest.raises(CorruptCheckpointError, match=f"'{other.name}' is missing"):
         list(load_keys(tmp_path / "c", ["a"]))
 
 
@@ -489,7 +489,7 @@ def test_a_bucket_keeps_a_checkpoint_as_a_folder_does(bucket: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptCheckpointError, match="not those that were saved"):
+    with pytest.raises(CorruptCheckpointError, match="differ from the saved bytes"):
         load_model_and_optim_state(ShardedDirectory.in_store(store, "run/step1"), other, other_optim)
 
 

@@ -112,7 +112,7 @@ def test_another_checkpoint_is_not_overwritten_unasked(where: str, demo: Path, b
     assert states("cp", f"other/{ONE}", place, cwd=demo.parent) == [f"copied: {place}/{ONE}"]
     done = composerlite("checkpoint", "cp", f"demo/{ONE}", place, cwd=demo.parent)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "is another checkpoint of that name" in done.stderr
+    assert "is another checkpoint with that name" in done.stderr
     assert answer("checkpoint", "ls", place, cwd=demo.parent)["checkpoints"][0]["run_name"] == "other"
     assert states("cp", f"demo/{ONE}", place, "--overwrite", cwd=demo.parent) == [f"copied: {place}/{ONE}"]
     assert answer("checkpoint", "ls", place, cwd=demo.parent)["checkpoints"][0]["run_name"] == "demo"
@@ -238,7 +238,7 @@ def test_damage_is_not_copied(target: str, demo: Path, bucket: str) -> None:
     (demo / ONE).write_bytes(data)
     (demo / TWO).write_bytes((demo / TWO).read_bytes()[:-60])
     (demo / THREE).write_bytes((demo / THREE).read_bytes()[:1000])
-    for name, words in ((ONE, "are not those that were saved"), (TWO, "is incomplete"), (THREE, "has no record")):
+    for name, words in ((ONE, "differ from the saved bytes"), (TWO, "is incomplete"), (THREE, "has no record")):
         done = composerlite("checkpoint", "cp", f"demo/{name}", place, cwd=demo.parent)
         assert done.returncode == 1
         assert words in done.stderr
@@ -265,7 +265,7 @@ def test_damage_replaces_nothing(where: str, demo: Path, bucket: str) -> None:
         file.write_bytes(data)
         done = composerlite("checkpoint", "cp", f"source/{name}", place, "--overwrite", cwd=demo.parent)
         assert done.returncode == 1
-        assert "are not those that were saved" in done.stderr
+        assert "differ from the saved bytes" in done.stderr
         assert composerlite("checkpoint", "verify", f"{place}/{name}", cwd=demo.parent).returncode == 0
     model = torch.nn.Linear(50, 50)
     uri = place if where == "bucket" else str(demo.parent / place)
@@ -282,7 +282,7 @@ def test_damage_in_a_bucket_is_not_copied(demo: Path, bucket: str) -> None:
         store.put_bytes(f"demo/{ONE}", bytes(data))
     done = composerlite("checkpoint", "pull", f"{bucket}/demo", "back", ONE, cwd=demo.parent)
     assert done.returncode == 1
-    assert "are not those that were saved" in done.stderr
+    assert "differ from the saved bytes" in done.stderr
     assert not list(demo.parent.glob("back/**/ep*"))
 
 
@@ -333,11 +333,11 @@ def test_a_link_replaces_links_only(where: str, demo: Path, bucket: str) -> None
     composerlite("checkpoint", "cp", f"demo/{TWO}", place, cwd=demo.parent)
     (demo.parent / "mine.txt").write_text("mine")
     refused = [("../mine.txt", "expected the path of a file inside the folder")]
-    refused += [(TWO, "is no link" if where == "folder" else "is a checkpoint")]
+    refused += [(TWO, "is not a link" if where == "folder" else "is a checkpoint")]
     if where == "folder":
         (demo.parent / "there/mine.txt").write_text("mine")
         (demo.parent / "there/out").symlink_to(demo.parent)
-        refused += [("mine.txt", "is no link"), ("out/mine.txt", "is no link")]
+        refused += [("mine.txt", "is not a link"), ("out/mine.txt", "is not a link")]
     for link, words in refused:
         done = composerlite("checkpoint", "cp", f"demo/{ONE}", place, "--link", link, cwd=demo.parent)
         assert (done.returncode, done.stdout) == (2, ""), link
@@ -352,7 +352,7 @@ def test_training_replaces_no_file_by_its_link(tmp_path: Path) -> None:
     """A file of the user's that is called as the link to the newest stays, and the run says so."""
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo/latest-rank0.pt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is no link.*save_latest_filename"):
+    with pytest.raises(ConfigError, match=r"is not a link.*save_latest_filename"):
         train(tmp_path / "demo", epochs=1)
     assert [path.name for path in (tmp_path / "demo").glob("*.pt")] == ["latest-rank0.pt"], "it is said before training"
     assert (tmp_path / "demo/latest-rank0.pt").read_text() == "mine"
@@ -363,7 +363,7 @@ def test_a_run_that_was_copied_without_its_links_is_resumed(demo: Path) -> None:
     copied = demo.parent / "copied"
     shutil.copytree(demo, copied)
     assert not (copied / "latest-rank0.pt").is_symlink()
-    with pytest.raises(ConfigError, match=r"is no link.*Move it away"):
+    with pytest.raises(ConfigError, match=r"is not a link.*Move it away"):
         train(copied, epochs=4, autoresume=True)
     (copied / "latest-rank0.pt").unlink()
     train(copied, epochs=4, autoresume=True)
@@ -397,7 +397,7 @@ def test_a_wrong_copy_is_one_line(demo: Path, bucket: str) -> None:
         (["cp", "demo", "there"], 2, "is a folder of checkpoints"),
         (["cp", "demo/foreign.pt", "there"], 1, "has no record"),
         (["cp", f"demo/{ONE}", f"demo/{TWO}"], 2, "is a file"),
-        (["cp", "demo/ep9.pt", "there"], 1, "there is no checkpoint"),
+        (["cp", "demo/ep9.pt", "there"], 1, "neither a checkpoint nor a folder"),
         (["push", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'there'"),
         (["push", bucket, bucket], 2, "expected a local folder"),
         (["pull", "demo", "there"], 2, "and a URI such as s3://bucket/run, given 'demo'"),

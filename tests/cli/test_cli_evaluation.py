@@ -336,7 +336,7 @@ def test_a_checkpoint_without_a_configuration_says_what_to_do(ended: Path, train
         (
             ["run_name=owl"],
             1,
-            "there is no checkpoint and no folder of checkpoints 'runs/owl'.\n"
+            "there is neither a checkpoint nor a folder of checkpoints at 'runs/owl'.\n"
             "This is the save_folder of the run. To evaluate another checkpoint pass --checkpoint PLACE.",
         ),
         (

@@ -191,7 +191,7 @@ def test_what_cannot_be_listed_is_one_line(tmp_path: Path, bucket: str) -> None:
         ("absent", 1, "'absent' does not exist"),
         ("s4://bucket/run", 2, "unknown scheme 's4'"),
         (f"{bucket}-absent/run", 1, "bucket"),
-        ("https://example.com/run", 2, "is no address in an object store"),
+        ("https://example.com/run", 2, "is not an address of an object store"),
     ):
         for verb in ("ls", "latest"):
             done = composerlite("checkpoint", verb, place, cwd=tmp_path)
@@ -235,7 +235,7 @@ def test_verify_reads_every_byte(demo: Path) -> None:
         TWO: "unverified",
     }
     assert set(found[ONE]) == {"name", "uri", "state", "copy_of", "faults", "size_bytes"}
-    assert "are not those that were saved" in found[ONE]["faults"][0]
+    assert "differ from the saved bytes" in found[ONE]["faults"][0]
     assert done.stderr.endswith("1 of 3 checkpoints are damaged\n")
     lines = composerlite("checkpoint", "verify", "demo", cwd=demo.parent).stdout.splitlines()
     assert "damaged: the bytes of" in lines[1]
@@ -316,7 +316,7 @@ def test_verify_lists_all_that_is_wrong_with_a_directory(tmp_path: Path) -> None
         assert (found["name"], found["state"]) == ("step1", "damaged")
         missing, differs = sorted(found["faults"])
         assert missing == "step1/train/rank0.pt is missing"
-        assert f"{data.name}' are not those that were saved" in differs
+        assert f"{data.name}' differ from the saved bytes" in differs
 
 
 def test_verify_of_a_directory_that_has_lost_its_index_fails(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_what_another_program_has_written_again_is_unverified(tmp_path: Path) ->
     dcp.save({"model": next(iter(model))}, checkpoint_id=tmp_path / "step2/model_and_optim", no_dist=True)
     (found,) = answer("checkpoint", "verify", "step2", cwd=tmp_path)["checkpoints"]
     assert found["state"] == "unverified"
-    assert "it has no record" in found["faults"][0]
+    assert "It has no record" in found["faults"][0]
     flip(tmp_path / "step2/train/rank0.pt", at=-100)
     done = composerlite("checkpoint", "verify", "step2", "--json", cwd=tmp_path)
     assert done.returncode == 1
@@ -373,7 +373,10 @@ def test_verify_reads_a_bucket(demo: Path, bucket: str) -> None:
 def test_verify_of_nothing_does_not_succeed(tmp_path: Path) -> None:
     """A script that verifies an empty folder, or a name that is not there, learns it."""
     (tmp_path / "empty").mkdir()
-    for target, words in (("empty", "there is nothing to verify"), ("empty/ep1.pt", "there is no checkpoint")):
+    for target, words in (
+        ("empty", "there is nothing to verify"),
+        ("empty/ep1.pt", "neither a checkpoint nor a folder"),
+    ):
         done = composerlite("checkpoint", "verify", target, cwd=tmp_path)
         assert done.returncode == 1
         assert words in done.stderr
@@ -482,7 +485,7 @@ def test_inspect_wants_one_checkpoint(demo: Path) -> None:
     assert composerlite("checkpoint", "inspect", "demo", cwd=demo.parent).returncode == 2
     done = composerlite("checkpoint", "inspect", "demo/ep9.pt", cwd=demo.parent)
     assert done.returncode == 1
-    assert "there is no checkpoint and no folder of checkpoints 'demo/ep9.pt'" in done.stderr
+    assert "there is neither a checkpoint nor a folder of checkpoints at 'demo/ep9.pt'" in done.stderr
 
 
 # ── weight ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -38,8 +38,8 @@ def test_verify_says_what_each_is_and_compares_it_with_its_own_checksums(tmp_pat
     verdicts = answer("checkpoint", "verify", *(DATA / name for name in SYSTEMS), cwd=tmp_path)["checkpoints"]
     for system, verdict in zip(SYSTEMS.values(), verdicts, strict=True):
         assert verdict["state"] == "unverified"
-        assert f"{system}; it has no record: " in verdict["faults"][0]
-        assert "the checksums in its files match" in verdict["faults"][0]
+        assert f"{system}. It has no record: " in verdict["faults"][0]
+        assert "the checksums inside its files match" in verdict["faults"][0]
 
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if "safetensors" not in name and "packed" not in name])
@@ -111,7 +111,7 @@ def test_what_is_not_recognised_or_not_safe_is_said_to_be(tmp_path: Path) -> Non
     torch.save({"a": 1, "nets": {"x": torch.ones(2)}}, tmp_path / "other.pt")
     shown = composerlite("checkpoint", "inspect", "other.pt", cwd=tmp_path)
     assert shown.returncode == 0
-    assert "Recognised are, besides ours and Composer's: Lightning" in shown.stderr
+    assert "Supported besides composerlite and Composer: Lightning" in shown.stderr
     assert answer("checkpoint", "inspect", "other.pt", cwd=tmp_path)["system"] is None
     for command in (["convert", "other.pt", "new.safetensors"], ["diff", "other.pt", "other.pt"]):
         done = composerlite("checkpoint", *command, cwd=tmp_path)
@@ -121,7 +121,7 @@ def test_what_is_not_recognised_or_not_safe_is_said_to_be(tmp_path: Path) -> Non
     done = composerlite("checkpoint", "convert", "none.pt", "new.safetensors", cwd=tmp_path)
     assert done.returncode == 1
     assert "holds no model" in done.stderr
-    assert "Recognised are" in done.stderr
+    assert "Supported besides" in done.stderr
     torch.save({"model": {"w": torch.ones(2)}, "config": Evil()}, tmp_path / "evil.pt")
     done = composerlite("checkpoint", "verify", "evil.pt", "--json", cwd=tmp_path)
     (verdict,) = json.loads(done.stdout)["checkpoints"]

@@ -194,7 +194,7 @@ def test_a_wrong_rule_is_one_line_and_status_2(demo: Path) -> None:
         ([], "no rule is given. Pass --keep-last, --keep-every, --best-k or --abandoned."),
         (["--best-k", "2"], "best_k=2, best_metric=None: give both"),
         (["--keep-every", "10"], "invalid time '10'"),
-        (["--keep-every", "0.5dur"], "does not know how long training will be"),
+        (["--keep-every", "0.5dur"], "the length of training is not known"),
         (["--best-k", "2", "--best-metric", "x", "--best-mode", "most"], "best_mode='most'"),
         (["--keep-last", "0"], "--keep-last"),
         (["--keep-last", "1", "--run", ""], "--run : no checkpoint of this run was found"),

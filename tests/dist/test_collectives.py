@@ -232,7 +232,7 @@ def test_a_late_rank_is_named_by_all() -> None:
     """When it comes it raises the same, and they can go on."""
     for ranks, text, gathered in run_ranks(_be_late_on_rank_1, 3, _gather_soon):
         assert ranks == [1]
-        assert text == "all_gather_object: rank 1 has not come in 1 s."
+        assert text == "all_gather_object: rank 1 has not arrived within 1 s."
         assert gathered == ["still here"] * 3
 
 
@@ -250,7 +250,7 @@ def test_a_late_rank_is_named_where_only_tensors_are_sent() -> None:
     zero, one, two = run_ranks_to_the_end(_be_late_for_all_reduce, 3)
     assert one.error is None
     for text in _errors([zero, two]):
-        assert text == "all_reduce: rank 1 has not come in 2 s."
+        assert text == "all_reduce: rank 1 has not arrived within 2 s."
 
 
 def _die_on_rank_1(act: Callable[[], object]) -> None:
@@ -342,7 +342,7 @@ def test_without_rank_0_there_is_no_store() -> None:
     """Where rank 0 holds it, its death is told at once."""
     with reserved_port() as port:
         _, one = run_ranks_to_the_end(_lose_rank_0, 2, port, dist_timeout=None)
-    assert "The process that holds it, rank 0 or its torchrun agent, is gone" in _errors([one])[0]
+    assert "The process that hosts it, rank 0 or its torchrun agent, has ended" in _errors([one])[0]
 
 
 def _run_local_rank_zero_first(folder: Path, fail: bool) -> list[str]:

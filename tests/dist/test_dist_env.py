@@ -165,7 +165,7 @@ def test_an_environment_that_contradicts_itself_is_an_error(
     """The message has all variables."""
     for key, value in {**LAUNCHER, name: text}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(ConfigError, match=rf"{name}={text}.* contradict each other: a rank is less than"):
+    with pytest.raises(ConfigError, match=rf"{name}={text}.* contradict each other: each rank must be less than"):
         dist.initialize_dist("cpu", 5)
 
 
@@ -206,7 +206,7 @@ def test_a_rank_that_does_not_start_is_named() -> None:
     assert one.error is None
     for outcome in (zero, two):
         assert isinstance(outcome.error, LateRankError)
-        assert str(outcome.error) == "connecting the ranks: rank 1 has not come in 1 s."
+        assert str(outcome.error) == "connecting the ranks: rank 1 has not arrived within 1 s."
 
 
 def test_a_rank_that_cannot_start_stops_all() -> None:

@@ -161,7 +161,7 @@ def test_a_rank_that_is_late_is_named_by_all(late: int) -> None:
     others = [save for rank, save in enumerate(saves) if rank != late]
     for error in _errors(others):
         assert isinstance(error, LateRankError)
-        assert str(error) == f"saving ep1: rank {late} has not come in 0.5 s."
+        assert str(error) == f"saving ep1: rank {late} has not arrived within 0.5 s."
         assert error.ranks == (late,)
     assert not saves[late].done()
     wrote.set()
@@ -175,7 +175,7 @@ def test_a_rank_that_is_tired_of_waiting_does_not_undo_a_commit() -> None:
     ranks, committed = Ranks(2), threading.Event()
     saves = ranks.save(lambda rank: rank, lambda values: committed.wait(), timeout=SHORT)
     (error,) = _errors(saves[1:])
-    assert "Whether rank 0 has committed is not known here" in str(error)
+    assert "It is unknown whether rank 0 committed" in str(error)
     assert "may_be_committed=True" in error.__notes__
     committed.set()
     assert saves[0].result() is True
@@ -187,7 +187,7 @@ def test_a_rank_that_gives_up_before_rank_0_votes_keeps_its_files() -> None:
     store = HashStore()
     zero, one = (Vote(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     one.arrive()
-    with pytest.raises(LateRankError, match="rank 0 has not come"):
+    with pytest.raises(LateRankError, match="rank 0 has not arrived"):
         one.wait()
     assert one.may_be_committed
     assert zero.run(lambda: None, len) == 2
@@ -200,7 +200,7 @@ def test_a_rank_that_gives_up_after_rank_0_has_voted_keeps_its_files() -> None:
     zero, one = (Vote(store, rank, 2, "saving ep1", limit) for rank, limit in enumerate((LONG, timedelta())))
     zero.arrive()
     one.arrive()
-    with pytest.raises(LateRankError, match="Whether rank 0 has committed is not known here"):
+    with pytest.raises(LateRankError, match="It is unknown whether rank 0 committed"):
         one.wait()
     assert one.may_be_committed
 
@@ -286,7 +286,7 @@ def _requests_of_a_vote(world_size: int, *, is_late: bool) -> int:
     if is_late:
         rounds[1].arrive("its part")
     for one in rounds[1:]:
-        with pytest.raises(LateRankError, match="rank 1 has not come") if is_late else contextlib.nullcontext():
+        with pytest.raises(LateRankError, match="rank 1 has not arrived") if is_late else contextlib.nullcontext():
             one.wait()
     assert store.num_keys() == 0
     return store.requests
@@ -373,7 +373,7 @@ def test_a_rank_that_is_killed_ends_the_vote_at_once(who: int) -> None:
     assert isinstance(outcomes[who].error, ChildProcessError)
     for rank in {0, 1, 2} - {who}:
         assert isinstance(outcomes[rank].error, LateRankError)
-        assert str(outcomes[rank].error) == f"rank {who} is gone: its process was killed, or its node is lost."
+        assert str(outcomes[rank].error) == f"rank {who} is lost: its process was killed, or its node failed."
 
 
 def _lost(lost: int) -> Callable[[Sequence[int]], None]:

@@ -181,7 +181,7 @@ def test_a_resume_passes_over_what_is_marked(tmp_path: Path, caplog: pytest.LogC
     caplog.clear()
     again = launch(tmp_path, 100)
     said = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
-    assert said[0] == f"skipped {tmp_path}/ep1-ba8-rank0.pt: loss/train/total was not finite when it was saved."
+    assert said[0] == (f"skipped {tmp_path}/ep1-ba8-rank0.pt: loss/train/total had NaN or infinite values when saved.")
     assert len(said) == 2
     assert again.state.load_path == str(tmp_path / "ep0-ba4-rank0.pt")
     assert marks(tmp_path) == {2: [], 4: [], 6: [], 8: []}
@@ -204,8 +204,8 @@ def test_a_run_with_marked_checkpoints_alone_says_how_to_go_on(tmp_path: Path) -
     """It neither resumes nor starts over, and what the message says to do works."""
     launch(tmp_path, 0, "4ba", loggers=InMemoryLogger())
     path = str(tmp_path / "ep0-ba4-rank0.pt")
-    tried = re.escape(f"Tried: {path}: loss/train/total was not finite when it was saved.")
-    with pytest.raises(CheckpointError, match=rf"none of them is good.*{tried}.*name one to load with load_path"):
+    tried = re.escape(f"Tried: {path}: loss/train/total had NaN or infinite values when saved.")
+    with pytest.raises(CheckpointError, match=rf"none can be loaded.*{tried}.*load a checkpoint with load_path"):
         launch(tmp_path, 100, "6ba")
     loaded = launch(tmp_path, 100, "6ba", load_path=path, autoresume=False)
     assert int(loaded.state.timestamp.batch) == 6

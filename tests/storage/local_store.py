@@ -138,7 +138,7 @@ class LocalObjectStore(BackendStore):
             raise FileNotFoundError(errno.ENOENT, "there is no such object") from e
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise FileNotFoundError(errno.ENOENT, "this is no file, and so no object")
+            raise FileNotFoundError(errno.ENOENT, "this is not a file and therefore not an object")
         with os.fdopen(descriptor, "rb") as file:
             yield file
 

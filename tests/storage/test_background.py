@@ -83,13 +83,13 @@ def test_the_end_does_not_wait_for_ever():
     background.submit("never", lambda: None, dropped=lambda: dropped.append("never"))
     assert began.wait(30)
     background.timeout = 0.01
-    with pytest.raises(TimeoutError, match="MyLogger: not done within 0 s: hanging, never"):
+    with pytest.raises(TimeoutError, match="MyLogger: not finished within 0 s: hanging, never"):
         background.close()
     may_go.set()
     background.close()
 
     assert dropped == ["never"]
-    with pytest.raises(ComposerliteError, match="MyLogger: more comes too late"):
+    with pytest.raises(ComposerliteError, match="MyLogger: cannot start more"):
         background.submit("more", lambda: None)
 
 
@@ -206,7 +206,7 @@ def test_a_program_that_ends_waits_for_what_is_pending(text: str, code: int, don
     with program(text) as process:
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out.split()) == (code, done.split()), err
-    assert "before this was done" not in err
+    assert "without finishing" not in err
 
 
 def test_what_is_not_done_as_the_program_ends_is_named():
@@ -218,16 +218,16 @@ def test_what_is_not_done_as_the_program_ends_is_named():
             _, err = process.communicate(timeout=60)
         assert time.monotonic() - started < 20
         assert process.returncode == 7
-        assert re.search(r"ERROR the program ends, after \d+ s, before this was done: a.pt, b.pt", err)
+        assert re.search(r"ERROR the program ends after \d+ s without finishing: a.pt, b.pt", err)
 
 
 def test_ctrl_c_ends_the_wait_at_the_end_of_the_program():
     """Who does not want to wait any longer reads what is missing."""
     with program("uploader.submit('a.pt', lambda: time.sleep(30)); 1 / 0") as process:
         assert process.stderr is not None
-        while "the program ends when this is done; Ctrl-C ends the wait: a.pt" not in process.stderr.readline():
+        while "waiting before exit (Ctrl-C stops the wait) for: a.pt" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=15)
     assert process.returncode == 1
-    assert "because of Ctrl-C, before this was done: a.pt" in err
+    assert "because of Ctrl-C without finishing: a.pt" in err

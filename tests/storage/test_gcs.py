@@ -330,7 +330,8 @@ def test_a_page_of_a_proxy_is_no_absence(answers: Any, failing: GCSObjectStore, 
         lambda: failing.delete_object("run/a"),
         lambda: failing.check_writable("run/a"),
     ):
-        with pytest.raises(ObjectStoreError, match=r"(?s)gs://b/run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
+        message = r"(?s)gs://b/run/a.*: the answer is a page of HTML: .*endpoint_url.*Nothing here"
+        with pytest.raises(ObjectStoreError, match=message):
             use()
 
 
@@ -347,7 +348,7 @@ def test_a_page_of_a_proxy_is_no_success(answers: Any, failing: GCSObjectStore, 
         "list": lambda: failing.list_objects("run/a"),
         "delete": lambda: failing.delete_object("run/a"),
     }.items():
-        with pytest.raises(ObjectStoreTransientError, match=f"gs://b/run/a: {verb}: .*not that of Google's service"):
+        with pytest.raises(ObjectStoreTransientError, match=f"gs://b/run/a: {verb}: .*not from Google's service"):
             use()
     with pytest.raises(ObjectStoreError, match=r"gs://b/run/a.*: check"):
         failing.check_writable("run/a")

@@ -253,7 +253,8 @@ def test_a_page_of_a_proxy_is_no_absence(answers: Any, oci_server: Any) -> None:
             lambda: store.check_writable("run/a"),
             lambda: store.unfinished_parts("run/a"),
         ):
-            with pytest.raises(ObjectStoreError, match=r"(?s)run/a.*: a page of HTML .*endpoint_url.*Nothing here"):
+            message = r"(?s)run/a.*: the answer is a page of HTML: .*endpoint_url.*Nothing here"
+            with pytest.raises(ObjectStoreError, match=message):
                 use()
 
 
@@ -278,7 +279,7 @@ def test_a_page_of_a_proxy_is_no_success(oci_server: Any, tmp_path: Path) -> Non
             "list unfinished": lambda: store.unfinished_parts("run/a"),
             "write.*": lambda: asks_for_namespace.put_bytes("run/a", b"x"),
         }.items():
-            with pytest.raises(ObjectStoreTransientError, match=f"oci://b/run/a.*: {verb}.*not that of Oracle's"):
+            with pytest.raises(ObjectStoreTransientError, match=f"oci://b/run/a.*: {verb}.*not from Oracle's"):
                 use()
     assert not (tmp_path / "copy").exists()
 

@@ -225,7 +225,7 @@ class Checkpointer:
 
         with contextlib.ExitStack() as resources:
             folder = resources.enter_context(StepFolder.of(place))
-            what = "looking for a checkpoint that is in the way"
+            what = "looking for an existing checkpoint"
             group.from_first(what, lambda: folder.check_free(overwrite=self.save_overwrite))
             shards = ShardWriter(
                 state,
@@ -237,7 +237,7 @@ class Checkpointer:
             resources.callback(shards.close, may_be_committed=False)
             # The new files have the names of the old files, so the old checkpoint is deleted here. All checks have
             # passed: from here on only the disk can fail.
-            group.from_first("removing what is replaced", folder.uncommit)
+            group.from_first("removing the replaced checkpoint", folder.uncommit)
             resources.pop_all()
         number = folder.name.rpartition("step")[2]
         batch = int(number) if number.isdecimal() else 0
@@ -336,8 +336,8 @@ class Checkpointer:
         has_optim = any(key.startswith("optim.") for key in metadata.state_dict_metadata)
         if optim and not has_optim:
             raise IncompatibleCheckpointError(
-                f"load_optim_state=True: checkpoint {place.uri!r} has no optimizer. With load_optim_state=None "
-                "what there is is loaded."
+                f"load_optim_state=True: checkpoint {place.uri!r} has no optimizer. load_optim_state=None loads an "
+                "optimizer only if the checkpoint has one."
             )
         wants = has_optim if optim is None else optim
         settings: dict[str, Any] = {
@@ -402,9 +402,9 @@ class Checkpointer:
                     yield int(match[1]), step.uri
         if damaged and not readable:
             raise CorruptCheckpointError(
-                f"there are checkpoints in {os.fspath(dir)!r}, and none of them can be read. Tried: "
-                f"{'; '.join(damaged)}. If the files are good on another machine, this one reads them wrongly. "
-                "Otherwise load one of another folder, or start over in another one."
+                f"checkpoints exist in {os.fspath(dir)!r}, but none can be read. Tried: {'; '.join(damaged)}. If "
+                "the files are good on another machine, this machine reads them wrongly. Otherwise load a "
+                "checkpoint from another folder, or start over in another folder."
             )
 
     @classmethod

@@ -307,7 +307,7 @@ def load_state_dict(
     wanted = _plain(state_dict)
     reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
     with reader:
-        what = "looking into a checkpoint"
+        what = "reading a checkpoint"
         group.agree(what, lambda: check_fit(reader, leaves(wanted, as_dcp=True).values, strict=True, owned=()))
         sharded.load(reader, wanted, group=group)
     for key, value in state_dict.items():
@@ -354,7 +354,7 @@ def load_model_and_optim_state(
     group = group_of(process_group)
     reader = RemoteFileSystemReader(dir, thread_count=thread_count, pre_download=pre_download, work_dir=work_dir)
     with reader:
-        state = group.agree("looking into a checkpoint", lambda: _checked_state(reader, model, optim, mapping, strict))
+        state = group.agree("reading a checkpoint", lambda: _checked_state(reader, model, optim, mapping, strict))
         metadata = reader.read_metadata()
         # Without strict, parameters may be missing on either side, so the groups keep the optimizer's own lists.
         common = None if strict else {key for key in metadata.state_dict_metadata if not is_group_members(key)}

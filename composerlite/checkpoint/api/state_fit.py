@@ -54,7 +54,7 @@ def check_fit(
     if any(found.values()):
         lists = "; ".join(f"{len(keys)} {what}: {_listed(keys)}" for what, keys in found.items() if keys)
         way_out = " strict=False loads the rest." if strict and owned and not shapes else ""
-        raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} is one of something else: {lists}.{way_out}")
+        raise IncompatibleCheckpointError(f"checkpoint {reader.uri!r} does not fit: {lists}.{way_out}")
 
 
 def _listed(keys: Sequence[str]) -> str:
@@ -97,12 +97,12 @@ def check_groups(
         group_of = {name: repr(saved[name]) for name in names if name in saved}
         own = next(iter(group_of.values()), "") if flatten else str(number)
         if moved := _listed([name for name, group in group_of.items() if group != own]):
-            problems.append(f"{moved} in group {number} here were saved in another group, or with different settings")
+            problems.append(f"{moved} in group {number} were saved in another group, or with other settings")
     here = set[str]().union(*groups)
     if strict and saved and not flatten and saved.keys() != here:
         problems.append(f"only here or only in the checkpoint: {_listed(sorted(saved.keys() ^ here))}")
     if problems:
         raise IncompatibleCheckpointError(
-            f"checkpoint {reader.uri!r}: the optimizer's parameter groups are others: {_listed(problems)}. Make the "
-            "optimizer with the groups that it was saved with, or load without it."
+            f"checkpoint {reader.uri!r}: the optimizer has other parameter groups: {_listed(problems)}. Make the "
+            "optimizer with the saved groups, or load without it."
         )

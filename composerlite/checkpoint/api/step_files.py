@@ -68,7 +68,7 @@ class CheckpointMetadata:
         try:
             return recorded(cls, {"version": "", **json_object(data)})
         except ValueError as e:
-            raise CorruptCheckpointError(f"{source!r} is damaged, or does not describe a checkpoint: {e}") from e
+            raise CorruptCheckpointError(f"{source!r} is damaged or does not describe a checkpoint: {e}") from e
 
 
 def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[int, FileDigest | None] | None:
@@ -85,14 +85,12 @@ def find_step(folder: StepFolder, load_trainer_state: bool | None) -> Mapping[in
     if folder.has(INDEX) and not folder.has(MARKER):  # the model and the optimizer alone
         if load_trainer_state:
             raise CheckpointNotFoundError(
-                f"load_trainer_state=True: {folder.uri!r} holds a model and an optimizer alone, without "
-                f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads what there is."
+                f"load_trainer_state=True: {folder.uri!r} holds only a model and an optimizer, without "
+                f"'{TRAIN}/rank0.pt'. load_trainer_state=None loads a train state only if the checkpoint has one."
             )
         return None
     if missing := [name for name in (MARKER, f"{MODEL}/{INDEX}", f"{TRAIN}/rank0.pt") if not folder.has(name)]:
-        raise CheckpointNotFoundError(
-            f"{folder.uri!r} is no checkpoint, or one whose save did not end: it has no {', '.join(missing)}."
-        )
+        raise CheckpointNotFoundError(f"{folder.uri!r} is not a complete checkpoint: it has no {', '.join(missing)}.")
     metadata_of(folder)  # raises if the file is damaged
     record = folder.record()
     if record is None or record.form != "step":  # a step of another program, or the record of a model alone
@@ -120,9 +118,9 @@ def read_train_state(folder: StepFolder, files: Mapping[int, FileDigest | None],
     """
     if group.is_first and group.size != len(files):
         log.warning(
-            "checkpoint %s was saved by %d ranks and is loaded by %d: a new rank takes the train state of rank 0, and "
-            "the train state of a rank that is gone is not used. What is of each rank, such as random numbers, does "
-            "not continue as it would have.",
+            "checkpoint %s was saved by %d ranks and is loaded by %d: a new rank takes the train state of rank 0, "
+            "and the train states of missing ranks are not used. State of each rank, such as random numbers, does "
+            "not continue exactly.",
             folder.uri,
             len(files),
             group.size,
@@ -183,5 +181,5 @@ class StepWriter(RankWriter):
                 if not self._folder.has(MARKER):  # the commit may have succeeded in spite of an error
                     self._folder.place.delete([self._path], folders=True)
             except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
-                log.warning("%s: files of a save that failed are left behind: %s", self._folder.uri, e)
+                log.warning("%s: could not remove the files of a failed save: %s", self._folder.uri, e)
         self._folder.close()

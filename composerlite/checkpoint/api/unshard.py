@@ -138,7 +138,7 @@ def unshard_checkpoint(
     if isinstance(dir, str | os.PathLike) and is_tar(Path(os.fspath(dir))):
         raise ConfigError(f"dir={os.fspath(dir)!r}: unshard_zero writes the weights of an archive of DeepSpeed.")
     if is_uri(os.fspath(target_dir)):
-        raise ConfigError(f"target_dir={target_dir!r}: expected a folder of this machine; upload it then.")
+        raise ConfigError(f"target_dir={target_dir!r}: expected a local folder. Upload the result afterwards.")
     target = Path(parse_uri(os.fspath(target_dir))[2])
     strategy = unshard_strategy or UnshardStrategy.one_file()
     suffix = ".safetensors" if use_safetensors else ".pt"

@@ -150,7 +150,7 @@ def opened_archive(
         raw = {name: RawFile(member, digest is None) for name, member in found.items()}
         files = {match[1]: raw[name] for name in raw if (match := _FILE.fullmatch(name)) is not None}
         if not files:
-            lack = f"it has no {DEEPSPEED!r} in it" if found else "it is no archive"
+            lack = f"it has no {DEEPSPEED!r} in it" if found else "it is not an archive"
             raise IncompatibleCheckpointError(f"checkpoint {str(path)!r} was saved without DeepSpeed: {lack}.")
         files |= {STATES: raw[STATES]} if STATES in raw else {}
         yield RankFiles(path, files)
@@ -212,9 +212,10 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
     with place_of(first, object_store) as (place, last):
         if last and not place.exists(last) and deepspeed_save(place, last) is not None:
             raise IncompatibleCheckpointError(
-                f"{argument}={template!r} is a folder of DeepSpeed's engine, without the archives that a run with "
-                "deepspeed_config saves. Its weights load with load_weights_only=True; a run without deepspeed_config "
-                "continues from all of it; 'composerlite checkpoint convert' writes its weights to a file."
+                f"{argument}={template!r} is a folder of DeepSpeed's engine. A run with deepspeed_config needs the "
+                "archives that it saves itself. Its weights load with load_weights_only=True; a run without "
+                "deepspeed_config continues from all of it; 'composerlite checkpoint convert' writes its weights "
+                "to a file."
             )
         if (path := place.path_of(last)) is not None:
             check_exists(path)
@@ -227,8 +228,8 @@ def find_archives(template: str, run_name: str, object_store: ObjectStore | None
             return Archives([full_name(file.path) for file in manifest.files], manifest)
     if "rank" not in variables_in(template, f"{argument}={template!r}"):
         raise ConfigError(
-            f"{argument}={template!r}: each rank of DeepSpeed has a file of its own, and this names one, without a "
-            "record of the others. Put '{rank}' into it, as in 'ep1-rank{rank}.tar'."
+            f"{argument}={template!r}: each rank of DeepSpeed has its own file, and this name is the same for all "
+            f"ranks. Put '{{rank}}' into it, as in 'ep1-rank{{rank}}.tar'."
         )
     with Archives([first], None).opened(0, object_store) as archive:
         number = "dp_world_size"
@@ -282,7 +283,7 @@ def unshard_zero(
     if dist.get_world_size() > 1:
         raise RuntimeError("unshard_zero works in one process: call it where there are no other ranks.")
     if is_uri(os.fspath(target)):
-        raise ConfigError(f"target={os.fspath(target)!r}: expected a file of this machine; upload it then.")
+        raise ConfigError(f"target={os.fspath(target)!r}: expected a local file. Upload the result afterwards.")
     file = Path(parse_uri(os.fspath(target))[2])
     write = write_safetensors if file.suffix == ".safetensors" else write_torch
     if file.exists() and not save_overwrite:
@@ -384,7 +385,7 @@ class _Load:
         wanted = self._states(first)
         name = self.group.from_first("looking for the model states", lambda: every[0].model_states)
         model = {name: self._of_first(first, name)}
-        with self.group.all_or_none("comparing the checkpoint with the run"):
+        with self.group.all_or_none("checking that the checkpoint fits the run"):
             self.engine.check_fits(model[name], source=self.plan.source)
         log.info(
             "%s was saved by %d ranks: converting it for %d", self.plan.source, len(archives.names), self.group.size
@@ -419,8 +420,8 @@ class _Load:
         found = find_checkpoint(self.stack, first, self.object_store, progress_bar=False, trust=self.trust)
         if found.kind != "file" or found.path is None:
             raise IncompatibleCheckpointError(
-                f"checkpoint {first!r} is no file of a run. 'composerlite checkpoint convert' makes a file of it, "
-                "which a run with deepspeed_config loads."
+                f"checkpoint {first!r} is not a file of a run. 'composerlite checkpoint convert' makes a file of "
+                "it, which a run with deepspeed_config loads."
             )
         is_of_deepspeed = False
         with contextlib.suppress(IncompatibleCheckpointError), opened_archive(found.path):
@@ -448,6 +449,6 @@ class _Load:
     def _states(self, archive: RankFiles | None) -> StateDict:
         """Return, on every rank, the parts to restore of ``composer_states.pt`` in the ``archive`` of rank 0."""
         contents = self._of_first(archive, STATES)
-        with self.group.all_or_none("comparing the checkpoint with the run"):
+        with self.group.all_or_none("checking that the checkpoint fits the run"):
             wanted, _ = self.plan.matched(contents)
         return wanted

@@ -98,7 +98,7 @@ def merged_contents(
         if first.state is not None and not weights_only:
             made["optimizer"] = _merged_optimizer(pieces)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as e:
-        raise CorruptCheckpointError(f"{source}: its files of DeepSpeed do not fit together: {e!r}") from e
+        raise CorruptCheckpointError(f"{source}: its DeepSpeed files do not fit together: {e!r}") from e
     return made
 
 
@@ -112,7 +112,7 @@ def _read_pieces(names: Collection[str], read: Callable[[str], StateDict], sourc
         return [Piece(first, None)]
     ranks = max(rank_count(first, source), len(optimizers))
     if missing := [rank for rank in range(ranks) if rank not in optimizers]:
-        raise CorruptCheckpointError(f"{source} is not whole: the files of ranks {missing[:8]} are missing.")
+        raise CorruptCheckpointError(f"{source} is incomplete: the files of ranks {missing[:8]} are missing.")
     pieces: list[Piece] = []
     for rank in range(ranks):
         contents = read(optimizers[rank])
@@ -131,7 +131,7 @@ def rank_count(model_states: StateDict, source: str) -> int:
     """
     ranks = model_states.get("dp_world_size")
     if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"{source} does not say the number of ranks that saved it.")
+        raise CorruptCheckpointError(f"{source} does not record how many ranks saved it.")
     return ranks
 
 

@@ -38,7 +38,9 @@ def check_key_map(key_map: Any) -> KeyMap | None:
     for part, _ in pairs:
         if part not in PARTS:
             hint = did_you_mean(part, PARTS)
-            raise ConfigError(f"load_key_map={key_map!r}: {part!r} is no part of a run.{hint} Want {', '.join(PARTS)}.")
+            raise ConfigError(
+                f"load_key_map={key_map!r}: {part!r} is not a part of a run.{hint} Expected {', '.join(PARTS)}."
+            )
     return dict(pairs)
 
 
@@ -107,7 +109,7 @@ def flat_weights(node: Any, source: str) -> StateDict:
         else:
             found[name] = weight
     if left:
-        log.warning("%s: left out of the weights, since these are none: %s", source, ", ".join(left[:20]))
+        log.warning("%s: not weights, left out: %s", source, ", ".join(left[:20]))
     return found
 
 
@@ -126,7 +128,7 @@ def as_tensor(value: Any) -> Any:
 def tensors_of(weights: Mapping[str, Any], target: str) -> dict[str, Tensor]:
     """Select the tensors. A warning names other values, since ``target`` cannot hold them."""
     if left := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
-        log.warning("%s: left out what is no tensor: %s", target, ", ".join(left[:20]))
+        log.warning("%s: not tensors, left out: %s", target, ", ".join(left[:20]))
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
@@ -270,7 +272,7 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
     }
     rename = common_rename(weights, run.model, all_must=run.strict)
     if rename != Rename():
-        log.info("%s: its weights %r* are taken for %r*", run.source, rename.strip, rename.add)
+        log.info("%s: loading its weights %r* as %r*", run.source, rename.strip, rename.add)
     weights = {rename.of(name): tensor for name, tensor in weights.items()}
     for names in dist.tied_names(run.model):  # some programs save a tied weight under a single name
         saved = [weights[name] for name in names if name in weights]
@@ -283,8 +285,9 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
             state["optimizers"] = {kind: _by_names(taken.optimizer, live, rename, run.source)}
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise IncompatibleCheckpointError(
-                f"{run.source}: its optimizer cannot be taken over: {e if type(e) is ValueError else repr(e)}. "
-                "load_ignore_keys=['state/optimizers'] starts with a fresh one, load_weights_only=True takes the model."
+                f"{run.source}: its optimizer cannot be loaded: {e if type(e) is ValueError else repr(e)}. "
+                "load_ignore_keys=['state/optimizers'] starts with a new optimizer. load_weights_only=True loads "
+                "only the model."
             ) from e
     if isinstance(taken.scheduler, Mapping):
         fitting = [kind for kind, live in run.schedulers.items() if set(live) == set(taken.scheduler)]
@@ -293,14 +296,14 @@ def state_of(taken: Taken, run: Run, system: str) -> StateDict:
         else:
             left.append("the scheduler, which is of another kind than that of the run")
     if taken.progress is None:
-        log.warning("%s does not say how far training was: time, data and callbacks start afresh", run.source)
+        log.warning("%s does not record the training time: time, data and callbacks start from zero", run.source)
     else:
         state["timestamp"] = {"Timestamp": taken.progress._asdict()}
     contents: StateDict = {"state": state}
     if taken.rng is not None:
         contents["rng"] = list(taken.rng)
     others = ", ".join(map(str, left)) or "nothing"
-    log.info("%s is of %s; taken over: %s; not: %s", run.source, system, ", ".join(state), others)
+    log.info("%s is a checkpoint of %s. Loaded: %s. Not loaded: %s", run.source, system, ", ".join(state), others)
     return contents
 
 
@@ -326,7 +329,7 @@ def settle_time(state: StateDict, batches_per_epoch: int | None, source: str) ->
     counts = {"batch": batch, "epoch": epoch, "batch_in_epoch": batch_in_epoch, "iteration": epoch, "token": token}
     if not all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts.values()):
         raise IncompatibleCheckpointError(
-            f"{source}: its counts of training are none: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
+            f"{source}: its training counts are invalid: batch {batch!r}, epoch {epoch!r}, batch in the epoch "
             f"{batch_in_epoch!r}. load_ignore_keys=['state/timestamp'] starts at zero."
         )
     state["timestamp"] = {"Timestamp": counts}
@@ -353,9 +356,9 @@ def _by_names(state: Any, live: StateDict, rename: Rename, source: str) -> State
     if not isinstance(its, list):  # pyright: ignore[reportUnnecessaryIsInstance] - from a file
         raise ValueError("it has no 'param_groups'")
     if odd := [key for group in its for key in group if not isinstance(key, str)]:  # pyright: ignore
-        raise ValueError(f"{odd[0]!r} is no name of a setting")
+        raise ValueError(f"{odd[0]!r} is not the name of a setting")
     if odd := [name for group in its for name in group["params"] if not isinstance(name, str | int)]:
-        raise ValueError(f"{odd[0]!r} is no name and no number of a parameter")
+        raise ValueError(f"{odd[0]!r} is neither a name nor a number of a parameter")
     if any(not isinstance(name, str) for group in its for name in group["params"]):
         named = _named(its, own, rename, source)
     else:
@@ -391,7 +394,7 @@ def _named(its: Sequence[StateDict], own: Sequence[StateDict], rename: Rename, s
             found = [[change.of(name) for name in names] for names in named]
             if live & (known := {name for names in found for name in names}) and len(known) == len(every):
                 return found
-        unknown = "%s: its optimizer calls its parameters %r, …, which are no names here: they are taken in their order"
+        unknown = "%s: its optimizer names its parameters %r, …, which this run does not have: matching them by order"
         log.warning(unknown, source, every[0])
     have, want = ([len(group["params"]) for group in each] for each in (its, own))
     if have != want:

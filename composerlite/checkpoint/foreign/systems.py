@@ -192,7 +192,7 @@ def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict
 
     Raises:
         IncompatibleCheckpointError: no system recognises the contents; or the contents do not fit the run; or the run
-            has an optimizer, and the checkpoint of a run has no optimizer, or has an optimizer that is not taken over.
+            has an optimizer, and the checkpoint of a run has no optimizer, or has an optimizer that cannot be loaded.
         ConfigError: ``key_map`` has a key that is missing.
     """
     source = run.source
@@ -213,9 +213,9 @@ def as_of_a_run(contents: Any, run: Run, *, key_map: KeyMap | None) -> StateDict
     taken = system.take(cast("StateDict", contents), source)
     if run.optimizers and (lack := _lack_of_optimizer(cast("StateDict", contents), taken)):
         raise IncompatibleCheckpointError(
-            f"{source} {lack}: a run would continue without its moments. load_weights_only=True takes the model alone, "
-            "load_ignore_keys=['state/optimizers'] all but the optimizer, and load_key_map={'model': …, "
-            "'optimizer': …, 'batch': …} what it names."
+            f"{source} {lack}: a run would continue without its moments. load_weights_only=True loads only the "
+            "model, load_ignore_keys=['state/optimizers'] everything but the optimizer, and "
+            f"load_key_map={{'model': …, 'optimizer': …, 'batch': …}} what it names."
         )
     return state_of(taken, run, system.name)
 
@@ -224,7 +224,7 @@ def _lack_of_optimizer(contents: StateDict, taken: Taken) -> str:
     """Describe the optimizer that is missing in ``taken``; empty if no optimizer is missing."""
     for key, value in _optimizers_in(contents):
         if value is not taken.optimizer:
-            return f"holds an optimizer, {key!r}, that is not taken over"
+            return f"holds an optimizer, {key!r}, that cannot be loaded"
     is_of_run = any(part is not None for part in (taken.progress, taken.scheduler, taken.rng))
     return "is of a run and holds no optimizer" if is_of_run and taken.optimizer is None else ""
 
@@ -251,7 +251,7 @@ def recognised(contents: Any) -> str | None:
 
 def what_is_recognised() -> str:
     """Return a sentence for messages that lists the systems."""
-    return f"Recognised are, besides ours and Composer's: {'; '.join(system.name for system in SYSTEMS)}."
+    return f"Supported besides composerlite and Composer: {'; '.join(system.name for system in SYSTEMS)}."
 
 
 def model_in(contents: Any) -> Any:

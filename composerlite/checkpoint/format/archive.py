@@ -77,7 +77,7 @@ def members_of(source: ByteSource, size_bytes: int) -> dict[str, Window]:
         with tarfile.open(fileobj=cast("Any", SourceFile(source.read, size_bytes)), mode="r:") as archive:
             for member in archive:
                 if member.size < 0 or member.offset_data + member.size > size_bytes:
-                    raise CorruptCheckpointError(f"it is an archive that is cut off, or no {member.name!r} is in it")
+                    raise CorruptCheckpointError(f"it is an archive that is cut off or does not hold {member.name!r}")
                 if member.isdir():
                     continue
                 name = member.name.removeprefix("./")

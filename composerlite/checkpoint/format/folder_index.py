@@ -94,7 +94,7 @@ def folder_index(names: Collection[str], size: Callable[[str], int], read: Read,
     except RefusedError as e:
         raise untrusted(repr(file), e) from e
     except (CorruptCheckpointError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpointError(f"{file!r} is no file of weights, or damaged: {e}") from e
+        raise CorruptCheckpointError(f"{file!r} is not a file of weights, or is damaged: {e}") from e
     listed = json.dumps({"folder": sorted((name, size(name)) for name in files)}).encode()
     return listed + b"\n" + pickle.dumps(index)
 
@@ -111,7 +111,7 @@ def _tensors(file: str, size_bytes: int, read: Read) -> dict[str, _Stored]:
     for name, raw in header.items():
         entry = msgspec.json.decode(raw, type=_HeaderEntry)
         if entry.dtype not in DTYPES:
-            raise ValueError(f"{name!r} has numbers of the type {entry.dtype!r}, which are not known")
+            raise ValueError(f"{name!r} has numbers of the type {entry.dtype!r}, which are unknown")
         dtype, shape, (first, last) = DTYPES[entry.dtype], entry.shape, entry.data_offsets
         offsets = parts[name]["saved_offsets"] if name in parts else (0,) * len(shape)
         if len(offsets) != len(shape) or math.prod(shape) * dtype.itemsize != last - first:
@@ -134,16 +134,16 @@ def _tensors_of_torch(file: str, size_bytes: int, read: Read) -> dict[str, _Stor
     opened = TorchFile(source, size_bytes, map_location="meta", check_sums=True)
     contents, records = opened.contents, {id(one): opened.records[name] for name, one in opened.unread.items()}
     if not isinstance(contents, dict):
-        raise ValueError(f"it holds {type(contents).__name__} and no state dict.")
+        raise ValueError(f"it holds {type(contents).__name__} and not a state dict.")
     found: dict[str, _Stored] = {}
     for key, tensor in cast("dict[Any, Any]", contents).items():
         if type(key) is not str:
-            raise ValueError(f"it has a key that is {type(key).__name__}, and no name of a tensor.")
+            raise ValueError(f"it has a key that is {type(key).__name__}, not the name of a tensor.")
         record = records.get(id(tensor.untyped_storage())) if isinstance(tensor, Tensor) else None
         if record is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError(
-                f"{key!r} is not numbers row by row. If the file is yours, save it anew: "
-                "torch.save({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
+                f"{key!r} is not a contiguous tensor. If you trust the file, save it again: torch.save({{name: "
+                "tensor.contiguous() for name, tensor in model.state_dict().items()}, path)"
             )
         start = record.offset + int(tensor.storage_offset()) * tensor.itemsize
         chunk = dcp.ChunkStorageMetadata(torch.Size([0] * tensor.ndim), tensor.shape)

@@ -92,8 +92,8 @@ def format_of(name: str | Path) -> Format:
             return known
     if (other := _OTHER_KINDS.search(file_name)) is not None:
         raise ConfigError(
-            f"{str(name)!r}: there is no format {other[0]!r} of checkpoints. Names end in "
-            f"{', '.join(known.suffix for known in _FORMATS)}, or in nothing in particular."
+            f"{str(name)!r}: unknown checkpoint format {other[0]!r}. Names end in "
+            f"{', '.join(known.suffix for known in _FORMATS)}, or have no such ending."
         )
     return Format("")
 
@@ -166,8 +166,8 @@ def unpacked(
                 members = members_of(source, source.size_bytes)
                 if any(name.startswith(f"{DEEPSPEED}/") for name in members):
                     raise IncompatibleCheckpointError(
-                        "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…; or make a file of "
-                        "its weights with composerlite.checkpoint.unshard_zero"
+                        "it is an archive of DeepSpeed. Load it in a run with deepspeed_config=…, or write its "
+                        "weights to a file with composerlite.checkpoint.unshard_zero"
                     )
                 if list(members) != [STATES]:
                     names = ", ".join(map(repr, list(members)[:8])) or "nothing"
@@ -175,7 +175,7 @@ def unpacked(
                 found = members[STATES]
             is_one_file = is_archive or (codec is not None and not keep_archive)
             if is_one_file and size_bytes not in (None, found.size_bytes):
-                raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes and not to {size_bytes}")
+                raise CorruptCheckpointError(f"it unpacks to {found.size_bytes} bytes instead of {size_bytes}")
         except (CorruptCheckpointError, IncompatibleCheckpointError, ConfigError) as e:
             raise type(e)(f"checkpoint {str(path)!r} cannot be unpacked: {e}") from e
         yield found._replace(verified=packed.verified)

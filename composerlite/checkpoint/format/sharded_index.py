@@ -43,7 +43,7 @@ def read_index(data: bytes, uri: str) -> dcp.Metadata:
     except RefusedError as e:
         raise untrusted(f"checkpoint {uri!r}: {INDEX!r}", e) from e
     except (ValueError, TypeError, AttributeError, KeyError) as e:
-        raise CorruptCheckpointError(f"checkpoint {uri!r}: its {INDEX!r} is damaged or no index: {e}") from e
+        raise CorruptCheckpointError(f"checkpoint {uri!r}: its {INDEX!r} is damaged or not an index: {e}") from e
     return found
 
 
@@ -53,7 +53,7 @@ def _check_index(found: Any) -> None:
     Numbers must be in range, and paths of files must be inside the directory.
     """
     if type(found) is not dcp.Metadata or not type(found.state_dict_metadata) is type(found.storage_data) is dict:
-        raise ValueError(f"it holds {type(found).__name__}, or does not say where its data are")
+        raise ValueError(f"it holds {type(found).__name__}, or does not record where its data are")
     for key, stored in found.state_dict_metadata.items():
         if type(key) is not str or type(stored) not in (dcp.TensorStorageMetadata, dcp.BytesStorageMetadata):
             raise ValueError(f"{key!r} is {type(stored).__name__}")
@@ -63,11 +63,11 @@ def _check_index(found: Any) -> None:
         is_typed = type(properties) is dcp.TensorProperties and isinstance(cast("Any", properties).dtype, torch.dtype)
         has_shape = type(shape) is torch.Size and min(shape, default=0) >= 0
         if not is_typed or not has_shape or type(stored.chunks) is not list:
-            raise ValueError(f"{key!r} has no shape, or no type of numbers")
+            raise ValueError(f"{key!r} has no shape or no dtype")
         for chunk in stored.chunks:
             spans = zip(chunk.offsets, chunk.sizes, shape, strict=True)
             if any(start < 0 or length < 0 or start + length > size for start, length, size in spans):
-                raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part beyond it")
+                raise ValueError(f"{key!r} of the shape {tuple(shape)} has a part outside the shape")
     for index, place in found.storage_data.items():
         has_types = type(index) is dcp.MetadataIndex and type(place) is StorageInfo and type(index.fqn) is str
         if not has_types or not (index.offset is None or type(index.offset) is torch.Size):
@@ -139,7 +139,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
                 if other and len(set(map(str, items))) < len(items):
                     twice = Counter(map(str, items)).most_common(1)[0][0]
                     where = "/".join(map(str, path))
-                    raise SaveError(f"the state has two keys at {where!r} that are both written as {twice!r}.")
+                    raise SaveError(f"the state has two keys at {where!r} that both become {twice!r}.")
                 if plain := tuple(filter(_is_plain_key, other)):
                     found.paths[KEYS + ".".join(map(str, path))] = plain
                 for key, inner in items.items():
@@ -157,7 +157,7 @@ def leaves(state: StateDict, *, as_dcp: bool = False) -> Leaves:
     try:
         visit(state, (), (None, None))
     except RecursionError as e:
-        raise SaveError("the state holds itself, or is nested too deeply to be saved.") from e
+        raise SaveError("the state contains itself, or is nested too deeply to be saved.") from e
     return found
 
 

@@ -293,7 +293,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _dtype_of(_: type, name: Any) -> torch.dtype:
     dtype = getattr(torch, name, None) if type(name) is str else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"numbers of the type {name!r}, which are not known")
+        raise ValueError(f"numbers of the type {name!r}, which are unknown")
     return dtype
 
 
@@ -314,7 +314,7 @@ def read_layout(data: bytes, uri: str) -> dcp.Metadata:
         stream = zlib.decompressobj()
         text = stream.decompress(data[len(LAYOUT_MARK) :], _MOST_BYTES + _MOST_TIMES * len(data))
         if not stream.eof or stream.unused_data:
-            raise ValueError("it ends before its end, or after it")
+            raise ValueError("it has the wrong length")
         layout, suffix, pickled = msgspec.json.decode(text, type=_Index, dec_hook=_dtype_of)
         listed = read_index(pickled, uri)
     except (ValueError, RecursionError, MemoryError, zlib.error) as e:  # errors of msgspec are ValueErrors

@@ -267,9 +267,9 @@ class Pickled(pickle.Pickler):
             kind = e.name.rpartition(".")[2]
             allow = f", or allow it where the script begins: torch.serialization.add_safe_globals([{kind}])"
             way_out = f"Keep plain values{allow if e.allowable else ''}."
-            raise SaveError(f"{e.name} would be saved, and refused when it is loaded. {way_out}") from e
+            raise SaveError(f"{e.name} can be saved but not loaded. {way_out}") from e
         except (ValueError, RecursionError) as e:
-            raise SaveError(f"it would be saved, and not be loaded: {e}. Keep plain values.") from e
+            raise SaveError(f"it could be saved but not loaded: {e}. Keep plain values.") from e
 
     def storage(self, identity: Any) -> torch.storage.TypedStorage:
         """Return the live storage with the persistent id ``identity``."""
@@ -329,7 +329,7 @@ class Pickled(pickle.Pickler):
             seen = self.index[identity] = (dtype, str(len(self.storages)))
             self.storages.append(storage)
         elif seen[0] is not dtype:
-            raise ValueError(f"two tensors share memory and have the types {seen[0]} and {dtype}")
+            raise ValueError(f"two tensors share memory with the dtypes {seen[0]} and {dtype}")
         return _Reference(("storage", storage_type, seen[1], "cpu", storage.nbytes() // dtype.itemsize))
 
 
@@ -370,8 +370,8 @@ def check_savable(tensor: Tensor) -> None:
     if kind not in (Tensor, nn.Parameter):
         if not is_loadable(kind):
             raise SaveError(
-                f"a tensor of the class {name_of(kind)} would be saved, and refused when it is loaded. If it can be "
-                f"pickled, allow it where the script begins: torch.serialization.add_safe_globals([{kind.__name__}])."
+                f"a tensor of the class {name_of(kind)} can be saved but not loaded. If it can be pickled, allow "
+                f"it where the script begins: torch.serialization.add_safe_globals([{kind.__name__}])."
             )
     elif tensor.is_quantized or tensor.dtype not in savable_dtypes():
         raise SaveError(

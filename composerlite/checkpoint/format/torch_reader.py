@@ -103,8 +103,8 @@ class TorchFile:
         order = self._small("byteorder") if "byteorder" in self.records else sys.byteorder.encode()
         if order != sys.byteorder.encode():
             raise CorruptCheckpointError(
-                f"its numbers have the byte order {order[:20]!r}, and this machine has {sys.byteorder!r}. Convert it "
-                "with torch alone: torch.save(torch.load(path, weights_only=True), path)"
+                f"its tensors have the byte order {order[:20]!r}, and this machine has {sys.byteorder!r}. Convert "
+                "it with torch alone: torch.save(torch.load(path, weights_only=True), path)"
             )
         self._map_location = map_location
         self._eager = trust  # the code in the file may read the numbers of tensors
@@ -124,12 +124,12 @@ class TorchFile:
         mark, dtype, key, location, count = identity
         has_types = isinstance(dtype, torch.dtype) and type(key) is type(location) is str and type(count) is int
         if mark != "storage" or not has_types:
-            raise ValueError("a storage in a form that torch does not write")
+            raise ValueError("an unknown form of storage")
         if key not in self._known:
             name = f"data/{key}"
             record = self.records.get(name)
             if record is None or count * dtype.itemsize != record.size:
-                raise ValueError(f"the storage {key!r} of {count!r} × {dtype}, of which the file has not as many bytes")
+                raise ValueError(f"the storage {key!r} of {count!r} × {dtype}: the file has fewer bytes")
             wanted = self._map_location
             if isinstance(wanted, Mapping):
                 wanted = wanted.get(location)

@@ -64,8 +64,10 @@ def weight_files(names: Collection[str], size: Callable[[str], int], read: Read)
     try:
         listed = set(cast("dict[str, Any]", json.loads(data)["weight_map"]).values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise CorruptCheckpointError(f"{indexes[0]!r} is no index: {e}") from e
+        raise CorruptCheckpointError(f"{indexes[0]!r} is not an index: {e}") from e
     for name in listed:
         if not isinstance(name, str) or name not in names or not name.endswith(suffix):
-            raise CorruptCheckpointError(f"{indexes[0]!r} names {str(name)[:100]!r}, which is no file of its folder.")
+            raise CorruptCheckpointError(
+                f"{indexes[0]!r} names {str(name)[:100]!r}, which is not a file in its folder."
+            )
     return sorted(listed)

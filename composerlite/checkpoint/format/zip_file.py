@@ -174,13 +174,13 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
         if isinstance(e.__context__, OSError):  # zipfile raises BadZipFile if a read fails
             raise e.__context__ from None
         raise CorruptCheckpointError(
-            f"it is cut off, or no zip archive, the format of torch.save since torch 1.6: {e}"
+            f"it is cut off, or is not a zip archive (the format of torch.save since torch 1.6): {e}"
         ) from e
     tail = read(max(0, size_bytes - _TAIL_BYTES), min(size_bytes, _TAIL_BYTES))
     comment = tail[tail.rfind(b"PK\x05\x06") + _END.size :]
     claimed = int.from_bytes(tail[: len(tail) - len(comment)][-2:], "little")
     if len(comment) != claimed and (comment or is_whole):
-        raise CorruptCheckpointError("it is cut off, or has something behind its end")
+        raise CorruptCheckpointError("it is cut off, or has bytes after its end")
     start = archive.start_dir
     ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     if ordered and all(entry.orig_filename.startswith(_FOLDER) for entry in ordered):
@@ -197,17 +197,19 @@ def entries(size_bytes: int, read: Callable[[int, int], bytes], *, is_whole: boo
     for entry in ordered:
         name, header = entry.orig_filename, entry.header_offset
         if entry.compress_type != 0 or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise CorruptCheckpointError(f"its record {name!r} is compressed or encrypted: torch writes none such")
+            raise CorruptCheckpointError(f"its record {name!r} is compressed or encrypted, which torch never writes")
         if name in found:
             raise CorruptCheckpointError(f"its directory holds {name!r} twice")
         if header < end or header + _LOCAL.size > start:
-            raise CorruptCheckpointError(f"its record {name!r} at {header} lies over another, or outside of the file")
+            raise CorruptCheckpointError(
+                f"its record {name!r} at {header} overlaps another record or the end of the file"
+            )
         header_bytes = read(header, min(_USUAL_HEADER_BYTES, start - header))
         fixed = _LOCAL.unpack_from(header_bytes)
         offset = header + _LOCAL.size + fixed[9] + fixed[10]
         end = offset + entry.file_size
         if fixed[0] != b"PK\x03\x04" or fixed[3] != 0 or end > start:
-            raise CorruptCheckpointError(f"its record {name!r} at {header} is not where the directory says")
+            raise CorruptCheckpointError(f"its record {name!r} at {header} is not at the position in the directory")
         longer = offset - header > len(header_bytes)
         header_bytes = read(header, offset - header) if longer else header_bytes[: offset - header]
         if header_bytes[_LOCAL.size : _LOCAL.size + fixed[9]] != name.encode():

@@ -150,7 +150,7 @@ def readable(path: Path) -> Generator[None]:
         raise untrusted(f"checkpoint {str(path)!r}", e, may_trust=True) from e
     except CorruptCheckpointError as e:
         if str(path) not in str(e):  # change this object: every rank may have raised the same error
-            e.args = (f"checkpoint {str(path)!r} cannot be read, it is damaged or foreign: {e}",)
+            e.args = (f"checkpoint {str(path)!r} cannot be read. It is damaged or has another format: {e}",)
         e.add_note("If another process replaced the file while it was read, load it again.")
         raise
 
@@ -259,7 +259,7 @@ def read_states(file: TorchFile, prune: Callable[[StateDict], StateDict] | None 
         CorruptCheckpointError: the bytes are damaged, or hold no dict.
     """
     if not isinstance(file.contents, dict):
-        raise CorruptCheckpointError(f"it holds {type(file.contents).__name__} and no dict")
+        raise CorruptCheckpointError(f"it holds {type(file.contents).__name__} and not a dict")
     file.contents = file.contents if prune is None else prune(file.contents)
     file.read()
     return file.contents
@@ -287,6 +287,6 @@ def validate(path: Path) -> None:
             "(path, specs) that returns whether the file may be read."
         ) from e
     if not callable(function):
-        raise ConfigError(f"{_VALIDATION}={name!r} is {type(function).__name__} and no function.")
+        raise ConfigError(f"{_VALIDATION}={name!r} is {type(function).__name__} and not a function.")
     if not function(path, None):  # None, as in Composer's call: check the file as a whole
         raise UntrustedCheckpointError(f"checkpoint {str(path)!r} was refused by {name}, which {_VALIDATION} names.")

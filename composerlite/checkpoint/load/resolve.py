@@ -99,7 +99,9 @@ def find_checkpoint(
         # Symbolic links in ``path`` are kept: each rank follows symbolic links on its own disk.
         path = _resolved(name) if _is_local(name, object_store) else None
         if not last:
-            raise CheckpointNotFoundError(f"there is no checkpoint {place.uri()}: it is the top of a disk or a bucket.")
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint {place.uri()}: it is the root of a disk or a bucket."
+            )
         key = place.name_of(last) if path is None else ""
         if place.exists(last):
             if path is None and not last.endswith(WEIGHTS_SUFFIX):
@@ -119,7 +121,7 @@ def find_checkpoint(
         if path is not None:
             return Located(name, "file", path)  # the read raises the error if there is no file
         raise CheckpointNotFoundError(
-            f"there is no checkpoint {place.uri(last)}: it is no object, and no directory of a checkpoint."
+            f"there is no checkpoint {place.uri(last)}: it is neither an object nor a directory of a checkpoint."
         )
 
 
@@ -296,7 +298,7 @@ def download_checkpoint(
         PermissionError, ObjectStoreError: the store denies access, or fails.
     """
     if fsdp_sharded_state_dict_enabled or deepspeed_sharded_checkpoint:
-        raise ConfigError(f"{str(path)!r}: sharded checkpoints are not downloaded yet; load them from where they are")
+        raise ConfigError(f"{str(path)!r}: sharded checkpoints cannot be downloaded. Load the checkpoint from its URI.")
     folder = Path(node_checkpoint_folder)
     with fetched(path, object_store, progress_bar=progress_bar, near=folder) as source:
         extracted = folder / "checkpoint" if is_tar(source) else None

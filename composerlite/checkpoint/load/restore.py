@@ -168,7 +168,7 @@ def read_in_place(
             return load_directory(folder, plan, step)
         assert place.path is not None
         with opened(place.path, trust=trust, progress_bar=progress_bar, together=place.name) as file:
-            with group.all_or_none("comparing the checkpoint with the run"):
+            with group.all_or_none("checking that the checkpoint fits the run"):
                 wanted, live = plan.matched(file.contents)
             file.contents, addresses, sieves = placed(wanted, live, file.unread, file.ring)
             del wanted  # the reader skips tensors without a reference

@@ -158,7 +158,7 @@ def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequ
     """
     group, record, catalog = dist.get_group(), candidate.record, place.catalog
     if record.run.not_finite:
-        raise _NotFiniteError(f"{', '.join(record.run.not_finite)} was not finite when it was saved.")
+        raise _NotFiniteError(f"{', '.join(record.run.not_finite)} had NaN or infinite values when saved.")
     if candidate.nearness == IN_REPLICAS and place.memory is not None:
         place.memory.bring(record)
     files = record.here if group.is_first and isinstance(candidate.path, Path) else ()
@@ -175,7 +175,7 @@ def _fetch(candidate: Candidate, place: RunPlace, *, progress_bar: bool) -> Sequ
                 try:
                     fetch_checkpoint(bucket, record, catalog.place, progress)
                 except CorruptCheckpointError as e:
-                    log.warning("downloading the checkpoint once more: %s", e)
+                    log.warning("downloading the checkpoint again: %s", e)
                     fetch_checkpoint(bucket, record, catalog.place, progress)
     return files
 
@@ -202,13 +202,15 @@ def _read(
     name = str(candidate.path)
     if before is not None and (lacks := {*candidate.record.left_out}.difference(before.record.left_out)):
         raise IncompatibleCheckpointError(
-            f"checkpoint {name!r} was saved without {', '.join(sorted(lacks))}, and parts of the damaged checkpoint "
-            f"{before.source!r} may be in their place now: delete the damaged checkpoint, and start again."
+            f"checkpoint {name!r} was saved without {', '.join(sorted(lacks))}, and parts of the damaged "
+            f"checkpoint {before.source!r} may have been loaded instead: delete the damaged checkpoint, and start "
+            "again."
         )
     if added := [one for one in state.algorithms if one not in algorithms]:
         raise IncompatibleCheckpointError(
-            f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the model: "
-            f"no other checkpoint fits now. Start again with these in algorithms=[…] to resume from {name!r}."
+            f"a newer checkpoint could not be read, and loading it added {', '.join(map(repr, added))} to the "
+            "model: no other checkpoint fits now. Add these to algorithms=[…] and start again to resume from "
+            f"{name!r}."
         )
     plan = RestorePlan(state, f"checkpoint {without_secrets(name)!r}")
     roots = {} if isinstance(candidate.path, Path) else {one.get_uri("x").removesuffix("x"): one for one in stores}
@@ -224,8 +226,9 @@ def advising(path: str) -> Generator[None]:
         yield
     except IncompatibleCheckpointError as e:
         raise IncompatibleCheckpointError(
-            f"{e}\nautoresume restores all of a run: the load_… arguments apply to load_path alone. To leave parts "
-            f"of this checkpoint out, begin a run of another run_name with load_path={without_secrets(path)!r}."
+            f"{e}\nautoresume restores the complete run: the load_… arguments apply only to load_path. To leave "
+            "out parts of this checkpoint, start a run with another run_name with "
+            f"load_path={without_secrets(path)!r}."
         ) from e
 
 
@@ -269,7 +272,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
     # check_sizes finds.
     lost_nodes = set[int | None].intersection(*(lacks_there for *_, lacks_there in every)) - {*nodes}
     if seen is None or blind_ranks or lost_nodes:
-        text = f"checkpoint {record.name!r} is visible to rank 0 and not to the ranks {blind_ranks}."
+        text = f"checkpoint {record.name!r} is visible to rank 0 but not to the ranks {blind_ranks}."
         if not blind_ranks:
             numbers = sorted(node or 0 for node in lost_nodes)
             text = f"no rank has the files of checkpoint {record.name!r} from the disks of the nodes {numbers}."
@@ -282,7 +285,7 @@ def _files_of_rank(record: Manifest, catalog: Catalog) -> Sequence[FileRecord]:
 def _continued_from(chosen: Candidate, listing: Listing) -> Lineage:
     """Return the attempt that continues from ``chosen``. On rank 0."""
     if chosen.record.left_out:
-        message = "resuming from %s, which was saved without %s: no checkpoint with all keys is usable"
+        message = "resuming from %s, which was saved without %s: no checkpoint with all keys can be loaded"
         log.warning(message, chosen.source, chosen.record.left_out)
     known = [one.record for one in listing.known]
     resumable = [one.record for one in newest_first(listing.known)]
@@ -308,9 +311,10 @@ def _started_over(listing: Listing, rejected: Sequence[Rejected], places: Sequen
     if found:
         tried = "; ".join(f"{source}: {error}" for source, error in found)
         raise CheckpointError(
-            f"run {run_name!r} has checkpoints, and none of them is good, so it does not start over by itself. "
-            f"Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another machine, "
-            "this one reads them wrongly. Otherwise name one to load with load_path and autoresume=False, or "
-            "start over in another save_folder, or with autoresume=False and save_overwrite=True."
+            f"run {run_name!r} has checkpoints, but none can be loaded. A run with checkpoints never starts over "
+            f"by itself. Tried: {tried}. No checkpoint was deleted or renamed. If the files are good on another "
+            "machine, this machine reads them wrongly. Otherwise load a checkpoint with load_path and "
+            "autoresume=False, or start over with another save_folder or with autoresume=False and "
+            "save_overwrite=True."
         )
     return new_attempt(highest_attempt(one.record for one in listing.known))

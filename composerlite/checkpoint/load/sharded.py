@@ -76,7 +76,7 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
         what = f"reading the small parts of {plan.source}"
         read = group.from_first(what, lambda: reader.read(requests_of(metadata, keys, reader.uri)))
         values = {key: safe_contents(data, key, reader.uri) for key, data in read.items()}
-        with group.all_or_none("comparing the checkpoint with the run"):
+        with group.all_or_none("checking that the checkpoint fits the run"):
             held = nested(metadata, "", list(stored), {**values, **tensors})
             whole = as_in_a_file({**cast("StateDict", held), **beside}) if isinstance(held, dict) else held
             wanted, live = plan.matched(whole)
@@ -94,11 +94,11 @@ def load_directory(folder: ShardedDirectory, plan: RestorePlan, step: StepFolder
 
 
 def check_one_index(digests: Sequence[str], uri: str) -> None:
-    """Raise CheckpointError if the ranks have read different indexes of the checkpoint ``uri``."""
+    """Raise CheckpointError if the ranks read different indexes of checkpoint ``uri``."""
     if len({*digests}) > 1:
         raise CheckpointError(
-            f"the ranks have read different indexes of the checkpoint {uri!r}. If another process replaced the "
-            "checkpoint meanwhile, load it again."
+            f"the ranks read different indexes of checkpoint {uri!r}. If another process replaced the checkpoint "
+            "meanwhile, load it again."
         )
 
 
@@ -172,7 +172,7 @@ def load(
         wanted[key] = empty_shard_like(found.values[key], found.values[key].dtype)
     group = group or group_of()
     load_leaves(reader, wanted, group=group)
-    group.agree("comparing names of the same tensor", lambda: _check_tied(wanted, tied, reader.uri))
+    group.agree("checking tensors with several names", lambda: _check_tied(wanted, tied, reader.uri))
     wanted |= {key: found.values[key] for _, *others in tied for key in others}
     for key, value in wanted.items():
         if value is (own := found.values[key]):
@@ -200,9 +200,9 @@ def _check_tied(loaded: StateDict, tied: Iterable[Sequence[str]], uri: str) -> N
     different = [names for names in tied if any(not torch.equal(bits(names[0]), bits(name)) for name in names[1:])]
     if different:
         raise IncompatibleCheckpointError(
-            f"checkpoint {uri!r} has different numbers for what is one tensor here: "
-            f"{'; '.join(', '.join(names) for names in different[:20])}. Load into tensors of their own, as in a "
-            "model whose weights are not tied, or leave all names but one out of the state dict."
+            f"checkpoint {uri!r} has different values for one tied tensor: "
+            f"{'; '.join(', '.join(names) for names in different[:20])}. Load into separate tensors, as in a "
+            "model without tied weights, or keep only one of these names in the state dict."
         )
 
 
@@ -341,7 +341,7 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
     if group.size == 1 or here is None or not group.broadcast(record is not None and record.node is not None):
         return
     lacks: dict[str, list[Piece]] = {}
-    with group.all_or_none(f"looking for the parts of {source}"):
+    with group.all_or_none(f"finding the parts of {source}"):
         if record is None:
             raise CheckpointNotFoundError(f"{source} has no record in {str(here)!r}")
         files = {file.path.removeprefix(f"{record.name}/"): file for file in record.files}
@@ -355,15 +355,15 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
             with (target / name).open("ab") as file:
                 file.truncate(files[name].size_bytes)
     everyone = group.gather((has, lacks))
-    with group.all_or_none(f"looking for the parts of {source}"):
+    with group.all_or_none(f"finding the parts of {source}"):
         moves: list[dist.Move] = []  # the same on every rank
         for rank, (_, pieces_of) in enumerate(everyone):
             for name, pieces in pieces_of.items():
                 holders = [other for other, (names, _) in enumerate(everyone) if name in names]
                 if not holders:
                     raise IncompatibleCheckpointError(
-                        f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} of "
-                        f"its run, and no rank of this one has it. {ON_ALL_NODES}"
+                        f"{source}: its file {files[name].path!r} was saved to the disk of node {files[name].node} "
+                        f"of its run, and no rank of this run has it. {ON_ALL_NODES}"
                     )
                 size = files[name].size_bytes
                 # The reader verifies whole chunks.
@@ -372,9 +372,9 @@ def fetch_from_nodes(reader: RemoteFileSystemReader, wanted: Mapping[str, Any], 
                     moves.append(dist.Move(holders[len(moves) % len(holders)], rank, name, begin, end - begin))
         for name in {move.name for move in moves if move.source == group.rank}:
             validate(here / name)
-    with group.all_or_none(f"bringing parts of {source} to the nodes that need them"):
+    with group.all_or_none(f"sending parts of {source} between nodes"):
         dist.move(
-            f"bringing parts of {source}",
+            f"sending parts of {source}",
             moves,
             lambda name, offset, size: read_part(here / name, offset, size),
             lambda name, offset, data: write_part(target / name, offset, data),

@@ -290,7 +290,7 @@ class RemoteFileSystemReader(StorageReader, Closing):
             target, entry = planner.resolve_tensor(item).detach(), metadata.state_dict_metadata[key]
             if tuple(target.shape) != tuple(item.lengths) or not isinstance(entry, TensorStorageMetadata):
                 raise IncompatibleCheckpointError(
-                    f"{item.dest_index.fqn!r}: {tuple(item.lengths)} is to go to {tuple(target.shape)}"
+                    f"{item.dest_index.fqn!r}: {tuple(item.lengths)} cannot be copied to {tuple(target.shape)}"
                 )
             at = tuple(item.storage_index.offset or ())
             place, offsets = _place_of(metadata, item.storage_index, self.uri), tuple(item.storage_offsets)
@@ -351,8 +351,8 @@ class RemoteFileSystemReader(StorageReader, Closing):
             return size_bytes
         except FileNotFoundError as e:
             raise CorruptCheckpointError(
-                f"checkpoint {self.uri!r}: its file {name!r} is gone. If another process replaced the checkpoint "
-                "meanwhile, load it again."
+                f"checkpoint {self.uri!r}: its file {name!r} is missing. If another process replaced the "
+                "checkpoint meanwhile, load it again."
             ) from e
         except RefusedError as e:
             raise untrusted(f"checkpoint {self.uri!r}: {name!r}", e) from e
@@ -388,7 +388,7 @@ class RemoteFileSystemReader(StorageReader, Closing):
                 if numbers is None:
                     part: Any = item_contents(memory.numpy().tobytes())
                     if not isinstance(part, Tensor) or tuple(part.shape) != sizes:
-                        raise CorruptCheckpointError(f"{piece.fqn!r} is not the tensor that the index says")
+                        raise CorruptCheckpointError(f"{piece.fqn!r} is not the tensor in the index")
                     for dim, (begin, length) in enumerate(zip(offsets, tensor.shape, strict=True)):
                         part = part.narrow(dim, begin, length)
                     tensor.copy_(part)

@@ -54,8 +54,8 @@ def model_state(model: nn.Module) -> StateDict:
         state = model.state_dict()
         if without := [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
             raise ConfigError(
-                f"the model has no numbers in {len(without)} of its tensors, {without[0]!r} for example: they are on "
-                "the device 'meta'. Call model.to_empty(device='cpu') first, and make its optimizer after that."
+                f"the model has no values in {len(without)} of its tensors, {without[0]!r}, for example: they are "
+                "on the device 'meta'. Call model.to_empty(device='cpu') first, then make its optimizer."
             )
         parts = {part for name in state for part in name.split(".")}
         plain = (type(one) is Tensor or dist.is_distributed_tensor(one) for one in state.values())
@@ -129,7 +129,7 @@ def optimizer_state_to_fill(
             made = _state(model, optim, new_state=True)["state"]
         except TypeError as e:
             raise IncompatibleCheckpointError(
-                f"{type(optim).__name__} has a state after its first step only: let it make one, then load. ({e})"
+                f"{type(optim).__name__} has no state before its first step: call step() once, then load. ({e})"
             ) from e
     both = {**made, **state["state"]}
     state["state"] = {**kept, **{name: both[name] for name in stored if name in both}}

@@ -128,7 +128,7 @@ class Bucket(Place):
         tail = self.transfer.read(name, body_bytes, record.tail_bytes) if record.tail_bytes else b""
         has_tail = not tail or xxhash.xxh3_128_hexdigest(tail) == record.tail_xxh3_128
         if digest.hexdigest() != record.xxh3_128 or not has_tail:
-            raise CorruptCheckpointError(f"the bytes of {uri!r} are not those that were saved.")
+            raise CorruptCheckpointError(f"the bytes of {uri!r} differ from the saved bytes.")
 
     def fetch(
         self, path: str, target: Path, digest: FileDigest | None, progress: OnBytes = int, *, create_only: bool = False

@@ -74,7 +74,7 @@ def record_in(place: Place, path: str, *, chunks: bool = False, parts: bool = Fa
     # The index of another program ends as a pickle does. An index without this end, beside our data, was cut off.
     is_cut = found is None and last == INDEX and not end.endswith(pickle.STOP)
     if is_cut and any(data_file_id(f"{folder}/{name}".lstrip("/")) for name in place.names(folder)):
-        raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is gone: the file was cut off")
+        raise CorruptCheckpointError(f"the record of {place.uri(path)!r} is missing: the file was cut off")
     is_part = found is not None and found.form == "archives" and len(found.files) == 1
     return None if found is None or (is_part and not parts) else _with_node(place, found)
 

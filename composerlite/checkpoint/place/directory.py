@@ -53,8 +53,8 @@ _SEEN_SECONDS = 20.0
 LEAST_CHUNK_BYTES = 32 << 10
 """Smallest chunk with a digest. Small, because a read of a shard is often a single tensor among many."""
 ON_ALL_NODES = (
-    "Load it on all the nodes that saved it, or copy the files of all of them to one folder; save to a folder that all "
-    "nodes share, or to a bucket, to be free of that."
+    "Load it on all the nodes that saved it, or copy the files of all of them to one folder. Save to a folder that "
+    "all nodes share, or to a bucket, to avoid this."
 )
 """Advice about files on the disks of other nodes."""
 RANK_FILE = re.compile(r"rank(\d+)\.pt")
@@ -286,9 +286,9 @@ class ShardedDirectory(Directory):
                 if time.monotonic() > deadline:
                     raise FileNotFoundError(
                         errno.ENOENT,
-                        f"the first rank made this file {_SEEN_SECONDS:g} s ago, and here it is not: each rank writes "
-                        "its part of a sharded checkpoint. Give a folder that all nodes share, or a bucket; or "
-                        "state_dict_type='full', with which rank 0 writes one file. Not here",
+                        f"the first rank made this file {_SEEN_SECONDS:g} s ago, but this rank does not see it. "
+                        "Each rank writes its part of a sharded checkpoint. Give a folder that all nodes share, "
+                        "or a bucket, or state_dict_type='full', so that rank 0 writes one file. Not here",
                         str(staged),
                     )
                 time.sleep(0.05)
@@ -356,7 +356,7 @@ class ShardedDirectory(Directory):
             with contextlib.suppress(CheckpointError):  # an earlier save's record is damaged or of a newer version
                 there = record_in(self.place, self.at(handle.decider))
             if there is not None and there.id == handle.id:
-                log.warning("checkpoint %s exists and is whole, although its save failed", self.uri)
+                log.warning("checkpoint %s exists and is complete, although its save failed", self.uri)
             else:
                 self.place.delete(
                     self.at(name) for name in self.place.names(self.name) if data_file_id(name) == handle.id
@@ -366,7 +366,7 @@ class ShardedDirectory(Directory):
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
         except (OSError, ObjectStoreError) as e:  # the error of the save is raised instead
-            log.warning("%s: files of a save that failed are left behind: %s", self.uri, e)
+            log.warning("%s: could not remove the files of a failed save: %s", self.uri, e)
 
     def _end(self) -> None:
         staged, self._staged, self._handle = self._staged, None, None

@@ -50,7 +50,7 @@ def this_process(pid: int) -> dict[str, Any]:
 
 def _parse(data: bytes) -> dict[str, Any]:
     """Return the description of the holder of a lease. Unreadable content gives a holder without a name."""
-    nameless = {"id": "", "process": "a process that has not written its name", "pid": 0, "boot": ""}
+    nameless = {"id": "", "process": "an unnamed process", "pid": 0, "boot": ""}
     try:
         return {**nameless, **json.loads(data)}
     except (ValueError, TypeError):
@@ -94,12 +94,13 @@ def take_leases(leases: Mapping[str, Lease], what: str, timeout: float) -> None:
             while (holder := lease.try_to_take()) is not None:
                 if time.monotonic() > until:
                     raise RunInUseError(
-                        f"{what}: {uri!r} is written by another process, {holder}, which is alive after "
-                        f"{timeout:.0f} s. Stop that process if it is another launch of this run. If it is another "
-                        "run, each would replace the other's files: give this run a save_folder or names of its own."
+                        f"{what}: {uri!r} is written by another process, {holder}, which is still alive after "
+                        f"{timeout:.0f} s. Stop that process if it is another launch of this run. If it is "
+                        "another run, the runs would replace each other's files: give this run its own "
+                        "save_folder or file names."
                     )
                 if holder != last_holder:
-                    log.warning("%s: %r is written by %s: waiting up to %.0f s", what, uri, holder, timeout)
+                    log.warning("%s: %r belongs to %s: waiting up to %.0f s", what, uri, holder, timeout)
                     last_holder = holder
                 for other in leases.values():  # the waits for several dead holders overlap
                     if isinstance(other, HeartbeatLease) and other not in _held:
@@ -140,7 +141,7 @@ class FileLease:
         except PermissionError:
             raise
         except OSError as e:  # no lock support, or a full disk: saves report a full disk
-            log.warning("no lock on %s: %s. A second launch of this run is not refused", self.uri, e)
+            log.warning("cannot lock %s: %s. A second launch of this run cannot be detected", self.uri, e)
             return None
         _held.append(self)
         return None
@@ -163,7 +164,7 @@ class FileLease:
             try:
                 Path(self.uri).unlink()
             except OSError as e:
-                log.warning("%s was not deleted (this blocks no other launch): %s", self.uri, e)
+                log.warning("could not delete %s (other launches are not blocked): %s", self.uri, e)
         _unlock(self.uri)
 
 
@@ -205,7 +206,7 @@ class HeartbeatLease:
         self.lost_to = None
         self.confirm(max_age=0)
         if is_new and self._seen_version is None:  # some stores hide unreadable objects
-            raise PermissionError(f"{self.uri}: the lease was written and cannot be read: get the right to read it")
+            raise PermissionError(f"{self.uri}: the lease was written but cannot be read. Grant the right to read it.")
         if self.lost_to is not None:
             return self.lost_to
         _held.append(self)

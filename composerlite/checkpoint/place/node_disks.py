@@ -58,7 +58,7 @@ def disks_of(folder: Path) -> Disks | None:
     group = dist.get_group()
     mark, mark_id = folder / "seen-by-all", group.from_first("naming a file", new_id)
     with contextlib.ExitStack() as stack:
-        with group.all_or_none("writing to the folder of checkpoints"):
+        with group.all_or_none("checking that the folder of checkpoints is writable"):
             if dist.get_local_rank() == 0:
                 try:
                     make_folder(folder)
@@ -74,10 +74,10 @@ def disks_of(folder: Path) -> Disks | None:
         leaders = group.gather(_leader(mark.with_name(temporary_name(mark.name, mark_id))))
     if blind := [rank for rank, leader in enumerate(leaders) if leader is None]:
         raise ConfigError(
-            f"the folder of checkpoints {str(folder)!r} of rank 0 is not that of the ranks {blind}, nor that of the "
-            "first rank of their node: each rank writes its part of a sharded checkpoint. Choose a folder (with a "
-            "URI: save_staging_folder) that all ranks of a node see; or set state_dict_type='full' in "
-            "parallelism_config['fsdp'], and rank 0 writes all."
+            f"the folder of checkpoints {str(folder)!r} of rank 0 is not the folder of the ranks {blind} or of the "
+            "first rank of their node: each rank writes its part of a sharded checkpoint. Choose a folder (with "
+            "a URI: save_staging_folder) that all ranks of a node see; or set state_dict_type='full' in "
+            "parallelism_config['fsdp'], so that rank 0 writes everything."
         )
     disks = Disks(tuple(leader for leader in leaders if leader is not None))
     return disks if len(set(disks.leaders)) > 1 else None

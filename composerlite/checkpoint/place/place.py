@@ -281,7 +281,7 @@ class Folder(Place):
     def files(self, below: str = "") -> Mapping[str, StoredFile]:
         root = self.path / below
         if below and (root.is_symlink() or (root.exists() and not root.is_dir())):
-            log.warning("left out: %s is no folder of this one", root)
+            log.warning("ignored: %s is not a folder of this folder", root)
             return {}
         found: dict[str, StoredFile] = {}
         for path, entry in _walk(root, f"{below}/" if below else ""):
@@ -297,7 +297,7 @@ class Folder(Place):
         except FileNotFoundError:
             return []
         except NotADirectoryError as e:
-            raise ConfigError(f"{self.uri(folder)!r} is a file and no directory of a sharded checkpoint.") from e
+            raise ConfigError(f"{self.uri(folder)!r} is a file, not a directory of a sharded checkpoint.") from e
 
     def exists(self, path: str) -> bool:
         return (self.path / path).is_file()
@@ -311,7 +311,7 @@ class Folder(Place):
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise FileNotFoundError(errno.ENOENT, "there is no file of that name", str(target))
+                raise FileNotFoundError(errno.ENOENT, "no file has that name", str(target))
             size = min(most_bytes, status.st_size)
             return status.st_size, os.pread(descriptor, size, status.st_size - size)
         finally:
@@ -349,7 +349,7 @@ class Folder(Place):
         for target in targets:
             if target.is_symlink() or not target.is_file() or self._is_behind_a_link(target):
                 if os.path.lexists(target):
-                    log.warning("%s is no file, or is behind a link, and is left alone", target)
+                    log.warning("%s is not a file or is behind a link: not touched", target)
                 continue
             target.unlink(missing_ok=True)
             if durable:
@@ -390,7 +390,7 @@ class Folder(Place):
         path = self.path / link
         if self._is_behind_a_link(path) or (os.path.lexists(path) and not path.is_symlink()):
             raise ConfigError(
-                f"{str(path)!r} is no link, and the link of this name does not take its place. Move it away, or give "
+                f"{str(path)!r} is not a link, so the link of this name cannot replace it. Move it away, or give "
                 "another name (save_latest_filename in the Trainer)."
             )
 
@@ -416,7 +416,7 @@ class Folder(Place):
                     found.append(StoredFile(folder + path.name, path.lstat().st_size, None))
                     if not dry_run:
                         path.unlink()
-                        log.info("removed %s, left by a process that died while it wrote", path)
+                        log.info("removed %s, left by a killed process", path)
         return found
 
 
@@ -454,7 +454,7 @@ def _walk(folder: str | Path, prefix: str = "") -> Iterator[tuple[str, os.DirEnt
     except FileNotFoundError:  # missing, or deleted by another process
         return
     except NotADirectoryError as e:
-        raise CorruptCheckpointError(f"{str(folder)!r} is a file and no folder of checkpoints.") from e
+        raise CorruptCheckpointError(f"{str(folder)!r} is a file, not a folder of checkpoints.") from e
     for entry in entries:
         yield prefix + entry.name, entry
         if entry.is_dir(follow_symlinks=False) and not is_temporary(entry.name):

@@ -81,7 +81,7 @@ def check_variables(template: str, *, argument: str, allow_time: bool = True) ->
         template.format(**{name: "run" if name == "run_name" else 1.5 if name in _CLOCKS else 1 for name in known})
     except (ValueError, LookupError) as e:
         raise ConfigError(
-            f"{source} cannot be formatted: {e}. Formats are those of python, as in {{epoch:04d}}."
+            f"{source} cannot be formatted: {e}. Use Python's format syntax, such as {{epoch:04d}}."
         ) from e
     return template
 
@@ -120,8 +120,8 @@ def directory_template(template: str, *, argument: str = "save_filename") -> str
     suffix = format_of(template).suffix
     if suffix not in ("", ".pt"):
         raise ConfigError(
-            f"{argument}={template!r}: sharded checkpoints are directories, which are not packed as {suffix!r}. Leave "
-            "the ending out, or save one file: state_dict_type='full'."
+            f"{argument}={template!r}: sharded checkpoints are directories and cannot be packed as {suffix!r}. "
+            "Leave the ending out, or save one file: state_dict_type='full'."
         )
     folder, _, name = template.removesuffix(suffix).rpartition("/")
     name = _RANK.sub("", name)
@@ -150,8 +150,8 @@ def archive_template(template: str, *, argument: str = "save_filename") -> str:
         template = template.removesuffix(layout.suffix) + ".tar"
     if "rank" not in variables_in(template, f"{argument}={template!r}"):
         raise ConfigError(
-            f"{argument}={template!r}: each rank of DeepSpeed writes a file of its own; all would have this name. "
-            "Put '{rank}' into it, as in 'ep{epoch}-ba{batch}-rank{rank}.tar'."
+            f"{argument}={template!r}: each rank of DeepSpeed writes its own file, but all would have this name. "
+            f"Put '{{rank}}' into it, as in 'ep{{epoch}}-ba{{batch}}-rank{{rank}}.tar'."
         )
     return template
 
@@ -344,14 +344,14 @@ def relative_path(value: str) -> str:
     try:
         lengths = [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError as e:
-        raise ValueError(f"{shown} is no path: it has characters that no file name can have") from e
+        raise ValueError(f"{shown} is not a path: it has characters that a file name cannot have") from e
     is_inside = ".." not in value.replace("\\", "/").split("/") and not value.startswith(("/", "\\"))
     if not parts or not is_inside or not value.endswith(parts[-1]):
         rule = "expected the path of a file inside the folder, relative to it, without '..'"
     elif any(ord(character) < 32 or ord(character) == 127 for character in value):
         rule = "it has control characters"
     elif sum(lengths) + len(parts) > _LONGEST_PATH or max(lengths) > _LONGEST_PART:
-        rule = f"file systems take {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in all"
+        rule = f"file systems allow {_LONGEST_PART} bytes in a part and {_LONGEST_PATH} in total"
     else:
         return value
     raise ValueError(f"path {shown}: {rule}")
@@ -371,7 +371,7 @@ def new_name(value: str, *, on_disk: bool = True) -> str:
     length, most = len(os.fsencode(name.rpartition("/")[2])), _LONGEST_PART - _TEMPORARY_BYTES
     if on_disk and length > most:
         raise ValueError(
-            f"the name has {length} bytes, of at most {most}: file systems take {_LONGEST_PART}, of which temporary "
-            f"names need {_TEMPORARY_BYTES}"
+            f"the name has {length} bytes, of at most {most}: file systems allow {_LONGEST_PART}, of which "
+            f"temporary names need {_TEMPORARY_BYTES}"
         )
     return name

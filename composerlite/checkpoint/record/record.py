@@ -239,7 +239,7 @@ class Manifest:
             return decider
         if last is not None and f"/{decider}".endswith(f"/{last}"):
             return decider.removesuffix(last).rstrip("/")
-        raise ValueError(f"{decider!r} is no deciding file of a checkpoint of the form {self.form!r}")
+        raise ValueError(f"{decider!r} is not the deciding file of a checkpoint of the form {self.form!r}")
 
     def check(self) -> None:
         """Check the fields of a record from a file.
@@ -252,9 +252,9 @@ class Manifest:
             ValueError: a rule is broken.
         """
         if type(self.timestamp.get("batch")) is not int or self.batch < 0:
-            raise ValueError(f"its timestamp has no whole number of batches: {self.timestamp.get('batch')!r}")
+            raise ValueError(f"its timestamp has an invalid number of batches: {self.timestamp.get('batch')!r}")
         if strange := [name for name, value in self.timestamp.items() if not -(2**63) < value < 2**63]:
-            raise ValueError(f"its timestamp has no number of the usual size for {strange[0]!r}")
+            raise ValueError(f"its timestamp has an invalid number for {strange[0]!r}")
         paths = [file.path for file in self.files]
         if len(set(paths)) != len(paths):
             raise ValueError("it names a file twice")
@@ -262,7 +262,7 @@ class Manifest:
             raise ValueError(f"it is one file, and names {paths[1]!r}, too")
         others = paths[1:] if self.form == "archives" else []
         if strange := [path for path in others if _NUMBER.sub("0", path) != _NUMBER.sub("0", self.name)]:
-            raise ValueError(f"{strange[0]!r} is no file of checkpoint {self.name!r}")
+            raise ValueError(f"{strange[0]!r} is not a file of checkpoint {self.name!r}")
 
 
 # ── fields from files ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +277,7 @@ def json_object(data: bytes | str) -> dict[str, Any]:
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
     if not isinstance(found, dict):
-        raise ValueError(f"it holds {type(found).__name__} and no object")
+        raise ValueError(f"it holds {type(found).__name__} and not an object")
     return cast("dict[str, Any]", found)
 
 
@@ -365,7 +365,9 @@ def seal(manifest: Manifest, stored: FileDigest, plain: FileDigest | None = None
     """
     tail = _tail(_fields(manifest, stored, plain), room)
     if room is not None and len(tail) > room:
-        log.warning("checkpoint %s: its metrics and timings do not fit into its record and are left out", manifest.name)
+        log.warning(
+            "checkpoint %s: its metrics and timings are too large for its record and are left out", manifest.name
+        )
         tail = _tail(_fields(_shortened(manifest), stored, plain), room)
     if room is not None and len(tail) > room:
         raise SaveError(
@@ -466,7 +468,7 @@ def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) ->
             return None
         fields = json_object(text)
         if type(version := fields.get("composerlite")) is not int:
-            raise ValueError("its version is no whole number")
+            raise ValueError("its version is not an integer")
         if version != VERSION:
             raise NewerManifestError(
                 f"the record of {uri(path)!r} has version {version}, this version reads {VERSION}: update composerlite."
@@ -477,9 +479,7 @@ def unseal(path: str, size_bytes: int, end: bytes, uri: Callable[[str], str]) ->
         digest = next((one for one in digests if one.size_bytes == body_bytes and not one.tail_bytes), None)
         if digest is None:
             saved = " or ".join(str(one.size_bytes) for one in digests)
-            raise ValueError(
-                f"{body_bytes} bytes are before it, but {saved or 'an unknown number of'} bytes were saved"
-            )
+            raise ValueError(f"{body_bytes} bytes precede it, but {saved or 'an unknown number of'} bytes were saved")
         digest = digest.with_tail(end[before:])
         digest.chunk_digests(path)
         return manifest_from(fields["record"], FileRecord(path, **dataclasses.asdict(digest)))
@@ -499,7 +499,7 @@ def unseal_index(path: str, data: bytes, uri: Callable[[str], str]) -> tuple[byt
     counts = [-(-file.digest.body_bytes // file.chunk_bytes) if file.chunk_bytes else 0 for file in others]
     end = at = len(body) - _CHUNK_DIGEST_BYTES * sum(counts)
     if at < 0 or min(counts, default=0) < 0 or xxhash.xxh3_128_hexdigest(body) != decider.xxh3_128:
-        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} are not those that were saved.")
+        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} differ from the saved bytes.")
     files = [decider]
     for file, count in zip(others, counts, strict=True):
         chunks = body[at : at + _CHUNK_DIGEST_BYTES * count]
@@ -516,7 +516,7 @@ def unseal_weights_index(path: str, data: bytes, uri: Callable[[str], str]) -> M
     try:
         index = json_object(data)
     except ValueError as e:
-        raise CorruptCheckpointError(f"{uri(path)!r} is no index of weights: {e}") from e
+        raise CorruptCheckpointError(f"{uri(path)!r} is not an index of weights: {e}") from e
     with _reading(path, uri):
         about = index.get("metadata")
         tail = cast("StateDict", about).pop("composerlite", None) if isinstance(about, dict) else None
@@ -525,7 +525,7 @@ def unseal_weights_index(path: str, data: bytes, uri: Callable[[str], str]) -> M
         end, body = str(tail).encode(), _index_text(index)
     manifest = unseal(path, len(body) + len(end), end, uri)
     if manifest is None or manifest.files[0].xxh3_128 != xxhash.xxh3_128_hexdigest(body):
-        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} are not those that were saved.")
+        raise CorruptCheckpointError(f"the bytes of {uri(path)!r} differ from the saved bytes.")
     decider = FileRecord(path, len(data), xxhash.xxh3_128_hexdigest(data))
     return dataclasses.replace(manifest, files=(decider, *manifest.files[1:]))
 

@@ -359,8 +359,8 @@ class Form:
             if weights_only:
                 given = "weights_only=True (save_weights_only=True in the Trainer)"
             raise ConfigError(
-                f"{given}: DeepSpeed saves weights and optimizer as a whole, in pieces. Save whole checkpoints, and "
-                "make a file of the weights of one with composerlite.checkpoint.unshard_zero."
+                f"{given}: DeepSpeed saves weights and optimizer together. Save complete checkpoints, and write "
+                "the weights of one to a file with composerlite.checkpoint.unshard_zero."
             )
 
     def find_disks(self, folder: Path) -> None:
@@ -414,7 +414,7 @@ class Form:
         if self.kind == "monolithic":
             return _file_writer(request, held, record, names[0], gathers=self.is_spread)
         engine, name = request.state.deepspeed, names[rank]
-        assert engine is not None, "the engine exists before the first save"
+        assert engine is not None, "the engine does not exist before the first save"
         images = {STATES: TorchImage(request.gathered_of_all_ranks(held))}
         weights = _trained_storages(request.state).values()
         for file, contents in engine.saved().items():
@@ -470,7 +470,7 @@ def _copy_on_first(contents: StateDict, what: str) -> StateDict:
     try:
         return copy.deepcopy(contents, {**whole})  # copies all tensors except the gathered tensors
     except (RuntimeError, TypeError, ValueError) as e:
-        raise SaveError(f"{what}: its contents cannot be copied: {e}") from e
+        raise SaveError(f"{what}: its state cannot be copied: {e}") from e
 
 
 def _trained_storages(state: TrainingState) -> dict[int, Tensor]:
@@ -491,4 +491,4 @@ def _image(contents: StateDict, what: str, watched: Sequence[tuple[str, Tensor]]
     try:
         return TorchImage(contents, watched=watched)
     except (pickle.PickleError, AttributeError, TypeError, ValueError) as e:  # objects that cannot be pickled
-        raise SaveError(f"{what}: its contents cannot be written: {e}") from e
+        raise SaveError(f"{what}: its state cannot be written: {e}") from e

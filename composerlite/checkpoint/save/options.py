@@ -66,11 +66,11 @@ class Names:
         with naming("save_folder", folder):
             scheme, bucket, path = parse_uri(folder)
         if scheme in ("http", "https"):
-            raise ConfigError(f"save_folder={folder!r}: checkpoints cannot be saved to an address, but to a bucket.")
+            raise ConfigError(f"save_folder={folder!r}: checkpoints cannot be saved to a web address. Give a bucket.")
         if staging is not None and (not scheme or not staging or is_uri(staging)):
             raise ConfigError(
-                f"save_staging_folder={staging!r} with save_folder={folder!r}: expected a folder on this machine, and "
-                "a URI as save_folder. Leave it out to save to a local folder."
+                f"save_staging_folder={staging!r} with save_folder={folder!r}: expected a local folder together "
+                "with a URI as save_folder. Leave it out to save to a local folder."
             )
         self.bucket = f"{scheme}://{bucket}" if scheme else None
         self._path = self.local_folder = path.strip("/") if scheme else path
@@ -190,7 +190,8 @@ class SaveOptions:
         timeout, most = options["upload_timeout_in_seconds"], timedelta.max.total_seconds()
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= most:
             raise ConfigError(
-                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds above 0, as 3600 for an hour."
+                f"upload_timeout_in_seconds={timeout!r}: expected a number of seconds above 0, such as 3600 for an "
+                "hour."
             )
         self.upload_timeout = timeout
         self.ignore_keys = check_ignore_keys(options["ignore_keys"], argument="save_ignore_keys")

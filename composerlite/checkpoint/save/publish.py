@@ -193,7 +193,7 @@ class Publisher:
                     where = str(catalog.folder)
                     moved.append(CheckpointNews(what="deleted", name=manifest.name, where=where, at=time.time()))
             except Exception as e:  # noqa: BLE001 - stored in the outcome, raised by the training thread
-                log.error("checkpoint %s could not be published: %s", self.bucket.uri(there.name), e)
+                log.error("checkpoint %s could not be uploaded: %s", self.bucket.uri(there.name), e)
                 error = e
             if dist.get_global_rank() == 0:
                 self._note(there, began, error, moved)
@@ -260,7 +260,7 @@ class Publisher:
         if not self.uploader.wait(seconds, lane=self.bucket.uri(), at_most=at_most) and seconds_left():
             raise ObjectStoreError(
                 f"{', '.join(self.uploader.pending)}: not uploaded within {self.options.upload_timeout:.0f} s "
-                "(upload_timeout_in_seconds). Save less often, or give it longer."
+                "(upload_timeout_in_seconds). Save less often, or increase the timeout."
             )
 
 
@@ -322,7 +322,8 @@ class Publishing:
         if form.kind == "deepspeed" and self._template != local:
             raise ConfigError(
                 f"save_remote_file_name={names.remote_filename!r}: each rank of DeepSpeed has a file, and the "
-                f"files contain these names, so they keep their names in a bucket: let it end with {names.filename!r}."
+                "files contain these names, so the names in a bucket must be the same: let it end with "
+                f"{names.filename!r}."
             )
         if names.remote_latest is not None:
             link = form.template(names.remote_latest, "save_latest_remote_file_name")
@@ -333,8 +334,8 @@ class Publishing:
             others = self._where.is_leader and not group.is_first
             if others and (own := self._open(state, uploaders)) != self.buckets:
                 raise ConfigError(
-                    f"loggers upload checkpoints to {own} here and to {self.buckets} on rank 0: give every rank the "
-                    "same loggers, for each node uploads what is on its disk."
+                    f"loggers upload checkpoints to {own} here and to {self.buckets} on rank 0: give every rank "
+                    "the same loggers, since each node uploads the files on its disk."
                 )
 
     def _open(self, state: NamedState, uploaders: Sequence[tuple[Uploader, str]]) -> list[str]:
@@ -362,7 +363,7 @@ class Publishing:
         self._options.names.check_buckets(publisher.bucket.uri() for publisher in self.publishers)
         if self._options.keep.none_here and not self.publishers:
             raise ConfigError(
-                "num_checkpoints_to_keep=0 keeps none in the folder, and there is no bucket to keep them in: give "
+                "num_checkpoints_to_keep=0 keeps no checkpoint in the folder, and the run has no bucket: give "
                 "save_folder a URI, or the Trainer a RemoteUploaderDownloader, or keep 1 or more."
             )
         argument = "save_ephemeral_interval" if keep == -1 else f"save_num_remote_checkpoints_to_keep={keep}"
@@ -376,8 +377,8 @@ class Publishing:
                     bucket.delete([".deletable"])
             except (PermissionError, ObjectStoreError) as e:
                 e.add_note(
-                    f"{argument}: older checkpoints are to be deleted from {bucket.uri()}. Get the right to delete "
-                    "there, or leave the argument out, and all of them stay."
+                    f"{argument}: older checkpoints must be deleted from {bucket.uri()}, which is not allowed. "
+                    "Grant the right to delete, or leave the argument out to keep all checkpoints."
                 )
                 raise
         return [publisher.bucket.uri() for publisher in self.publishers]
@@ -415,7 +416,7 @@ class Publishing:
         catalog = self._where.catalog
         manifest = catalog.manifest_of(name)
         if manifest is None:
-            raise CheckpointError(f"checkpoint {name!r} is gone from {catalog.place.uri()!r} before it was published.")
+            raise CheckpointError(f"checkpoint {name!r} is gone from {catalog.place.uri()!r} before it was uploaded.")
         for publisher, vote in zip(self.publishers, votes, strict=True):
             # The last upload deletes the checkpoint from the folder: all others have its files open by then.
             moves = self._options.keep.none_here and publisher is self.publishers[-1]

@@ -97,8 +97,8 @@ class RunFolder:
             name = names_of_ranks(self.latest, state)[0]
             if template != self.latest and name_pattern(template, state.run_name).fullmatch(name):
                 raise ConfigError(
-                    f"save_latest_filename={self.latest!r} is a name that checkpoints have with save_filename="
-                    f"{template!r}, and the link to the newest would be in the way of one. Choose another."
+                    f"save_latest_filename={self.latest!r} is also the name of a checkpoint with "
+                    f"save_filename={template!r}. Choose another name for the link."
                 )
 
     def key(self, buckets: Sequence[Bucket], *, share: bool) -> str:
@@ -116,7 +116,7 @@ class RunFolder:
         if in_bucket and group.is_first:
             place = buckets[0]
         writes = group.is_first or (share and not in_bucket and dist.get_local_rank() == 0)
-        step = "marking the folder of checkpoints"
+        step = "preparing the folder of checkpoints of this run"
         known = group.agree(step, lambda: place.read(_MARK) if writes and place.exists(_MARK) else None)
         number = next((mark for mark in group.gather(known) if mark is not None), group.broadcast(new_id().encode()))
         with group.all_or_none(step):
@@ -128,7 +128,7 @@ class RunFolder:
             folder, uris = os.fsencode(self.catalog.folder.resolve()), " ".join(bucket.uri() for bucket in buckets)
             return xxhash.xxh3_64_hexdigest(place.read(_MARK) + folder + uris.encode())
 
-        return group.from_first("telling the folder in memory from others", hashed)
+        return group.from_first("identifying the folder in memory", hashed)
 
     def keep_in_memory(self, state: TrainingState, key: str) -> None:
         """Add ``key``, the :meth:`key` of the run's other folder, to the name of this folder. Collective.
@@ -161,7 +161,8 @@ class RunFolder:
                     raise ConfigError(
                         f"save_folder={names.folder!r}: {self.folder!r} on this machine has checkpoints of the run "
                         f"{state.run_name!r} that were saved for {before}, not for {names.bucket}. Give this run "
-                        f"another run_name or save_staging_folder; or remove {place.uri(note)!r} if they are its own."
+                        f"another run_name or save_staging_folder; or remove {place.uri(note)!r} if the "
+                        "checkpoints belong to this run."
                     )
                 place.put(note, names.bucket.encode())
         except OSError as e:
@@ -185,7 +186,7 @@ class RunFolder:
         group, place = dist.get_group(), self.catalog.place
         own: list[Manifest] = []
         unnamed: list[str] = []
-        with group.all_or_none("looking for what killed processes have left"):
+        with group.all_or_none("finding leftovers of killed processes"):
             if self.is_leader:
                 own = [one for one in self.catalog.manifests() if one.run_name == self.run_name]
                 place.sweep(timedelta())  # temporary files of killed processes
@@ -193,11 +194,11 @@ class RunFolder:
         if disks is not None:
             first = group.broadcast({one.id for one in own})
             partial = set[str | None]().union(*group.gather({data_file_id(path) for path in unnamed}))
-            with group.all_or_none("removing checkpoints that some disks lack"):
+            with group.all_or_none("removing checkpoints that are missing on some disks"):
                 for one in own:
                     if one.node is not None and (one.id in partial or (first and one.id not in first)):
                         delete_checkpoint(place, one)
-        with group.all_or_none("removing what killed processes have left"):
+        with group.all_or_none("removing leftovers of killed processes"):
             place.delete(unnamed, folders=True)  # last: from these files a later start finds the partial checkpoints
 
     # ── the link to the newest ───────────────────────────────────────────────────────────────────────────────────
@@ -292,7 +293,7 @@ def begin_attempt(places: Sequence[tuple[Catalog, str | None]], run_name: str, *
         parent = next((one for one in found if one is not None and one.run_name == run_name), None)
         return new_attempt(highest_attempt(known), parent)
 
-    return dist.get_group().from_first("looking for earlier attempts", begun)
+    return dist.get_group().from_first("finding earlier attempts", begun)
 
 
 def _manifest_at(catalog: Catalog, origin: str) -> Manifest | None:

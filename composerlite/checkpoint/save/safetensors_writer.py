@@ -203,10 +203,9 @@ def _savable_tensors(state: StateDict, uri: str) -> dict[str, Tensor]:
     for name, value in found.items():
         if not dist.is_dense(value):
             raise SaveError(
-                f"{name!r}: safetensors has no tensors such as {type(value).__name__} of {value.layout}: it takes "
-                "dense ones."
+                f"{name!r}: safetensors cannot store {type(value).__name__} of {value.layout}: it stores dense tensors."
             )
         TensorEntry(name, value.dtype, tuple(value.shape)).check(value.layout)
     if not found:
-        raise ConfigError(f"{uri!r}: there are no tensors to write: expected the state dict of a model.")
+        raise ConfigError(f"{uri!r}: no tensors to write. Expected the state dict of a model.")
     return found

@@ -133,9 +133,9 @@ def begin_save(
         for name in names if is_leader and not request.overwrite and form.kind != "sharded" else ():
             if (path := request.catalog.folder / name).exists():
                 raise CheckpointExistsError(
-                    f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete it, "
-                    "or pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing to this "
-                    "folder, give each run a folder of its own."
+                    f"checkpoint {str(path)!r} exists. Give names that differ, as with '{{batch}}' in them, delete "
+                    "it, or pass overwrite=True (save_overwrite=True in the Trainer). If another run is writing "
+                    "to this folder, give each run its own folder."
                 )
     # 3. The record, and the writer of this rank.
     id_ = group.broadcast(new_id()) if len(names) > 1 else new_id()
@@ -282,7 +282,7 @@ class SaveTask:
         try:
             self.snapshot = staging.take(writer.storages, writer.size_bytes, lazy)
             if self.snapshot is None:
-                log.debug("no memory is ready for a copy of %s: training waits while the state is written", self.path)
+                log.debug("no memory is ready for a copy of %s: training waits until the state is written", self.path)
                 self._written = self._write(writer)
                 staging.prepare(writer.size_bytes)
         except Exception as e:
@@ -509,7 +509,7 @@ class SaveTask:
             SaveError: the save did not end in time.
         """
         if not concurrent.futures.wait([self.future], timeout).done:
-            raise SaveError(f"checkpoint {self.manifest.name!r} is not written after {timeout} s: does the disk hang?")
+            raise SaveError(f"checkpoint {self.manifest.name!r} was not written within {timeout} s. The disk may hang.")
 
 
 def _fail_in_forked_process() -> None:
@@ -518,8 +518,8 @@ def _fail_in_forked_process() -> None:
         task.future.__init__()  # a thread of the parent may have held the lock
         task.future.set_exception(
             SaveError(
-                f"checkpoint {str(task.path)!r}: the process that this one was forked from saves it. Wait for the save "
-                "there, or before the fork."
+                f"checkpoint {str(task.path)!r}: the parent process saves it. Wait for the save in the parent, or "
+                "before the fork."
             )
         )
     _unfinished.clear()

@@ -194,7 +194,7 @@ def _check_parts(key: str, entry: dcp.TensorStorageMetadata) -> None:
     """
     parts = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     if sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(entry.size):
-        raise ValueError(f"the ranks do not have the parts of one state: those of {key!r} have another size")
+        raise ValueError(f"the ranks hold parts of different states: those of {key!r} have another size")
     if len(parts) < 2:
         return
     along = max(range(len(entry.size)), key=lambda dim: len({chunk.offsets[dim] for chunk in parts}))
@@ -204,7 +204,7 @@ def _check_parts(key: str, entry: dcp.TensorStorageMetadata) -> None:
         for one in active:
             spans = zip(one.offsets, one.sizes, chunk.offsets, chunk.sizes, strict=True)
             if all(first < other + its and other < first + size for first, size, other, its in spans):
-                raise ValueError(f"the ranks do not have the parts of one state: those of {key!r} overlap")
+                raise ValueError(f"the ranks hold parts of different states: those of {key!r} overlap")
         active.append(chunk)
 
 
@@ -267,7 +267,7 @@ def plan_save(
         folder.begin(handle)
         return name, handle
 
-    if (reply := group.all_reduce("comparing a save with the one before", known, common)) is not None:
+    if (reply := group.all_reduce("comparing a save with the save before", known, common)) is not None:
         log.debug("reusing plan %s", reply[0])
         return matching[reply[0]], reply[1], own[0]
     plan, begun = _new_plan(group, own[0], folder, handle)

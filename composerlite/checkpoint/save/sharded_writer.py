@@ -327,7 +327,7 @@ class ShardWriter:  # a RankWriter, which this module cannot import
             self._plan, self._handle, state = plan_save(group, contents, folder, handle, of_run=of_run)
             if disks is not None:
                 begins = disks.is_folder_leader and not group.is_first
-                group.agree("making the directory on other disks", lambda: begins and folder.begin(self._handle))
+                group.agree("creating the directory on other disks", lambda: begins and folder.begin(self._handle))
         except BaseException:
             self.close(may_be_committed=False)
             raise

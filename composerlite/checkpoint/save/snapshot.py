@@ -125,9 +125,9 @@ class Snapshot:
         self._compare_counts()
         if self._was_changed:
             raise SaveError(
-                "a weight or an optimizer's state was changed between the save and the optimizer's next step: by the "
-                "model's forward pass, a callback, or an optimizer that the saver does not know. Nothing is "
-                "committed. Set save_lazy=False: then tensors are copied before training continues."
+                "a weight or an optimizer's state was changed between the save and the optimizer's next step: by "
+                "the model's forward pass, a callback, or an unknown optimizer. Nothing was committed. Set "
+                "save_lazy=False to copy tensors before training continues."
             )
 
     def _compare_counts(self) -> None:
@@ -327,7 +327,7 @@ class StagingMemory:
             return None
         reason: object = None  # the user has set a limit
         if self._limit_bytes is None:
-            reason = "half of this process's share of the free memory is less"
+            reason = "more than half of this process's share of the free memory"
         if self.fits(size_bytes):
             if self._memory is not None:
                 self._release(self._memory)

@@ -43,15 +43,15 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
     source, manifest = found.place, found.manifest
     if manifest is None and not found.decider:
         raise CheckpointNotFoundError(
-            f"{found.uri!r} has no record: nothing says what its bytes must be. Copy it as any other file: load_path "
-            "takes it as it is."
+            f"{found.uri!r} has no record, so its bytes cannot be verified. Copy it like any other file: load_path "
+            "accepts it."
         )
     if manifest is None or found.faults:
         raise CorruptCheckpointError(f"{found.uri!r} is incomplete: {'; '.join(found.faults[:3])}. Nothing was copied.")
     if len(manifest.here) != len(manifest.files):
         raise IncompatibleCheckpointError(
-            f"{found.uri!r} has parts on the disks of other nodes, which are not here. Copy the files of all nodes to "
-            "one folder, or save to a bucket."
+            f"{found.uri!r} has parts on the disks of other nodes. Copy the files of all nodes to one folder, or "
+            "save to a bucket."
         )
     check_own(source, manifest)
     uri = target.uri(manifest.name)
@@ -69,7 +69,7 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
     is_taken = there is not None or target.exists(manifest.files[0].path)
     if is_taken and not overwrite and not is_same:
         raise CheckpointExistsError(
-            f"{uri!r} is another checkpoint of that name. Copy to another place, or give --overwrite to replace it."
+            f"{uri!r} is another checkpoint with that name. Copy to another place, or give --overwrite to replace it."
         )
     old = [] if replaced is None else own_files(target, replaced)
     if is_taken and manifest.form in ("step", "archives"):  # old and new files have the same names
@@ -80,8 +80,8 @@ def copy(found: Found, target: Place, *, overwrite: bool = False, progress: OnBy
         fetch_checkpoint(source, manifest, target, progress, create_only=not (overwrite or is_taken))
     except FileExistsError as e:
         raise CheckpointExistsError(
-            f"{uri!r} was saved by another process meanwhile, or has a file of the same name with other bytes. Copy to "
-            "another place, or give --overwrite to replace it."
+            f"{uri!r} was saved by another process meanwhile, or has a file with the same name and other bytes. "
+            "Copy to another place, or give --overwrite to replace it."
         ) from e
     target.delete({*old} - {record.path for record in manifest.files})
     return True

@@ -155,7 +155,7 @@ def weights_of(contents: Any, source: str) -> StateDict:
     """
     if found := flat_weights(model_in(contents), source):
         return found
-    hint = "'composerlite checkpoint inspect' shows what"
+    hint = "'composerlite checkpoint inspect' shows its contents"
     raise IncompatibleCheckpointError(f"{source!r} holds no model: {hint}. {what_is_recognised()}")
 
 
@@ -218,8 +218,8 @@ def read_without_record(found: Found) -> str:
     """
     from composerlite.checkpoint.load.sharded_reader import RemoteFileSystemReader, safe_contents  # slow to import
 
-    system = recognised(contents_of(found)) or "of no system that is recognised"
-    sentence = f"{system}; it has no record: all was read, and the checksums in its files match, where they have any"
+    system = recognised(contents_of(found)) or "of an unknown system"
+    sentence = f"{system}. It has no record: every byte was read, and the checksums inside its files match"
     directory = None if _deepspeed_folder(found) is not None else model_directory(found)
     if directory is None:
         whole_contents(found)

@@ -205,7 +205,7 @@ class Pointed(NamedTuple):
         has_index = any(file.path.endswith(f"/{INDEX}") for file in files)  # the model of a step
         if files and not has_index:  # the contents show a checkpoint, the name does not
             return [Found(self.place, self.name, "", None, (UNLISTED,), files)]
-        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is no checkpoint.")
+        raise CheckpointNotFoundError(f"{self.place.uri(self.name)!r} is not a checkpoint.")
 
     def the_one(self, *, whole: bool = False) -> Found:
         """Return the one checkpoint of this name.
@@ -219,7 +219,7 @@ class Pointed(NamedTuple):
             CorruptCheckpointError: the checkpoint has a record and is incomplete, and ``whole`` is true.
         """
         if self.name is None:
-            raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one of them, as 'ls' names it.")
+            raise ConfigError(f"{self.text!r} is a folder of checkpoints: give one checkpoint, as listed by 'ls'.")
         (found,) = self.found()
         if whole and found.manifest is not None and found.faults:
             raise CorruptCheckpointError(f"{self.text!r} is incomplete: {'; '.join(found.faults[:3])}.")
@@ -266,7 +266,7 @@ def pointed(text: str) -> Generator[Pointed]:
         elif here is None or here.is_dir():
             place, found = above.inside(name), None
         else:
-            raise CheckpointNotFoundError(f"there is no checkpoint and no folder of checkpoints {text!r}.")
+            raise CheckpointNotFoundError(f"there is neither a checkpoint nor a folder of checkpoints at {text!r}.")
         if here and not Path(parse_uri(text)[2]).is_absolute() and here.is_relative_to(Path.cwd()):
             place = Folder(os.path.relpath(place.uri()))  # messages show the path as the user gave it
         yield Pointed(place, found, text)

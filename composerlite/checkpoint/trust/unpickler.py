@@ -123,7 +123,7 @@ def _check_counts(*shapes: Any) -> None:
     """Refuse a shape or strides that are no tuple of whole numbers from 0 to 2**62 - 1. Raises ValueError."""
     for shape in shapes:
         if type(shape) not in (tuple, torch.Size) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-            raise ValueError(f"{_short(shape)} is no shape")
+            raise ValueError(f"{_short(shape)} is not a shape")
 
 
 def _check_numbers(dtype: Any, raw: Any, count: int) -> None:
@@ -152,7 +152,7 @@ def check_shape(contents: Any, size_bytes: int) -> None:
         if known is not None:
             return known
         if depth > _MOST_DEPTH:
-            raise ValueError(f"its contents are nested more than {_MOST_DEPTH} deep, or hold themselves")
+            raise ValueError(f"its contents are nested deeper than {_MOST_DEPTH}, or contain themselves")
         size, below = 1, 0
         for child in cast("Iterable[Any]", node.values() if isinstance(node, dict) else node):
             size += 1
@@ -160,7 +160,7 @@ def check_shape(contents: Any, size_bytes: int) -> None:
                 inner_size, inner_below = visit(child, depth + 1)
                 size, below = size + inner_size, max(below, inner_below + 1)
         if size > most or depth + below > _MOST_DEPTH:
-            raise ValueError("its contents unfold to many times their size")
+            raise ValueError("its contents expand to many times their size")
         sizes[id(node)] = size, below
         return size, below
 
@@ -236,7 +236,7 @@ def _bytes(own: Any, data: Any = b"", encoding: Any = "latin1") -> bytes:
 def _defaultdict(own: Any, factory: Any = None, items: Any = None) -> collections.defaultdict[Any, Any]:
     is_class = isinstance(factory, type) and (factory in _NAMED.values() or own.is_users(factory))
     if not (factory is None or is_class) or not (items is None or own.is_dict(items)):
-        raise ValueError("a defaultdict that calls something else than a class, or of no dict")
+        raise ValueError("a defaultdict with a factory that is not a class, or with items that are not a dict")
     return collections.defaultdict(cast("Any", factory), items or {})
 
 
@@ -270,7 +270,7 @@ def _array(own: Any, data: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> 
 def _empty_array(own: Any, kind: Any, shape: Any, _: Any) -> np.ndarray[Any, Any]:
     """Return an empty array, to be filled by :meth:`RestrictedUnpickler._build`."""
     if kind is not np.ndarray or shape != (0,):
-        raise ValueError("an array in a form that numpy does not write")
+        raise ValueError("an unknown form of a numpy array")
     return np.empty(0, np.int8)
 
 
@@ -329,7 +329,7 @@ def _with_type(own: Any, make: Any, kind: Any, arguments: Any, state: Any) -> An
     """Return the tensor made by ``make``, as a ``kind``, perhaps a class of the user, with the attributes ``state``."""
     made = own.make(arguments, make)
     if not isinstance(made, Tensor):
-        raise ValueError("attributes of what is no tensor")
+        raise ValueError("attributes of an object that is not a tensor")
     if type(made) is not kind:
         if not own.is_users(kind):
             raise RefusedError(getattr(kind, "__qualname__", "?"), allowable=True)
@@ -344,7 +344,7 @@ def _wrapper(own: Any, kind: Any, dtype: Any, shape: Any, stride: Any, *rest: An
     ``rest``: offset, layout, device, requires_grad.
     """
     if not own.is_users(kind):
-        raise ValueError(f"{_short(kind)} that no user allows, as a class of tensors")
+        raise ValueError(f"{_short(kind)} as a class of tensors, which no user has allowed")
     offset, layout, _, requires_grad = rest
     _check_counts(shape, stride)
     how: dict[str, Any] = {"strides": stride, "dtype": dtype, "storage_offset": offset, "layout": layout}
@@ -514,7 +514,7 @@ class RestrictedUnpickler(_PYTHONS):
         """
         self._budget -= items
         if self._budget < 0:
-            raise ValueError("it unfolds to many times its size")
+            raise ValueError("it expands to many times its size")
 
     def make(self, arguments: Any, kind: Any) -> Any:
         """Return the result of a call of the class or function ``kind``, if allowed.
@@ -581,12 +581,12 @@ class RestrictedUnpickler(_PYTHONS):
         elif type(target) in (list, collections.deque):
             target.extend(items)
         else:
-            raise ValueError(f"items for {type(target).__name__}, which takes none")
+            raise ValueError(f"items for {type(target).__name__}, which accepts none")
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if not self.is_dict(target):
-            raise ValueError(f"keys for {type(target).__name__}, which is no dict")
+            raise ValueError(f"keys for {type(target).__name__}, which is not a dict")
         for key, value in zip(self.keys(items[::2]), items[1::2], strict=True):
             target[key] = value
 
@@ -602,7 +602,7 @@ class RestrictedUnpickler(_PYTHONS):
         if isinstance(kind, type) and self.is_users(kind):
             self.append(kind.__new__(kind, *arguments, **(keywords or {})))
         elif keywords:
-            raise ValueError("keywords for what takes none")
+            raise ValueError("keywords for an object that accepts none")
         else:
             self.append(self.make(arguments, kind))
 
@@ -614,7 +614,7 @@ class RestrictedUnpickler(_PYTHONS):
             _set_byte_order(target, state)
         elif kind is np.ndarray:
             if target.shape != (0,) or target.dtype != np.int8:  # other objects may share the memory of the array
-                raise ValueError("the state of an array that has one")
+                raise ValueError("a second state of an array")
             _, shape, dtype, _, raw = state
             _check_counts(shape)
             _check_numbers(dtype, raw, math.prod(shape))

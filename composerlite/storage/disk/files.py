@@ -371,7 +371,7 @@ class FileDigest:
             if self.chunk_bytes > 0 and len(digests) == 8 * -(-self.body_bytes // self.chunk_bytes):
                 return [digests[at : at + 8].hex() for at in range(0, len(digests), 8)]
         raise CorruptCheckpointError(
-            f"the digests of {name!r} are not those of a file: {self.body_bytes} bytes in chunks of {self.chunk_bytes}."
+            f"the digests of {name!r} do not fit a file: {self.body_bytes} bytes in chunks of {self.chunk_bytes}."
         )
 
 

@@ -47,7 +47,7 @@ def check_targets(targets: Sequence[Piece], name: str, size_bytes: int = sys.max
     """Raise CorruptCheckpointError if one of ``targets`` is not in the file ``name`` of ``size_bytes``."""
     for offset, _, size in targets:
         if offset < 0 or size < 0 or offset + size > size_bytes:
-            raise CorruptCheckpointError(f"{name!r}: there are no bytes {offset} to {offset + size}.")
+            raise CorruptCheckpointError(f"{name!r}: bytes {offset} to {offset + size} do not exist.")
 
 
 def layers(targets: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -201,7 +201,7 @@ class ParallelReader(Closing):
         if digest.tail_bytes:
             tail = os.pread(self._buffered, digest.tail_bytes, digest.body_bytes)
             if xxhash.xxh3_128_hexdigest(tail) != digest.tail_xxh3_128:
-                raise CorruptCheckpointError(f"the record of {str(self._path)!r} is not the one that was saved.")
+                raise CorruptCheckpointError(f"the record of {str(self._path)!r} is not the saved record.")
         return digest.body_bytes
 
     def read(self, offset: int, size: int) -> bytes:
@@ -400,8 +400,7 @@ class ParallelReader(Closing):
                 continue  # the next bytes continue the chunk
             if digest.hexdigest() != self._chunks[number]:
                 raise CorruptCheckpointError(
-                    f"the bytes of {str(self._path)!r} are not those that were saved: those from {first} to {last} "
-                    "differ."
+                    f"the bytes of {str(self._path)!r} differ from the saved bytes between {first} and {last}."
                 )
             digest.reset()
 

@@ -122,7 +122,7 @@ class BackendStore(ObjectStore):
         try:
             undo()
         except PermissionError as e:
-            log.warning("the check of the bucket was not removed: %s", e)
+            log.warning("could not remove the check object from the bucket: %s", e)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
     def download_object(
@@ -286,7 +286,7 @@ def _of_system(error: Exception) -> Meaning | None:
     if isinstance(error, FileExistsError):
         return FileExistsError, cause
     kind = PermissionError if isinstance(error, PermissionError) else ObjectStoreError
-    return kind, cause if error.filename is None else f"{cause}: {error.filename!r}, a file of this machine."
+    return kind, cause if error.filename is None else f"{cause}: {error.filename!r}, a local file."
 
 
 @final
@@ -311,7 +311,7 @@ class _Parts(PartUpload):
             known = self._known(key)
             if missing := [number for number in range(1, count + 1) if number not in known]:
                 uri = self._store.get_uri(self.name)
-                raise ObjectStoreError(f"{uri}: {operation}: part {missing[0]} of {count} was not sent.")
+                raise ObjectStoreError(f"{uri}: {operation}: part {missing[0]} of {count} was not uploaded.")
             if create_only and self._store.has_object(self.name):  # some services ignore ABSENT in _complete
                 raise FileExistsError
             chosen = [known[number] for number in range(1, count + 1)]

@@ -16,7 +16,7 @@ from composerlite.storage.stores.base import ABSENT, CONNECTIONS, PIECE_BYTES, B
 _XML_API = "https://storage.googleapis.com"
 _CHUNK_BYTES = 32 << 20
 """Bytes of a large upload in each request, held in memory. The service requires a multiple of 256 KiB."""
-_NOT_GCS = "it is not that of Google's service, or was cut short"
+_NOT_GCS = "the answer is not from Google's service, or is incomplete"
 _WAY_OUT = (
     "Set GOOGLE_APPLICATION_CREDENTIALS to a service account's file, run 'gcloud auth application-default login',"
     " or set GCS_KEY and GCS_SECRET to an HMAC key."
@@ -165,7 +165,7 @@ class GCSObjectStore(BackendStore):
                 return ObjectStoreTransientError, f"the service of the credentials: {error}"
             return PermissionError, f"{error} {_WAY_OUT}"
         if isinstance(error, DataCorruption):
-            return ObjectStoreTransientError, f"other bytes arrived than were sent: {error}"
+            return ObjectStoreTransientError, f"the received bytes differ from the sent bytes: {error}"
         if isinstance(error, requests.exceptions.JSONDecodeError):
             return ObjectStoreTransientError, f"the answer is not JSON: {_NOT_GCS}"
         if isinstance(error, requests.exceptions.RequestException | HTTPError | ConnectionError | TimeoutError):

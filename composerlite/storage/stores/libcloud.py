@@ -93,7 +93,7 @@ class LibcloudObjectStore(BackendStore):
     @classmethod
     def at(cls, bucket: str, **backend_kwargs: Any) -> LibcloudObjectStore:
         if "provider" not in backend_kwargs:
-            raise ConfigError(f"libcloud://{bucket} does not say whose: give provider, as in provider='s3'.")
+            raise ConfigError(f"libcloud://{bucket} names no provider: give provider, for example provider='s3'.")
         named: dict[str, Any] = {"container": bucket, **backend_kwargs}
         return cls(**named)
 
@@ -114,7 +114,7 @@ class LibcloudObjectStore(BackendStore):
     def _delete(self, key: str) -> None:
         with self._driver() as driver:
             if not driver.delete_object(driver.get_object(self.container, key)):
-                raise LibcloudError("the driver says that it could not", driver=driver)
+                raise LibcloudError("the driver reported a failure", driver=driver)
 
     def _read(self, key: str, offset: int, size: int) -> Generator[Any]:
         with self._driver() as driver:
@@ -152,7 +152,7 @@ class LibcloudObjectStore(BackendStore):
         except ImportError as e:
             raise ConfigError(f"provider {self.provider!r} needs a library that is not installed: {e}") from e
         except (LibcloudError, TypeError, ValueError) as e:
-            raise ConfigError(f"provider {self.provider!r} does not take these provider_kwargs: {e}") from e
+            raise ConfigError(f"provider {self.provider!r} does not accept these provider_kwargs: {e}") from e
         _hang_up(driver)  # the constructor has opened a connection without a timeout
         driver.connection.conn_class, driver.connection.connection = _TimedConnection, None
         return driver
@@ -182,7 +182,7 @@ class LibcloudObjectStore(BackendStore):
         if isinstance(error, ObjectDoesNotExistError) or is_missing_file:
             return FileNotFoundError, f"there is no such object ({self.provider})."
         if isinstance(error, InvalidCredsError):
-            return PermissionError, f"{self.provider} refuses the key or does not allow this: {error}"
+            return PermissionError, f"{self.provider} rejects the key or does not allow this: {error}"
         if isinstance(error, (*_LOST, ConnectionError, TimeoutError)):
             return ObjectStoreTransientError, f"{self.provider}: {error or type(error).__name__}"
         if isinstance(error, BaseHTTPError | LibcloudError | ObjectError):
@@ -191,7 +191,7 @@ class LibcloudObjectStore(BackendStore):
             return meaning_of_status(status), f"{self.provider}: {error}"
         if isinstance(error, _NOT_UNDERSTOOD):
             said = f"{type(error).__name__}: {error}"
-            return ObjectStoreTransientError, f"{self.provider}: the driver does not understand the answer: {said}"
+            return ObjectStoreTransientError, f"{self.provider}: the driver cannot parse the answer: {said}"
         return None
 
 

@@ -208,7 +208,7 @@ def _checked(answer: Any) -> Any:
     if not answer.request_id:
         if hasattr(answer.data, "close"):
             answer.data.close()
-        raise ConnectionError("the answer has no opc-request-id: it is not that of Oracle's service")
+        raise ConnectionError("the answer has no opc-request-id: the answer is not from Oracle's service")
     return answer
 
 
@@ -216,7 +216,9 @@ def _answered(error: sdk.ServiceError) -> Meaning:
     """Return the exception type and the cause for an error answer of the service."""
     cause = f"{error.status} {error.code or ''}: {error.message}"
     if error.code == "NotAuthorizedOrNotFound":
-        return PermissionError, f"{cause} (The service does not tell if the object or the right to see it is missing.)"
+        return PermissionError, (
+            f"{cause} (The service does not distinguish a missing object from a missing permission.)"
+        )
     if error.code == "InvalidUploadId":
         return FileNotFoundError, cause
     if error.code in _TRANSIENT_CODES:

@@ -29,7 +29,7 @@ with importing_sdk("boto3, which S3 needs,", extra="s3", packages=("boto3", "bot
 
 _VIRTUAL_HOSTS = (".cwobject.com", ".cwlota.com")
 """Hosts of services (CoreWeave's) that require the bucket in the name of the host."""
-_NOT_S3 = "it is not that of an S3 service, or was cut short"
+_NOT_S3 = "the answer is not from an S3 service, or is incomplete"
 _NOT_ALLOWED = {
     *("AuthorizationHeaderMalformed", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "InvalidToken"),
     *("RequestExpired", "TokenRefreshRequired", "UnrecognizedClientException"),
@@ -311,7 +311,7 @@ def _answered(error: sdk.ClientError) -> Meaning:
     if code == "400":  # the answer to HEAD has no reason
         return PermissionError, f"{cause}: the credentials are expired, or the region is wrong."
     if _is_not_offered(error):
-        return ObjectStoreError, f"the service does not offer this ({cause})."
+        return ObjectStoreError, f"the service does not support this ({cause})."
     # A 404 without a known code may come from a proxy, and is no proof of a missing object.
     return ObjectStoreError if status in (404, 412) else meaning_of_status(status), cause
 

@@ -19,7 +19,7 @@ from composerlite.storage.object_store import ObjectInfo, is_name, span_of
 from composerlite.storage.sdk import importing_sdk
 from composerlite.storage.stores.base import ABSENT, PIECE_BYTES, BackendStore, Meaning
 
-with importing_sdk("paramiko, which speaks SFTP,", extra="sftp", packages=()):
+with importing_sdk("paramiko, which SFTP needs,", extra="sftp", packages=()):
     import paramiko
     from paramiko import ssh_exception
 
@@ -122,7 +122,7 @@ class SFTPObjectStore(BackendStore):
         if found is None:  # the message must not repeat a password
             raise ConfigError(
                 "the URI of an SFTP server: expected user@host:port, such as 'sftp://user@host:22/run', without a "
-                "password: give key_filename or password."
+                "password. Give key_filename or password as an argument."
             )
         named: dict[str, Any] = {"username": found["user"], "port": int(found["port"] or 22)}
         return cls(found["host"].strip("[]"), **{**named, **backend_kwargs})
@@ -288,8 +288,9 @@ class SFTPObjectStore(BackendStore):
         cause = str(error) or type(error).__name__
         if isinstance(error, paramiko.BadHostKeyException):
             return PermissionError, (
-                "the server shows another key than the known one. Either the connection is intercepted, or the server "
-                "was set up anew: then remove its old key with 'ssh-keygen -R' and add the new one."
+                "the server has another key than the known key. Either the connection is intercepted, or the "
+                "server was installed again: in that case remove the old key with 'ssh-keygen -R' and add the new "
+                "key."
             )
         if isinstance(error, paramiko.SSHException) and "not found in known_hosts" in cause:
             return PermissionError, (
@@ -308,7 +309,7 @@ class SFTPObjectStore(BackendStore):
                     return kind, error.strerror or cause
             if error.errno is not None:
                 return ObjectStoreTransientError, f"the connection failed: {cause}."
-            return ObjectStoreError, f"the server says: {cause}."
+            return ObjectStoreError, f"the server reports: {cause}."
         return None
 
 
@@ -347,7 +348,7 @@ def _is_there(channel: paramiko.SFTPClient, path: str, of_type: Any = bool) -> b
 def _version(attributes: paramiko.SFTPAttributes) -> tuple[str, int]:
     """Return version and size of a file. FileNotFoundError: not a regular file."""
     if not stat.S_ISREG(attributes.st_mode or stat.S_IFREG):
-        raise FileNotFoundError("this is no file, and so no object")
+        raise FileNotFoundError("this is not a file and therefore not an object")
     size = attributes.st_size or 0
     return f"{attributes.st_mtime} {size}", size
 

@@ -56,7 +56,7 @@ def ranged_answer(
         if wanted:
             yield wanted
     if left:
-        raise ConnectionError(f"the answer was cut short: {left} bytes are missing")
+        raise ConnectionError(f"the answer is incomplete: {left} bytes are missing")
 
 
 def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
@@ -71,7 +71,7 @@ def meaning_of_answer(status: int, cause: str, body: str) -> Meaning:
     """
     kind = meaning_of_status(status)
     if kind in (FileNotFoundError, FileExistsError) and body.lstrip().startswith("<"):
-        return ObjectStoreError, f"a page of HTML came instead of an answer: check endpoint_url and proxies. {cause}"
+        return ObjectStoreError, f"the answer is a page of HTML: check endpoint_url and proxies. {cause}"
     return kind, cause
 
 
