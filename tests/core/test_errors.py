@@ -16,7 +16,6 @@ from composerlite.errors import (
     TrainingError,
     UnknownArgumentError,
     checked_arguments,
-    did_you_mean,
 )
 
 
@@ -76,16 +75,3 @@ def test_a_class_is_named_as_a_class() -> None:
     """The error of a constructor names the class, and ``self`` is no argument."""
     with pytest.raises(UnknownArgumentError, match=r"^Saver has no argument 'path'\. Known: folder\.$"):
         Saver(path="runs")  # type: ignore[call-arg]
-
-
-def test_right_arguments_pass_through() -> None:
-    """A checked function is called as before."""
-    assert save("runs", overwrite=True) == ("runs", "1ep", True)
-    assert Saver(folder="there").folder == "there"
-    with pytest.raises(TypeError, match="folder"):
-        save()  # type: ignore[call-arg]
-
-
-def test_nothing_near_is_suggested_where_nothing_is_near() -> None:
-    """A name that resembles none gets the list alone, sorted."""
-    assert did_you_mean("zzz", ["b", "a"]) == " Known: a, b."

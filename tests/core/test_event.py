@@ -29,12 +29,6 @@ def test_every_event_is_a_method_of_callback(event: Event) -> None:
     assert callable(getattr(Callback, event.value))
 
 
-@pytest.mark.parametrize("spelling", ["batch_end", "BATCH_END", "Batch_End"])
-def test_events_are_found_by_name(spelling: str) -> None:
-    """Strings are taken for events whatever their case."""
-    assert Event(spelling) is Event.BATCH_END
-
-
 def test_an_unknown_event_lists_the_known_ones() -> None:
     """A typo is an error that names the nearest event and all others."""
     with pytest.raises(ConfigError, match=r"event='batch_ende' does not exist.*mean 'batch_end'\?") as error:
@@ -51,13 +45,6 @@ def test_events_know_their_pair() -> None:
     assert Event.BEFORE_FORWARD.canonical_name == Event.AFTER_FORWARD.canonical_name == "forward"
     assert Event.EVAL_BEFORE_FORWARD.canonical_name == Event.EVAL_AFTER_FORWARD.canonical_name == "eval_forward"
     assert Event.EPOCH_START.canonical_name == Event.EPOCH_END.canonical_name == "epoch"
-
-
-@pytest.mark.parametrize("event", Event)
-def test_no_event_opens_and_closes(event: Event) -> None:
-    """An event opens a pair, closes one, or stands alone."""
-    alone = event is Event.INIT or event.name.endswith("_CHECKPOINT")
-    assert event.is_before_event + event.is_after_event == (0 if alone else 1)
 
 
 def test_evaluation_and_prediction_are_told_from_training() -> None:

@@ -107,23 +107,10 @@ def test_a_fraction_of_training_is_exact(batches: int, percent: int) -> None:
     assert {int(stamp.batch) for stamp in fired} == expected
 
 
-def test_a_tenth_of_thirty_batches_is_three() -> None:
-    """The plain case of the above."""
-    fired = firings(new_state("30ba"), [[(8, 0.25)] * 10] * 3, IntervalScheduler("0.1dur"))
-    assert sorted({int(stamp.batch) for stamp in fired}) == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-
-
-def test_a_fraction_of_epochs_is_counted_in_batches() -> None:
-    """With ``max_duration='3ep'`` of 10 batches, ``'0.1dur'`` is every 3 batches, also within epochs."""
-    state = new_state("3ep")
-    state.set_dataloader([0] * 10)
-    fired = firings(state, [[(8, 0.25)] * 10] * 3, IntervalScheduler("0.1dur"))
-    assert sorted({int(stamp.batch) for stamp in fired}) == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-
-
-def test_a_fraction_of_iterations_is_counted_in_batches() -> None:
-    """With ``max_duration='3iter'`` of an epoch each, ``'0.1dur'`` is as often as with ``'3ep'``."""
-    state = new_state("3iter")
+@pytest.mark.parametrize("end", ["30ba", "3ep", "3iter"])
+def test_a_tenth_of_thirty_batches_is_three(end: str) -> None:
+    """With epochs or iterations of 10 batches, ``'0.1dur'`` is every 3 batches, also within epochs."""
+    state = new_state(end)
     state.set_dataloader([0] * 10)
     fired = firings(state, [[(8, 0.25)] * 10] * 3, IntervalScheduler("0.1dur"))
     assert sorted({int(stamp.batch) for stamp in fired}) == [3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
@@ -143,14 +130,6 @@ def test_a_fraction_of_training_needs_to_know_training() -> None:
     for max_duration, message in ((None, "needs max_duration"), ("2ep", "data loader with a length")):
         with pytest.raises(ConfigError, match=message):
             firings(new_state(max_duration), [[(1, 0.25)]], scheduler)
-
-
-def test_where_an_interval_is_looked_at() -> None:
-    """Savers act at checkpoint events, evaluators at the end events before them."""
-    expected = {"1ba": "batch", "1sp": "batch", "0.5dur": "batch", "1ep": "epoch", "1iter": "iteration"}
-    for interval, part in expected.items():
-        assert IntervalScheduler(interval).event == f"{part}_checkpoint"
-        assert IntervalScheduler(interval, checkpoint_events=False).event == f"{part}_end"
 
 
 def test_nothing_is_due_right_after_a_resume() -> None:

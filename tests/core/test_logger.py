@@ -91,10 +91,3 @@ def test_a_destination_ignores_what_it_does_not_take(state: State) -> None:
     logger.upload_file("run/ep1.pt", Path("ep1.pt"))
     assert not logger.has_file_upload_destination()
     assert Logger(state, [LoggerDestination(), Record()]).has_file_upload_destination()
-
-
-def test_a_logger_without_destinations_logs_nowhere(state: State) -> None:
-    """Logging is always possible."""
-    logger = Logger(state)
-    logger.log_metrics({"loss": 1.0})
-    assert logger.destinations == ()

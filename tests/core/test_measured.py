@@ -9,7 +9,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from composerlite.core import Evaluator, State, Timestamp, metric_values
+from composerlite.core import Evaluator, State, metric_values
 from composerlite.core.measured import MeasuredMetrics, check_metric_exists
 from composerlite.errors import ConfigError
 
@@ -94,15 +94,6 @@ def test_values_of_an_earlier_model_do_not_count(training: State) -> None:
     evaluate(training, "hard")
     measured.after_evaluation(training)
     assert set(measured.now(training)) == {"hard/Accuracy"}
-
-
-def test_values_of_before_time_was_reset_do_not_count(training: State) -> None:
-    """Batch 0 of the second call of fit is another model than batch 0 of the first."""
-    measured = MeasuredMetrics()
-    evaluate(training, "eval")
-    measured.after_evaluation(training)
-    training.fit_starts = [Timestamp()]
-    assert measured.now(training) == {}
 
 
 @pytest.mark.parametrize("name", ["eval/Accuracy", "hard/Accuracy", "train/Accuracy", "eval/Accuracy/3"])

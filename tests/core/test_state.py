@@ -8,14 +8,12 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from composerlite.core import State, Time, Timestamp
 from composerlite.errors import ConfigError
 
 
-# ── how long ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_max_duration_is_any_time(state: State) -> None:
     """A number counts epochs; strings and times are taken; ``None`` is no end."""
     for given, expected in ((3, Time.from_epoch(3)), ("5ba", Time.from_batch(5)), ("90m", Time(5400, "sec"))):
@@ -49,13 +47,6 @@ def test_the_fraction_of_training_that_is_done(state: State, end: str, stamp: Ti
     assert state.training_is_over == (fraction >= 1)
 
 
-def test_without_an_end_there_is_no_fraction(state: State) -> None:
-    """A run without max_duration never ends and has no elapsed fraction."""
-    state.max_duration = None
-    assert state.get_elapsed_duration() is None
-    assert not state.training_is_over
-
-
 @pytest.mark.parametrize("end", ["10ep", "100ba", "90m", "1e9tok"])
 def test_a_callback_can_stop_training(state: State, end: str) -> None:
     """``stop_training`` ends the run after the batch, in whichever unit its end was."""
@@ -66,7 +57,6 @@ def test_a_callback_can_stop_training(state: State, end: str) -> None:
     assert state.max_duration == "7ba"
 
 
-# ── the batch ────────────────────────────────────────────────────────────────────────────────────────────────────
 class Pair(NamedTuple):
     """A batch as a named tuple."""
 
@@ -103,14 +93,6 @@ def test_an_item_of_the_batch_is_read_and_replaced(state: State, batch: Any, key
     assert state.batch_get_item(first) == 1
 
 
-def test_an_item_of_a_named_tuple_is_reached_by_name(state: State) -> None:
-    """A field of a named tuple is an attribute."""
-    state.batch = Pair(1, 2)
-    assert state.batch_get_item("y") == 2
-    state.batch_set_item("y", 5)
-    assert state.batch == Pair(1, 5)
-
-
 def test_an_item_is_whatever_a_function_says(state: State) -> None:
     """Functions reach into batches of any shape."""
     state.batch = {"deep": [1, {"x": 2}]}
@@ -119,7 +101,6 @@ def test_an_item_is_whatever_a_function_says(state: State) -> None:
     assert state.batch_get_item("new") == 3
 
 
-# ── the loader ───────────────────────────────────────────────────────────────────────────────────────────────────
 class Stream(IterableDataset[int]):
     """A data set without a length."""
 
@@ -142,20 +123,3 @@ def test_the_length_of_the_loader(state: State) -> None:
         assert state.dataloader_len == (None if expected is None else Time.from_batch(expected))
     state.set_dataloader([0], "test")
     assert (state.dataloader, state.dataloader_label) == ([0], "test")
-
-
-# ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_each_rank_has_a_seed_of_its_own() -> None:
-    """The seed of a rank is that of rank zero plus its number."""
-    state = State(
-        torch.nn.Identity(), rank_zero_seed=17, run_name="a-run", device=torch.device("cpu"), rank=3, world_size=4
-    )
-    assert state.seed == 20
-
-
-def test_one_optimizer_is_a_list_of_one() -> None:
-    """An optimizer may be given bare."""
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = State(model, rank_zero_seed=0, run_name="a-run", device=torch.device("cpu"), optimizers=optimizer)
-    assert state.optimizers == [optimizer]

@@ -40,6 +40,7 @@ times = st.builds(Time, counts, whole_units) | st.builds(Time.from_duration, fra
         ("100s", 100, TimeUnit.SECOND),
         ("1h30m", 5400, TimeUnit.SECOND),
         ("2h30m15s", 9015, TimeUnit.SECOND),
+        ("9007199254740993tok", 9007199254740993, TimeUnit.TOKEN),
     ],
 )
 def test_every_spelling_is_read(text: str, value: float, unit: TimeUnit) -> None:
@@ -48,24 +49,11 @@ def test_every_spelling_is_read(text: str, value: float, unit: TimeUnit) -> None
     assert (time.value, time.unit) == (value, unit)
 
 
-@pytest.mark.parametrize("text", ["10xx", "", "m", "ba", "10", "1h2", "30m1h", "1.2.3ba", "ten ba"])
+@pytest.mark.parametrize("text", ["10xx", "", "m", "ba", "10", "1h2", "30m1h", "1.2.3ba", "ten ba", "1.5ep", "1e-3tok"])
 def test_what_is_no_time_is_an_error_that_shows_how(text: str) -> None:
     """A string that is no time is refused by name, with examples of what is."""
-    with pytest.raises(ConfigError, match="such as '10ba', '2ep'") as error:
+    with pytest.raises(ConfigError, match=r"such as '10ba', '2ep'|only 'dur' has fractions"):
         Time.from_timestring(text)
-    assert repr(text) in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["1.5ep", "0.1ba", "1e-3tok"])
-def test_only_dur_has_fractions(text: str) -> None:
-    """Half an epoch is refused."""
-    with pytest.raises(ConfigError, match="only 'dur' has fractions"):
-        Time.from_timestring(text)
-
-
-def test_a_large_count_of_digits_keeps_every_digit() -> None:
-    """Token counts past 2**53 are not rounded."""
-    assert Time.from_timestring("9007199254740993tok").value == 9007199254740993
 
 
 @given(times)
@@ -83,16 +71,9 @@ def test_addition_obeys_the_laws_of_numbers(a: int, b: int, c: int, unit: TimeUn
     assert (x + y) + z == x + (y + z)
     assert (x + y) - y == x
     assert x + -x == Time(0, unit)
-
-
-@given(counts, counts, whole_units)
-def test_a_number_takes_the_unit_of_the_other_side(a: int, b: int, unit: TimeUnit) -> None:
-    """``time + 3``, ``3 - time`` and ``sum(times)`` are times of that unit."""
-    time = Time(a, unit)
-    assert time + b == b + time == Time(a + b, unit)
-    assert time - b == Time(a - b, unit)
-    assert b - time == Time(b - a, unit)
-    assert sum([time, time]) == time * 2 == 2 * time
+    assert x + b == b + x == Time(a + b, unit)
+    assert (x - b, b - x) == (Time(a - b, unit), Time(b - a, unit))
+    assert sum([x, x]) == x * 2 == 2 * x
 
 
 @given(counts, counts, whole_units)
@@ -138,14 +119,6 @@ def test_the_value_is_a_finite_number(value: Any) -> None:
             Time(value, unit)
 
 
-def test_seconds_compare_with_timedelta() -> None:
-    """A wall-clock time compares with Python's own."""
-    time = Time.from_timestring("90s")
-    assert time == timedelta(seconds=90)
-    assert time < timedelta(minutes=2)
-    assert time > timedelta(seconds=89)
-
-
 def test_different_units_do_not_mix() -> None:
     """Adding or ordering epochs and batches is an error; they are never equal."""
     epoch, batch = Time.from_epoch(1), Time.from_batch(1)
@@ -160,17 +133,6 @@ def test_different_units_do_not_mix() -> None:
     ):
         with pytest.raises(ConfigError, match=r"1ep"):
             operation()
-
-
-def test_equal_times_are_one_key_of_a_dict() -> None:
-    """Times can be collected in sets and dicts."""
-    assert {Time.from_epoch(1), Time.from_timestring("1ep"), Time.from_batch(1)} == {Time(1, "ep"), Time(1, "ba")}
-
-
-def test_a_time_cannot_be_changed() -> None:
-    """A time that several objects share stays what it is."""
-    with pytest.raises(AttributeError):
-        Time.from_epoch(1).value = 2  # type: ignore[misc]
 
 
 def test_numbers_need_a_unit_from_somewhere() -> None:

@@ -102,27 +102,6 @@ def test_evaluation_has_a_loss_without_a_metric() -> None:
             trainer.eval(asked)
 
 
-@pytest.mark.parametrize("size", [None, 2])
-def test_training_metrics_of_a_language_model_are_those_of_its_logits(size: int | None) -> None:
-    """With whole batches and with microbatches: the perplexity of an epoch whose weights stay is that of evaluation."""
-    from torchmetrics.text import Perplexity
-
-    model = HuggingFaceModel(causal_model(), tokenizer(), use_logits=True, metrics=[Perplexity(ignore_index=-100)])
-    held_out = DataLoader(Tokens(), batch_size=4)
-    with trainer_of(
-        model,
-        None,
-        train_dataloader=DataLoader(Tokens(), batch_size=4),
-        eval_dataloader=held_out,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.0),
-        max_duration="1ep",
-        device_train_microbatch_size=size,
-    ) as trainer:
-        trainer.fit()
-        trained, evaluated = trainer.state.train_metric_values, trainer.state.eval_metric_values
-        assert trained["Perplexity"] == pytest.approx(evaluated["Perplexity"], rel=1e-5)
-
-
 def test_metrics_are_named_and_labels_of_classes_stay() -> None:
     """A classifier's labels are not shifted, its metrics have the names they were given, and a regression with one
     output loses that dimension."""

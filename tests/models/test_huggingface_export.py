@@ -133,14 +133,6 @@ def test_the_class_may_be_another(run: tuple[Path, HuggingFaceModel]) -> None:
         HuggingFaceModel.hf_from_composer_checkpoint(checkpoint, "no_such.Class")
 
 
-def test_the_checkpoint_can_be_kept(run: tuple[Path, HuggingFaceModel], tmp_path: Path) -> None:
-    """At local_checkpoint_save_location, as Composer has it."""
-    kept = tmp_path / "kept.pt"
-    loaded, _ = HuggingFaceModel.hf_from_composer_checkpoint(run[0], local_checkpoint_save_location=kept)
-    assert kept.samefile(run[0])
-    assert torch.equal(logits(loaded), logits(run[1].model))
-
-
 def test_exports_from_a_bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A URI is as good as a path, a link to the newest as well as its name."""
     for name, value in s3_server.environment.items():
@@ -168,7 +160,6 @@ def test_what_no_such_model_saved_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# ── hostile checkpoints ──────────────────────────────────────────────────────────────────────────────────────────
 def changed(checkpoint: Path, target: Path, change: Callable[[Any], None]) -> Path:
     """A copy of ``checkpoint`` with other integrations."""
     contents = read_checkpoint(checkpoint)
@@ -275,7 +266,6 @@ def test_composers_checkpoints_are_exported(run: tuple[Path, HuggingFaceModel], 
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118
 
 
-# ── over ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_sharded_run_resumes_and_is_exported(tmp_path: Path) -> None:
     """With FSDP on two ranks: a run that ended early goes on to the weights of one that did not, and its directory is
     exported as a file is, a tied weight once."""

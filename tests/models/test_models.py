@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composerlite.core import Logger, State
-from composerlite.errors import ConfigError, TrainingError, UnknownArgumentError
+from composerlite.errors import ConfigError, TrainingError
 from composerlite.models import ComposerClassifier, ComposerModel, soft_cross_entropy
 
 
@@ -44,14 +44,6 @@ def test_model_needs_forward_and_loss() -> None:
         NoLoss()  # type: ignore[abstract]
 
 
-def test_eval_forward_uses_outputs_again() -> None:
-    """Outputs that are there are not computed twice."""
-    model, batch = Regression(), (torch.ones(1, 2), torch.ones(1, 1))
-    outputs = torch.zeros(1, 1)
-    assert model.eval_forward(batch, outputs) is outputs
-    assert torch.equal(model.eval_forward(batch), model(batch))
-
-
 def test_model_has_no_metrics_unless_it_says_so() -> None:
     """By default there is nothing to measure; metrics without update_metric raise an error that says what to write."""
     from torchmetrics import MeanMetric
@@ -72,21 +64,6 @@ def test_copies_leave_the_logger_out(duplicate: Any) -> None:
     assert twin.logger is None
     assert model.logger is not None
     assert torch.equal(twin.layer.weight, model.layer.weight)
-
-
-def test_classifier_trains() -> None:
-    """A classifier's loss falls when its gradient is followed."""
-    model = ComposerClassifier(nn.Linear(4, 3), num_classes=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    batch = batch_of(32)
-    losses: list[float] = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = model.loss(model(batch), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_default_metrics_count_every_sample() -> None:
@@ -132,12 +109,6 @@ def test_number_of_classes_comes_from_the_module() -> None:
         ComposerClassifier(module)
     module.num_classes = 3  # type: ignore[assignment]
     assert ComposerClassifier(module).num_classes == 3
-
-
-def test_misspelt_argument_is_named() -> None:
-    """A misspelt argument raises an error that names the right one."""
-    with pytest.raises(UnknownArgumentError, match="Did you mean 'num_classes'"):
-        ComposerClassifier(nn.Linear(4, 3), num_clases=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (5, 3, 2)])

@@ -37,7 +37,6 @@ from composerlite.utils.module_surgery import (
 )
 
 
-# ── helpers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_anything_becomes_a_tuple() -> None:
     """None is empty, text and tensors are one thing, a dict is its values."""
     assert utils.ensure_tuple(None) == ()
@@ -127,7 +126,6 @@ def test_this_machine_is_told() -> None:
     assert utils.get_device("cpu").name == "cpu"
 
 
-# ── surgery ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_modules_are_replaced_by_class_and_in_the_optimizer() -> None:
     """Wherever they are; a module that is used twice is replaced by one; the optimizer trains the new parameters."""
     shared = nn.Linear(2, 2)
@@ -165,7 +163,6 @@ def test_new_parameters_need_one_group() -> None:
     assert optimizer.param_groups[0]["params"] == list(new.parameters())
 
 
-# ── losses and metrics ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_losses_take_class_numbers_and_probabilities() -> None:
     """Both give the same loss; a class number below 0 is no class."""
     logits, numbers = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
