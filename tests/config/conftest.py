@@ -69,24 +69,12 @@ def write_run(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.fixture
-def load_error() -> Callable[..., str]:
-    """Loads a file with overrides and returns the message of the ConfigError."""
+def error_of() -> Callable[..., str]:
+    """Loads a file with overrides, and builds the Trainer if asked; returns the message of the ConfigError."""
 
-    def error(file: Path, *overrides: str) -> str:
+    def error(file: Path, *overrides: str, build: bool = False) -> str:
         with pytest.raises(ConfigError) as raised:
-            load_config(file, overrides)
-        return str(raised.value)
-
-    return error
-
-
-@pytest.fixture
-def build_error() -> Callable[..., str]:
-    """Loads a file with overrides, builds the Trainer, and returns the message of the ConfigError."""
-
-    def error(file: Path, *overrides: str) -> str:
-        with pytest.raises(ConfigError) as raised:
-            build_trainer(load_config(file, overrides))
+            build_trainer(load_config(file, overrides)) if build else load_config(file, overrides)
         return str(raised.value)
 
     return error

@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from composerlite import Trainer, algorithms, callbacks, loggers, optim
+from composerlite import algorithms, callbacks, loggers, optim
 from composerlite.callbacks import CheckpointSaver
 from composerlite.config import build_trainer, load_config
-from composerlite.config.arguments import Component
-from composerlite.config.origin import Origin
-from composerlite.config.registry import find, known_classes
+from composerlite.config.registry import known_classes
 from composerlite.errors import ConfigError
 from composerlite.loggers import InMemoryLogger
 
@@ -50,7 +48,6 @@ progress_bar: false
 """
 
 
-# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_part_of_a_run_is_built_and_trained(write_run: WriteRun, tmp_path: Path) -> None:
     """A callback with two list items is used twice."""
     config = load_config(write_run(MORE.replace("FOLDER", str(tmp_path))))
@@ -65,23 +62,17 @@ def test_every_part_of_a_run_is_built_and_trained(write_run: WriteRun, tmp_path:
     assert any(isinstance(callback, InMemoryLogger) for callback in trainer.state.callbacks)
 
 
-def weights(trainer: Trainer) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.state.model.parameters()])
-
-
 def test_the_seed_sets_the_initial_weights(write_run: WriteRun) -> None:
     """Runs with the same seed have the same weights."""
-    file = write_run()
 
     def initial(seed: int) -> torch.Tensor:
-        with build_trainer(load_config(file, [f"seed={seed}"])) as trainer:
-            return weights(trainer)
+        with build_trainer(load_config(write_run(), [f"seed={seed}"])) as trainer:
+            return next(trainer.state.model.parameters()).detach()
 
     assert torch.equal(initial(5), initial(5))
     assert not torch.equal(initial(5), initial(6))
 
 
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("family", "names"),
     [
@@ -99,17 +90,6 @@ def test_a_class_is_named_in_snake_case(family: str, names: dict[str, type]) -> 
     assert known.keys().isdisjoint({"composer", "algorithm", "callback", "logger_destination", "destination"})
 
 
-@pytest.mark.parametrize("name", ["sgd", "AdamW", "RAdam"])
-def test_an_optimizer_of_torch_has_its_own_arguments(name: str) -> None:
-    """Upper and lower case of the name do not matter."""
-    origin = Origin((Path("run.yaml"),), {}, {})
-    make = find(Component(name, {"lr": 0.25}, ("optimizer",), "optimizer"), origin)
-    assert make([torch.nn.Parameter(torch.zeros(1))], lr=0.25).param_groups[0]["lr"] == 0.25
-    with pytest.raises(ConfigError, match=r"unknown key 'learning_rate' in 'optimizer'"):
-        find(Component(name, {"learning_rate": 0.1}, ("optimizer",), "optimizer"), origin)
-
-
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -125,37 +105,30 @@ def test_an_optimizer_of_torch_has_its_own_arguments(name: str) -> None:
         ("train_loader.dataset.sizes=3", "unknown key 'sizes' in 'train_loader.dataset'. Did you mean 'size'?"),
         ("callbacks.speed_monitor.windowsize=3", "unknown key 'windowsize' in 'callbacks.speed_monitor'. Did you mean"),
         ("algorithms=[{gradient_clipping: {clipping_type: norm}}]", "clipping_threshold is missing. Known: "),
-        (
-            "algorithms={gradient_clipping: {clipping_type: norm, clipping_threshold: x}}",
-            "clipping_threshold='x': exp",
-        ),
+        ("callbacks={speed_monitor: {window_size: x}}", "callbacks.speed_monitor.window_size='x': expected integer."),
         ("algorithms={gradient_clipping: {clipping_type: x, clipping_threshold: 1}}", "algorithms.gradient_clipping: "),
         ("optimizer={name: adamw, betas: 3}", "optimizer.betas=3: expected array."),
         ("optimizer={name: torch.optim:SGD, lr: -1}", "optimizer: ValueError: Invalid learning rate: -1"),
         ("train_loader.prefetch_factor=2", "train_loader: ValueError: prefetch_factor"),
-        (
-            "train_loader.collate_fn=torch:no_such_function",
-            "train_loader: 'torch:no_such_function': module",
-        ),
+        ("train_loader.collate_fn=torch:no_such_function", "train_loader: 'torch:no_such_function': module 'to"),
+        ("optimizer={name: AdamW, learning_rate: 0.1}", "unknown key 'learning_rate' in 'optimizer'"),
         ("model.width=abc", "model.width='abc': expected integer."),
     ],
 )
 def test_a_wrong_name_or_argument_is_an_error_with_its_place(
-    write_run: WriteRun, build_error: ErrorOf, override: str, expected: str
+    write_run: WriteRun, error_of: ErrorOf, override: str, expected: str
 ) -> None:
     """The message has the override or the line, the name and the valid names."""
-    message = build_error(write_run(), override)
+    message = error_of(write_run(), override, build=True)
     assert message.startswith((f"override {override!r}: ", str(write_run())))
     assert expected in message
 
 
-def test_a_model_of_the_wrong_type_is_an_error(write_run: WriteRun, build_error: ErrorOf) -> None:
+def test_a_model_of_the_wrong_type_is_an_error(write_run: WriteRun, error_of: ErrorOf) -> None:
     """The message names the class for wrapping a torch module."""
-    message = build_error(write_run(), "model={name: my_task:plain_module, width: null}")
-    assert "unknown key 'width'" in message
     file = write_run()
     file.write_text(file.read_text().replace("my_task:net, width: 8", "my_task:plain_module"))
-    message = build_error(file)
+    message = error_of(file, build=True)
     assert message.startswith(f"{file}:1: model: 'my_task:plain_module' made a Linear, not a ComposerModel. ")
     assert "ComposerClassifier wraps a torch module" in message
 
@@ -164,20 +137,18 @@ def test_a_model_of_the_wrong_type_is_an_error(write_run: WriteRun, build_error:
 def test_errors_of_user_code_are_not_hidden(write_run: WriteRun, task: str) -> None:
     """A missing package is named; a bug in a constructor is raised as it is."""
     with pytest.raises((ConfigError, TypeError), match=r"No module named 'no_such_package'|^a bug$"):
-        build_trainer(
-            load_config(write_run(task=task), ["train_loader.dataset.name=torch:ones", "train_loader.dataset.size=[1]"])
-        )
+        build_trainer(load_config(write_run(task=task), ["train_loader.dataset.name=torch:ones"]))
 
 
-def test_a_mistake_is_found_before_anything_is_built(write_run: WriteRun, build_error: ErrorOf) -> None:
+def test_a_mistake_is_found_before_anything_is_built(write_run: WriteRun, error_of: ErrorOf) -> None:
     """Names and arguments are checked first."""
     task = "def net():\n    raise AssertionError('built')\n\n\ndef data(size):\n    raise AssertionError('loaded')\n"
     file = write_run(task=task)
     file.write_text(file.read_text().replace(", width: 8", "") + "callbacks: {lr_monitr: null}\n")
-    assert "lr_monitr" in build_error(file)
+    assert "lr_monitr" in error_of(file, build=True)
 
 
-def test_a_module_of_another_run_is_an_error(write_run: WriteRun, build_error: ErrorOf, tmp_path: Path) -> None:
+def test_a_module_of_another_run_is_an_error(write_run: WriteRun, error_of: ErrorOf, tmp_path: Path) -> None:
     """Two runs in one process, each with a module of the same name beside its YAML file."""
     with build_trainer(load_config(write_run())):
         pass
@@ -185,6 +156,4 @@ def test_a_module_of_another_run_is_an_error(write_run: WriteRun, build_error: E
     other.mkdir()
     for name in ("run.yaml", "my_task.py"):
         (other / name).write_text((tmp_path / name).read_text())
-    assert "other/my_task.py' here, but this process has loaded" in build_error(other / "run.yaml")
-    with build_trainer(load_config(tmp_path / "run.yaml")):
-        pass
+    assert "other/my_task.py' here, but this process has loaded" in error_of(other / "run.yaml", build=True)

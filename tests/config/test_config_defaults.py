@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,10 @@ def values(file: Path, *overrides: str) -> dict[str, Any]:
     return load_config(file, overrides).values
 
 
-# ── order and merging ────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_values_of_a_file_win_over_included_files(write: Write) -> None:
     """Mappings are merged key by key, lists and other values replaced, and variables resolved after merging."""
-    run = values(
-        write(
-            run="defaults: [base]\nvariables: {width: 16}\noptimizer: {lr: 2.0, betas: [0.5]}\ncallbacks: [nan_monitor]"
-        )
-    )
+    own = "variables: {width: 16}\noptimizer: {lr: 2.0, betas: [0.5]}\ncallbacks: [nan_monitor]"
+    run = values(write(run=f"defaults: [base]\n{own}"))
     assert run["model"] == {"name": "my_task:net", "width": 16}
     assert run["optimizer"] == {"name": "decoupled_adamw", "lr": 2.0, "betas": [0.5]}
     assert run["callbacks"] == ["nan_monitor"]
@@ -68,17 +65,6 @@ def test_later_files_win(write: Write, defaults: str, seed: int) -> None:
     assert values(write(run=f"defaults: {defaults}\nseed: 3", a="seed: 1", b="seed: 2"))["seed"] == seed
 
 
-def test_included_files_include_files(write: Write) -> None:
-    """Paths are relative to the folder of the including file."""
-    file = write(
-        experiments__today__run="defaults: [../longer]\nseed: 1",
-        experiments__longer="defaults: [../base]\nmax_duration: 9ep",
-    )
-    run = values(file)
-    assert (run["seed"], run["max_duration"], run["optimizer"]["lr"]) == (1, "9ep", 1e-3)
-
-
-# ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────
 GROUPS = {
     "run": "defaults:\n  - base\n  - optimizer: adam\n  - model: null\n  - _self_\noptimizer: {lr: 3.0}\n",
     "optimizer__adam": "name: decoupled_adamw\nlr: 1.0\nweight_decay: 0.5\n",
@@ -99,7 +85,7 @@ def test_a_group_is_a_folder_for_the_values_of_a_key(write: Write) -> None:
     assert values(file)["model"] == {"name": "my_task:net", "width": 99, "depth": 9}
 
 
-def test_an_override_selects_the_file_of_a_group(write: Write) -> None:
+def test_an_override_selects_the_file_of_a_group(write: Write, error_of: ErrorOf) -> None:
     """Also together with overrides of its values. ``null`` selects no file; a mapping is merged as elsewhere."""
     file = write(**GROUPS | {"base": BASE.replace("betas: [0.9, 0.95]", "")})
     file = file.with_name("run.yaml")
@@ -110,6 +96,8 @@ def test_an_override_selects_the_file_of_a_group(write: Write) -> None:
     assert values(file, "model=[wide,deep]")["model"]["depth"] == 9
     assert values(file, "model=wide", "model=deep")["model"]["depth"] == 9, "the last one counts"
     assert values(file, "optimizer=null")["optimizer"] == {"lr": 3.0, "name": "decoupled_adamw"}
+    expected = f"override 'model=narrow': there is no file '{file.parent}/model/narrow.yaml'. Known: deep, wide."
+    assert error_of(file, "model=narrow") == expected
 
 
 def test_groups_may_be_nested(write: Write) -> None:
@@ -139,37 +127,35 @@ def test_a_folder_outside_is_not_a_key(write: Write) -> None:
     assert values(file, "optimizer=fast")["optimizer"]["lr"] == 9.0
 
 
-def test_a_group_without_a_choice_is_an_error(write: Write, load_error: ErrorOf) -> None:
+def test_a_group_without_a_choice_is_an_error(write: Write, error_of: ErrorOf) -> None:
     """``???`` requires an override, for a group and for a value."""
     file = write(**GROUPS | {"run": "defaults:\n  - base\n  - model: ???\nseed: ???"})
-    assert load_error(file) == f"{file}:3: 'model' has to be chosen: model=NAME. Known: deep, wide."
-    assert load_error(file, "model=wide") == f"{file}:4: seed: is '???': set a value, such as by seed=VALUE."
+    assert error_of(file) == f"{file}:3: 'model' has to be chosen: model=NAME. Known: deep, wide."
+    assert error_of(file, "model=wide") == f"{file}:4: seed: is '???': set a value, such as by seed=VALUE."
     assert values(file, "model=wide", "seed=3")["seed"] == 3
 
 
-# ── places of values ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_error_names_the_file_and_line_of_the_value(write: Write, load_error: ErrorOf) -> None:
+def test_an_error_names_the_file_and_line_of_the_value(write: Write, error_of: ErrorOf) -> None:
     """Also for values merged from several files."""
     file = write(run="defaults: [base]\nseed: x\n", base=BASE.replace("batch_size: 4", "batch_sise: 4"))
     base = file.with_name("base.yaml")
-    message = load_error(file, "seed=1")
+    message = error_of(file, "seed=1")
     assert f"{base}:5: unknown key 'batch_sise' in 'train_loader'. Did you mean 'batch_size'?" in message
     write(base=BASE.replace("batch_size: 4", "batch_size: 4\n  shuffle: 1"))
-    assert load_error(file, "seed=1").startswith(f"{base}:6: train_loader.shuffle=1: expected boolean")
-    assert load_error(file).startswith(f"{file}:2: seed='x': expected integer")
+    assert error_of(file, "seed=1").startswith(f"{base}:6: train_loader.shuffle=1: expected boolean")
+    assert error_of(file).startswith(f"{file}:2: seed='x': expected integer")
 
 
 def test_every_value_can_be_printed_with_its_place(write: Write) -> None:
     """``--print-origins``: the file and line of each value, or the override. The output is still a configuration."""
     file = write(run="defaults: [base, {model: wide}]\nseed: 1\n", model__wide="width: 99\n")
     run = load_config(file, ["max_duration=5ba"])
-    lines = {line.split("  # ")[0].strip(): line.split("  # ")[1] for line in run.annotated.splitlines() if "#" in line}
-    folder = file.parent
-    assert lines["width: 99"] == f"{folder}/model/wide.yaml:1"
-    assert lines["name: my_task:net"] == f"{folder}/base.yaml:2"
-    assert lines["- lr_monitor"] == f"{folder}/base.yaml:7"
-    assert lines["seed: 1"] == f"{file}:2"
-    assert lines["max_duration: 5ba"] == "override 'max_duration=5ba'"
+    places = dict(re.findall(r"^ *(.*?) *# (.*)$", run.annotated, re.MULTILINE))
+    assert places["width: 99"] == f"{file.parent}/model/wide.yaml:1"
+    assert places["name: my_task:net"] == f"{file.parent}/base.yaml:2"
+    assert places["- lr_monitor"] == f"{file.parent}/base.yaml:7"
+    assert places["seed: 1"] == f"{file}:2"
+    assert places["max_duration: 5ba"] == "override 'max_duration=5ba'"
     file.write_text(run.annotated)
     assert values(file) == run.values
 
@@ -179,11 +165,9 @@ def test_modules_are_found_beside_every_file(write: Write, write_run: Callable[.
     base = write_run()
     file = write(elsewhere__today=f"defaults: [../{base.stem}]\nmax_duration: 1ba\n")
     with build_trainer(load_config(file)) as trainer:
-        trainer.fit()
-    assert trainer.state.timestamp == "1ba"
+        assert trainer.state.max_duration == "1ba"
 
 
-# ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -203,26 +187,9 @@ def test_modules_are_found_beside_every_file(write: Write, write_run: Callable[.
         ("defaults: [a]", "a.yaml:2: not valid YAML: found duplicate key"),
     ],
 )  # fmt: skip
-def test_a_wrong_list_is_an_error_with_its_line(write: Write, load_error: ErrorOf, text: str, expected: str) -> None:
+def test_a_wrong_list_is_an_error_with_its_line(write: Write, error_of: ErrorOf, text: str, expected: str) -> None:
     """Missing files, cyclic and duplicate files, wrong forms, and syntax of Hydra without support here."""
     file = write(run=text, a="seed: 1\nseed: 2\n")
-    message = load_error(file)
+    message = error_of(file)
     assert message.startswith(str(file.parent))
-    assert expected.format(folder=file.parent) in message
-
-
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("model=narrow", "there is no file '{folder}/model/narrow.yaml'. Known: deep, wide."),
-        ("db/main=x", "unknown key 'db/main'"),
-        ("+seed=3", "unknown key '+seed'. Did you mean 'seed'?"),
-        ("~optimizer=3", "unknown key '~optimizer'. Did you mean 'optimizer'?"),
-    ],
-)
-def test_a_wrong_selection_is_an_error(write: Write, load_error: ErrorOf, override: str, expected: str) -> None:
-    """An unknown file or group, and the signs of Hydra's overrides."""
-    file = write(**GROUPS)
-    message = load_error(file, override)
-    assert message.startswith(f"override {override!r}: ")
     assert expected.format(folder=file.parent) in message

@@ -77,13 +77,13 @@ def test_secrets_are_not_logged(file: Path, tmp_path: Path) -> None:
     assert '"model.width": 8' in (tmp_path / "log.txt").read_text()
 
 
-def test_secrets_are_not_in_errors(file: Path, load_error: ErrorOf) -> None:
+def test_secrets_are_not_in_errors(file: Path, error_of: ErrorOf) -> None:
     """A value of a wrong type is quoted unresolved."""
     override = "seed=${oc.env:TOKEN_OF_TEST}"
-    message = load_error(file, override)
+    message = error_of(file, override)
     assert message == f"override '{override}': seed='${{oc.env:TOKEN_OF_TEST}}': expected integer or null."
     for override in ("algorithms=[[${oc.env:TOKEN_OF_TEST}]]", "loggers=[{file: '${variables.prefix}'}]"):
-        assert SECRET not in load_error(file, override)
+        assert SECRET not in error_of(file, override)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def test_secrets_are_not_in_errors(file: Path, load_error: ErrorOf) -> None:
     ],
 )
 def test_an_unresolvable_value_is_quoted_unresolved(
-    file: Path, value: str, monkeypatch: pytest.MonkeyPatch, load_error: ErrorOf
+    file: Path, value: str, monkeypatch: pytest.MonkeyPatch, error_of: ErrorOf
 ) -> None:
     """The messages of OmegaConf quote secrets."""
     monkeypatch.setenv("BROKEN_OF_TEST", "${" + SECRET)
     file.write_text(file.read_text() + f"save_folder: {value}\n")
-    assert load_error(file) == f"{file}:18: save_folder: {value!r} cannot be resolved."
+    assert error_of(file) == f"{file}:18: save_folder: {value!r} cannot be resolved."
 
 
-def test_a_missing_environment_variable_is_named(file: Path, load_error: ErrorOf) -> None:
+def test_a_missing_environment_variable_is_named(file: Path, error_of: ErrorOf) -> None:
     """With its line, and the ways to fix the error."""
     file.write_text(file.read_text() + "save_folder: s3://${oc.env:BUCKET_OF_TEST}/x\n")
     fix = "Set it, or give a default: ${oc.env:BUCKET_OF_TEST,VALUE}."
-    assert load_error(file) == f"{file}:18: save_folder: the environment has no variable 'BUCKET_OF_TEST'. {fix}"
+    assert error_of(file) == f"{file}:18: save_folder: the environment has no variable 'BUCKET_OF_TEST'. {fix}"
 
 
 def test_an_escaped_interpolation_is_text(file: Path) -> None:
